@@ -1,0 +1,65 @@
+"""Options of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run one model on one device.
+
+    Attributes:
+        model: folder with ``config.json`` and ``*.safetensors``.
+        dtype: of weights and KV; ``auto`` takes the checkpoint's.
+        device: ``auto`` takes CUDA where there is one, else ``cpu``.
+        kernels: ``auto``, ``cpu``, ``triton`` or ``reference``.
+        block_size: tokens of one KV block.
+        kv_memory: bytes of the KV pool; ``None`` takes ``memory_fraction`` of a GPU's memory, or on a CPU
+            a share of what the machine or its cgroup has free.
+        num_blocks: exact pool size in blocks; overrides ``kv_memory``.
+        memory_fraction: share of a GPU's memory for weights and KV together.
+        max_model_len: longest sequence in tokens; ``None`` takes the model's own.
+        max_num_seqs: most requests in one step.
+        token_budget: most tokens in one step; ``None`` calibrates it so that a step stays near 100 ms on a CPU.
+        prefix_caching: share blocks between requests with equal prefixes.
+        num_threads: CPU threads; ``None`` takes all cores.
+        seed: draws the seeds of requests that bring none.
+        check_invariants: verify the pool after every step (slow; for tests).
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    block_size: int = 16
+    kv_memory: int | None = None
+    num_blocks: int | None = None
+    memory_fraction: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    token_budget: int | None = None
+    prefix_caching: bool = True
+    num_threads: int | None = None
+    seed: int = 0
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        for name in ("block_size", "max_num_seqs"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("kv_memory", "num_blocks", "max_model_len", "token_budget", "num_threads"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction is {self.memory_fraction} but must be above 0 and at most 1")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} is {value} but must be at least 1")

@@ -1,0 +1,159 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequestError
+from engine.sampling_params import SamplingParams
+
+
+class RequestState(enum.Enum):
+    """Where a request is; only the scheduler changes it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks; waits to recover
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNamespace:
+    """The root of a prefix tree: blocks are shared only within equal namespaces.
+
+    The engine adds its own model revision, dtype and block size; these parts come with the request.
+    """
+
+    adapter: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request must keep to; sent from each engine replica to the ingress."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    num_blocks: int
+    block_size: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence that can ever run: the context length, or what the whole pool holds."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+@dataclass(slots=True)
+class Request:
+    """State of one request. ``token_ids`` is the prompt followed by the output.
+
+    A request that moved here from another replica carries the tokens it has made so far at the end of its
+    prompt and their number in ``generated_before``; positions, ``max_tokens``, ``min_tokens`` and random
+    draws go on as if it had never moved.
+
+    Invariants: ``0 <= computed <= len(token_ids)``; ``block_table`` covers at least ``computed`` tokens;
+    tokens below ``computed`` have their K and V in the pool.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    namespace: CacheNamespace = field(default_factory=CacheNamespace)
+    priority: int = 0  # lower runs first
+    arrival: float = 0.0  # monotonic seconds; (priority, arrival, request_id) is a total order kept for life
+    generated_before: int = 0
+    seed: int = 0  # params.seed, or the one that the engine chose
+    num_prompt_tokens: int = 0  # set on creation: tokens not generated here
+    max_total_tokens: int = 0  # set on admission: prompt here + tokens that may still be made
+    state: RequestState = RequestState.WAITING
+    computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Key of the total order; smaller is older and is served first."""
+        return (self.priority, self.arrival, self.request_id)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens made here."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens made in all, on earlier replicas too."""
+        return self.generated_before + self.num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step made for one request.
+
+    ``index`` is the offset of the first token in the request's whole output (tokens made on earlier
+    replicas count). A delta with a ``finish_reason`` is the last one and may carry no token.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens that the prefix cache supplied, exact
+    error: str | None = None  # with FinishReason.ERROR
+
+
+def validate(token_ids: list[int], params: SamplingParams, limits: ModelLimits, generated_before: int = 0) -> int:
+    """Check a request against the model and the pool; return the longest length it may reach, in tokens.
+
+    Raises:
+        InvalidRequestError: names the parameter, the value and the limit.
+    """
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty; at least 1 token is needed", "prompt", "empty_prompt")
+    for token in token_ids:
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidRequestError(
+                f"token id {token} is outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}", "prompt"
+            )
+    for token in params.stop_token_ids:
+        if token >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids has {token}, outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}",
+                "stop_token_ids",
+            )
+    prompt = len(token_ids)
+    original_prompt = prompt - generated_before
+    wanted = params.max_tokens
+    total = original_prompt + (1 if wanted is None else wanted)
+    if total > limits.max_model_len:
+        asked = "no room to generate" if wanted is None else f"max_tokens {wanted}"
+        raise InvalidRequestError(
+            f"prompt of {original_prompt} tokens with {asked} exceeds the context length of "
+            f"{limits.max_model_len} tokens",
+            "max_tokens" if wanted is not None and original_prompt < limits.max_model_len else "prompt",
+            "context_length_exceeded",
+        )
+    if total > limits.max_tokens:
+        raise InvalidRequestError(
+            f"prompt of {original_prompt} tokens with {1 if wanted is None else wanted} more can never fit the KV "
+            f"pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
+            f"{limits.block_size}); raise kv_memory or shorten the request",
+            "prompt",
+            "kv_pool_exceeded",
+        )
+    return limits.max_tokens if wanted is None else total

@@ -1,0 +1,15 @@
+"""Attention and its friends behind one interface; see :mod:`kernels.interface`."""
+
+from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm, kv_pool_shape
+from kernels.registry import available, get_kernels
+
+__all__ = [
+    "AttentionMetadata",
+    "HeadLayout",
+    "Kernels",
+    "PackedLinear",
+    "QKNorm",
+    "available",
+    "get_kernels",
+    "kv_pool_shape",
+]
