@@ -1,0 +1,50 @@
+# `make serve` and `make test` do everything on a fresh machine; each target sets up what it needs.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+# A machine with an NVIDIA driver gets torch's CUDA build; every other one the CPU build.
+CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.txt,constraints.txt)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help serve test check loadtest bench clean
+
+help:  ## Show the targets.
+	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt constraints-gpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Quire needs Python 3.11 or newer, but $(PYTHON) is {v.major}.{v.minor}; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	@echo "Setting up $(VENV) with $(CONSTRAINTS): about 2 GB, a few minutes, once"
+	$(PYTHON) -m venv $(VENV)
+	@# torch first, from the index that its constraints name; then everything else needs no second index.
+	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools
+	$(PIP) -c constraints-gpu.txt --no-build-isolation -e '.[dev]'
+	@touch $(READY)
+
+.venv: $(READY)  ## Set up the environment (every other target does it by itself).
+
+serve: $(READY)  ## Serve the bundled model on http://127.0.0.1:8000 (options: make serve ARGS="model=... port=...").
+	@$(BIN)/python -m app $(ARGS)
+
+test: $(READY)  ## Run all tests; end-to-end tests start a Ray of their own on free ports.
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)  ## Lint and type-check.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+loadtest: $(READY)  ## 60 s of streaming chat by 16 users with Locust; report in loadtests/reports/.
+	$(BIN)/python -m loadtests.locust_run $(ARGS)
+
+bench: $(READY)  ## Run every measuring command with its checks.
+	$(BIN)/python -m loadtests.bench $(ARGS)
+
+clean:  ## Remove the environment, caches and reports (the model cache in your home stays).
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis loadtests/reports
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
