@@ -1,0 +1,69 @@
+"""Where model folders lie on this machine; knows paths only, downloads nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+BUNDLED_NAME = "smollm2-135m-instruct"
+BUNDLED_VERSION = "0.1.2"
+BUNDLED_ALIASES = frozenset({BUNDLED_NAME, "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"})
+
+
+def cache_root() -> Path:
+    """Quire's cache folder: ``$QUIRE_CACHE``, else ``$XDG_CACHE_HOME/quire``, else ``~/.cache/quire``."""
+    own = os.environ.get("QUIRE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "quire"
+
+
+def is_bundled(model: str) -> bool:
+    """Whether ``model`` is a name of the bundled model; an existing folder of that name comes first."""
+    return model in BUNDLED_ALIASES and not Path(model).is_dir()
+
+
+def bundled_folder() -> Path:
+    """Where the bundled model's converted folder lies once it has been pulled."""
+    return cache_root() / "models" / f"{BUNDLED_NAME}-{BUNDLED_VERSION}"
+
+
+def local_folder(model: str | Path) -> Path:
+    """The folder of a model that is already on this machine: a path, the bundled name, or a cached hub id.
+
+    Raises:
+        ConfigError: nothing of that name is here; the message says how to get it.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    name = str(model)
+    if is_bundled(name):
+        folder = bundled_folder()
+        if folder.is_dir():
+            return folder
+        raise ConfigError(
+            f"model {name!r} is not in {folder.parent}; fetch it with: python -m app.model_store pull"
+        )
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        cached = _hub_snapshot(name)
+        if cached is not None:
+            return cached
+        raise ConfigError(
+            f"model {name!r} is no folder here and not in the Hugging Face cache; give a folder with config.json "
+            f"and *.safetensors, or fetch it with: hf download {name}"
+        )
+    raise ConfigError(
+        f"model folder {name!r} does not exist; give a folder with config.json and *.safetensors, a hub id "
+        f"(owner/name) or {BUNDLED_NAME!r}"
+    )
+
+
+def _hub_snapshot(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
