@@ -1,0 +1,78 @@
+"""One step's input as flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.request import Request
+from kernels import AttentionMetadata
+
+
+class Chunk(Protocol):
+    """What a batch needs to know of a scheduled piece of a request: tokens ``start .. start + length``."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def samples(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Flat input of one step with ``T`` new tokens; ``S`` rows are sampled from."""
+
+    token_ids: Tensor  # int64 [T]
+    metadata: AttentionMetadata
+    sample_rows: Tensor  # int64 [S], row of the last token of each chunk that samples, in chunk order
+
+
+def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Batch:
+    """Lay out ``chunks`` one after the other; their blocks must already be in the requests' block tables."""
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    ends = starts + lengths
+    query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=query_start[1:])
+    total = int(query_start[-1])
+
+    token_ids = np.fromiter(
+        chain.from_iterable(
+            chunk.request.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
+        ),
+        dtype=np.int64,
+        count=total,
+    )
+    num_blocks = -(-ends // block_size)
+    tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
+    for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
+        tables[row, :needed] = chunk.request.block_table[:needed]
+
+    rows = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(total) + (starts - query_start[:-1])[rows]
+    slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    metadata = AttentionMetadata(
+        query_start=_tensor(query_start.astype(np.int32), device),
+        context_lens=_tensor(ends.astype(np.int32), device),
+        block_tables=_tensor(tables, device),
+        positions=_tensor(positions, device),
+        slot_mapping=_tensor(slots, device),
+        max_query_len=int(lengths.max(initial=0)),
+        max_context_len=int(ends.max(initial=0)),
+    )
+    return Batch(_tensor(token_ids, device), metadata, _tensor(query_start[1:][samples] - 1, device))
+
+
+def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

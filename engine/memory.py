@@ -1,0 +1,134 @@
+"""How many KV blocks to allocate."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+CPU_SHARE = 0.25
+"""Share of the free memory that the pool takes by default on a CPU ..."""
+
+CPU_CEILING = 4 << 30
+"""... and the most that it takes, in bytes."""
+
+CPU_LIMIT = 0.8
+"""Largest share of the free memory that an explicit size, or one sequence of the maximum length, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Size of the KV pool."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.tokens * self.bytes_per_token
+
+
+def plan_pool(config: EngineConfig, bytes_per_token: int, max_model_len: int, available: int) -> MemoryPlan:
+    """Size the pool for ``available`` free bytes of the device.
+
+    ``num_blocks`` or ``kv_memory`` decide if given; else a CPU gives a bounded share of what is free, a GPU
+    all of it (``available`` is what ``memory_fraction`` leaves).
+
+    Raises:
+        ConfigError: too little memory; names the figures and the option that changes them.
+    """
+    block_bytes = config.block_size * bytes_per_token
+    gpu = config.device.startswith("cuda")
+    limit = available if gpu else int(available * CPU_LIMIT)
+    one_sequence = -(-max_model_len // config.block_size) * block_bytes
+    if config.num_blocks is not None:
+        option, wanted = "num_blocks", config.num_blocks * block_bytes
+    elif config.kv_memory is not None:
+        option, wanted = "kv_memory", config.kv_memory
+    else:
+        option = "memory_fraction" if gpu else "kv_memory"
+        wanted = limit if gpu else max(min(int(available * CPU_SHARE), CPU_CEILING), one_sequence)
+        if one_sequence > limit:
+            raise ConfigError(
+                f"one sequence of max_model_len={max_model_len} tokens needs {gib(one_sequence)} of KV memory "
+                f"but only {gib(limit)} may be used; lower max_model_len, or set {option}"
+            )
+    if wanted > limit:
+        raise ConfigError(
+            f"{option} asks for {gib(wanted)} of KV memory but only {gib(limit)} may be used; lower {option}"
+        )
+    if wanted < block_bytes:
+        raise ConfigError(
+            f"{option} gives {wanted} bytes of KV memory but one block of {config.block_size} tokens needs "
+            f"{block_bytes}; raise {option}"
+        )
+    return MemoryPlan(wanted // block_bytes, config.block_size, bytes_per_token)
+
+
+def available_memory(device: torch.device, memory_fraction: float, reserve: int = 0) -> int:
+    """Bytes that this process may still take on ``device``, less ``reserve`` for one step's activations.
+
+    On a GPU: what ``memory_fraction`` of the whole leaves beside everything allocated now.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(int(total * memory_fraction) - (total - free) - reserve, 0)
+    return max(min(psutil.virtual_memory().available, cgroup_available()) - reserve, 0)
+
+
+def cgroup_available(root: Path = Path("/")) -> int:
+    """Bytes left below the memory limits of this process's control groups; very large where there are none."""
+    left = 1 << 62
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return left
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Inside a container the path may not exist below the mount, whose top is then the container's group.
+        folder = Path(os.path.normpath(base / path.lstrip("/")))
+        for group in (folder, *folder.parents):
+            left = min(left, _left_in(group, *names))
+            if group == base:
+                break
+    return left
+
+
+def _left_in(group: Path, limit: str, usage: str, reclaimable: str) -> int:
+    try:
+        most = (group / limit).read_text().strip()
+        used = int((group / usage).read_text())
+        stat = (group / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return 1 << 62
+    if most == "max" or int(most) >= 1 << 60:
+        return 1 << 62
+    cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{reclaimable} ")), 0)
+    return max(int(most) - used + cache, 0)
+
+
+def gib(count: int) -> str:
+    """Bytes for people: ``1.50 GiB``, ``12.0 MiB`` or ``340 KiB``."""
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.0f} KiB"
