@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import logging
+import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import QuireError
-from engine.request import CacheNamespace, ModelLimits
+from app import wire
+from app.channel_ingress import IngressChannel
+from app.routing import fleet
+from app.routing.ledger import Route
+from engine.errors import InvalidRequestError, QuireError
+from engine.request import CacheNamespace, FinishReason, ModelLimits, validate
 from engine.sampling_params import SamplingParams
+
+UNAVAILABLE_AFTER_S = 60.0
+"""A request that finds no routable replica for this long ends with ``UnavailableError``."""
+
+MAX_FAULT_MOVES = 4
+"""Replicas that may fail under one request before it is taken for the cause."""
+
+EXPECTED_TOKENS = 256
+"""Booked for the output of a request that may make more: most stop by themselves."""
+
+END_RECORD_S = 5.0
+"""The end record follows the engine's answer on the channel within this, else the request moves on."""
+
+logger = logging.getLogger(__name__)
 
 
 class UnavailableError(QuireError):
@@ -23,7 +49,7 @@ class GenerationError(QuireError):
 class GenerateRequest:
     """One sequence to generate.
 
-    ``request_id`` must be unique among the live requests of this client.
+    ``request_id`` is for logs; it need not be unique.
     """
 
     request_id: str
@@ -49,28 +75,84 @@ class Delta:
     index: int
 
 
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One request on its way. Its output is what has arrived here, whichever replica made it."""
+
+    request: GenerateRequest
+    arrived: float
+    output: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+    attempt: int = 0  # the one whose records count; 0: none
+    ended: bool = False
+    deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
+    interrupt: asyncio.Event = field(default_factory=asyncio.Event)  # the attempt is dead or must move
+    fault_moves: int = 0
+    driver: asyncio.Task[None] | None = None
+
+
 class EngineClient:
     """Owned by one ingress replica; every method runs on that replica's event loop.
 
     ``handle`` is the Serve handle of the engine deployment.
     """
 
-    def __init__(self, handle: Any) -> None:
-        raise NotImplementedError
+    def __init__(self, handle: Any, unavailable_after_s: float = UNAVAILABLE_AFTER_S) -> None:
+        self._handle = handle
+        self._unavailable_after_s = unavailable_after_s
+        self._cid = secrets.token_hex(8)
+        self._epochs = itertools.count(1)
+        self._attempts = itertools.count(1)
+        self._live: dict[int, _Live] = {}  # by attempt
+        self._requests: set[_Live] = set()
+        self._channels: dict[str, IngressChannel] = {}
+        self._leaving: set[str] = set()
+        self._limits: ModelLimits | None = None
+        self._routes_changed = asyncio.Event()
+        self._fleet: fleet.Fleet | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._generate: Any = None
 
     async def start(self) -> None:
-        """Open channels to the replicas; called once, awaits no replica."""
-        raise NotImplementedError
+        """Open channels to the replicas, now and as they come; awaits no replica. Later calls do nothing."""
+        if self._fleet is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._fleet = fleet.of(self._handle.deployment_id.app_name, self._handle.deployment_id.name)
+        self._fleet.listen(self._members_from_router)
+        # The first options() makes Serve create the router, which reports its members.
+        self._generate = self._handle.options(_by_reference=False).generate
 
     async def stop(self) -> None:
-        """Close every channel."""
-        raise NotImplementedError
+        """Close every channel; live requests end with ``UnavailableError``."""
+        if self._fleet is None:
+            return
+        self._fleet.unlisten(self._members_from_router)
+        for live in list(self._requests):
+            self._fail(live, UnavailableError("the server is shutting down; send the request again"))
+        channels = list(self._channels.values())
+        self._channels.clear()
+        for channel in channels:
+            channel.stop()
+        for channel in channels:
+            await channel.stopped()
 
     def limits(self) -> ModelLimits | None:
         """Of the model, from the replicas' first frames; ``None`` until one has answered."""
-        raise NotImplementedError
+        return self._limits
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+    def status(self) -> dict[str, Any]:
+        """For /health: known replicas, those with an open channel, live requests, each channel's state."""
+        ledger = self._fleet.ledger if self._fleet is not None else None
+        return {
+            "replicas": len(self._channels) - len(self._leaving),
+            "routable": len(ledger.routable()) if ledger is not None else 0,
+            "live_requests": len(self._requests),
+            "channels": {name: channel.state.value for name, channel in self._channels.items()},
+            "booked_tokens": ledger.load() if ledger is not None else {},
+        }
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield the request's tokens in order, none lost or doubled; the last delta has a finish reason.
 
         Closing or cancelling the generator aborts the request on the engine.
@@ -80,8 +162,261 @@ class EngineClient:
             UnavailableError: no replica could take it (or go on with it) within the bounded time.
             GenerationError: the engine gave it up.
         """
-        raise NotImplementedError
+        await self.start()
+        if self._limits is not None:
+            validate(request.token_ids, request.params, self._limits)
+        if request.params.seed is None:
+            # Drawn here, so that the draws go on the same on another replica.
+            params = dataclasses.replace(request.params, seed=secrets.randbits(63))
+            request = dataclasses.replace(request, params=params)
+        live = _Live(request, time.monotonic())
+        self._requests.add(live)
+        assert self._loop is not None
+        # An empty context: Serve must not take the attempts for children of one HTTP request.
+        live.driver = self._loop.create_task(self._drive(live), context=contextvars.Context())
+        try:
+            while True:
+                delta = await live.deltas.get()
+                if isinstance(delta, QuireError):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            live.ended = True
+            self._requests.discard(live)
+            live.driver.cancel()
 
-    def status(self) -> dict[str, Any]:
-        """For /health: ``replicas`` (known), ``routable`` (open channel), ``live_requests``."""
-        raise NotImplementedError
+    # ---- attempts
+
+    async def _drive(self, live: _Live) -> None:
+        """Attempt after attempt until the request has ended."""
+        while not live.ended:
+            if not await self._routable(live):
+                return
+            live.interrupt.clear()
+            attempt = next(self._attempts)
+            live.attempt = attempt
+            self._live[attempt] = live
+            try:
+                fault = await self._attempt(live, attempt)
+            finally:
+                live.attempt = 0
+                del self._live[attempt]
+                assert self._fleet is not None
+                self._fleet.ledger.release(attempt)
+            if live.ended:
+                return
+            if fault:
+                live.fault_moves += 1
+                logger.warning(
+                    "request %s moves on after %d tokens: %s", live.request.request_id, len(live.output), fault
+                )
+                if live.fault_moves > MAX_FAULT_MOVES:
+                    self._fail(live, GenerationError(f"given up after {MAX_FAULT_MOVES} moves; last: {fault}"))
+                    return
+                await asyncio.sleep(0.02 * live.fault_moves)
+
+    async def _attempt(self, live: _Live, attempt: int) -> str:
+        """Run one attempt; returns why it failed, or "" when the request has ended or was asked to move."""
+        request = live.request
+        submission = wire.Submission(
+            request_id=request.request_id,
+            attempt=attempt,
+            token_ids=request.token_ids + live.output,
+            params=request.params,
+            namespace=request.namespace,
+            priority=request.priority,
+            generated_before=len(live.output),
+            age_s=time.monotonic() - live.arrived,
+        )
+        wanted = request.params.max_tokens
+        left = EXPECTED_TOKENS if wanted is None else min(wanted - len(live.output), EXPECTED_TOKENS)
+        meta = {
+            "request_id": request.request_id,
+            "attempt": attempt,
+            "prefill": len(submission.token_ids),
+            "decode": max(left, 1),
+        }
+        response = self._generate.remote(self._cid, wire.pack_submission(submission), meta=meta)
+        answer = asyncio.ensure_future(_await(response))
+        interrupted = asyncio.ensure_future(live.interrupt.wait())
+        try:
+            await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return ""
+            try:
+                outcome = answer.result()
+            except Exception as error:  # noqa: BLE001  (any failure of a call moves the request on)
+                # A lost replica shows on its channel, too, whose end counts the move.
+                return "" if live.interrupt.is_set() else f"{type(error).__name__}: {_first_line(error)}"
+            return await self._conclude(live, outcome, interrupted)
+        finally:
+            interrupted.cancel()
+            if not answer.done():
+                # The task first: awaiting a response that one has cancelled raises.
+                answer.cancel()
+                response.cancel()
+
+    async def _conclude(self, live: _Live, outcome: dict[str, Any], interrupted: asyncio.Future[Any]) -> str:
+        """The engine's answer; only the end record on the channel ends the request, and it may still be behind."""
+        if "invalid" in outcome:
+            self._fail(live, InvalidRequestError(*outcome["invalid"]))
+            return ""
+        if "refused" in outcome:
+            return str(outcome["refused"])
+        if not live.ended:
+            await asyncio.wait((interrupted,), timeout=END_RECORD_S)
+            if not live.ended and not live.interrupt.is_set():
+                return "the end record did not come"
+        return ""
+
+    async def _routable(self, live: _Live) -> bool:
+        """Wait for a replica with an open channel; fails the request when none comes."""
+        assert self._fleet is not None
+        deadline = time.monotonic() + self._unavailable_after_s
+        while not self._fleet.ledger.routable(self._fleet.members):
+            self._routes_changed.clear()
+            left = deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._routes_changed.wait(), max(left, 0.0))
+            except TimeoutError:
+                self._fail(
+                    live,
+                    UnavailableError(f"no engine replica became ready within {self._unavailable_after_s:g} s"),
+                )
+                return False
+        return True
+
+    def _fail(self, live: _Live, error: QuireError) -> None:
+        if not live.ended:
+            live.ended = True
+            live.deltas.put_nowait(error)
+            live.interrupt.set()
+
+    # ---- channels
+
+    def _members_from_router(self, members: frozenset[str]) -> None:
+        """Called on the router's thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending
+            self._loop.call_soon_threadsafe(self._update_members, members, context=contextvars.Context())
+
+    def _update_members(self, members: frozenset[str]) -> None:
+        assert self._fleet is not None
+        for replica in members - self._channels.keys():
+            self._fleet.pin(replica, True)
+            self._channels[replica] = IngressChannel(
+                self._handle, self._cid, replica, lambda: next(self._epochs), self
+            )
+        self._leaving = {replica for replica in self._channels if replica not in members}
+        if self._leaving:
+            self._evacuate()
+
+    def _evacuate(self) -> None:
+        """Move the requests of replicas that leave, where there is another one; close channels without any."""
+        assert self._fleet is not None
+        elsewhere = bool(self._fleet.ledger.routable(self._fleet.members))
+        busy: set[str] = set()
+        for attempt, live in list(self._live.items()):
+            booking = self._fleet.ledger.booking(attempt)
+            if booking is not None and booking.route.replica in self._leaving and not live.ended:
+                if elsewhere:
+                    live.interrupt.set()
+                else:
+                    busy.add(booking.route.replica)
+        for replica in self._leaving - busy:
+            channel = self._channels.pop(replica)
+            channel.stop()
+            self._fleet.pin(replica, False)
+        self._leaving &= self._channels.keys()
+
+    def on_open(self, route: Route, hello: wire.Hello) -> None:
+        """See ``ChannelEvents``."""
+        assert self._fleet is not None
+        self._limits = hello.limits
+        self._fleet.ledger.open(route)
+        self._routes_changed.set()
+        if self._leaving:
+            self._evacuate()
+
+    def on_suspect(self, route: Route, suspected: bool) -> None:
+        """See ``ChannelEvents``."""
+        assert self._fleet is not None
+        self._fleet.ledger.suspect(route.replica, suspected)
+        if not suspected:
+            self._routes_changed.set()
+
+    def on_closed(self, route: Route, reason: str) -> None:
+        """See ``ChannelEvents``: the attempts that were booked there go on elsewhere."""
+        assert self._fleet is not None
+        for attempt in self._fleet.ledger.close(route):
+            live = self._live.get(attempt)
+            if live is not None and not live.ended:
+                if route.replica in self._channels and route.replica not in self._leaving:
+                    live.fault_moves += 1
+                live.interrupt.set()
+                logger.info("request %s moves on: %s", live.request.request_id, reason)
+        if self._leaving:
+            self._evacuate()
+
+    def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
+        """See ``ChannelEvents``."""
+        assert self._fleet is not None
+        stale = []
+        for record in records:
+            live = self._live.get(record.attempt)
+            if live is None or live.ended or live.interrupt.is_set():
+                if live is None and record.end is None:
+                    stale.append(record.attempt)
+                continue
+            booking = self._fleet.ledger.booking(record.attempt)
+            if booking is None or booking.route != route:
+                continue
+            if record.index != len(live.output):
+                logger.error(
+                    "request %s got tokens from offset %d where %d was due",
+                    live.request.request_id,
+                    record.index,
+                    len(live.output),
+                )
+                live.fault_moves += 1
+                live.interrupt.set()
+                continue
+            self._accept(live, record)
+        return stale
+
+    def _accept(self, live: _Live, record: wire.Record) -> None:
+        assert self._fleet is not None
+        if record.end is FinishReason.ERROR:
+            self._fail(live, GenerationError(record.message or "the engine gave the request up"))
+            return
+        if record.end is FinishReason.ABORT:
+            # Nobody here asked for it: the engine is closing the channel.
+            live.interrupt.set()
+            return
+        if record.token_ids:
+            self._fleet.ledger.first_token(record.attempt)
+        if live.cached_tokens is None:
+            live.cached_tokens = record.cached_tokens
+        index = len(live.output)
+        live.output.extend(record.token_ids)
+        live.deltas.put_nowait(
+            Delta(
+                tuple(record.token_ids),
+                record.end.value if record.end is not None else None,
+                live.cached_tokens,
+                index,
+            )
+        )
+        if record.end is not None:
+            live.ended = True
+            live.interrupt.set()
+
+
+async def _await(response: Any) -> Any:
+    return await response
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else ""

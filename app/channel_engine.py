@@ -1,0 +1,246 @@
+"""The engine replica's end of the channels: one multiplexed stream to each ingress process.
+
+Everything here runs on the replica's event loop; the engine's thread hands its outputs over with one
+``call_soon_threadsafe`` for each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from app import wire
+from engine.errors import QuireError
+from engine.request import TokenDelta
+
+LEASE_S = 5.0
+"""A channel ends after this long without a beat from its ingress."""
+
+BEAT_S = 1.0
+"""A channel with nothing to say sends an empty frame this often."""
+
+MAX_UNACKNOWLEDGED = 512
+"""Frames on their way; beyond it tokens gather here, one entry for each live attempt."""
+
+logger = logging.getLogger(__name__)
+
+
+class UnknownEpochError(QuireError):
+    """The attempt was sent on a channel that this replica does not have (any more)."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt that runs here. ``done`` gets the number of tokens made, or ``UnknownEpochError``."""
+
+    number: int
+    engine_id: str
+    channel: Channel
+    done: asyncio.Future[int]
+    made: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """State of one (ingress process, epoch)."""
+
+    cid: str
+    epoch: int
+    last_beat: float
+    sequence: int = 0
+    last_frame: float = 0.0
+    acknowledged: int = 0  # frames that the ingress has read
+    unsent: dict[int, wire.Record] = field(default_factory=dict)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: str = ""  # why
+
+    @property
+    def blocked(self) -> bool:
+        """Whether too many frames are unacknowledged."""
+        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
+
+
+class ChannelHub:
+    """All channels of one engine replica.
+
+    ``abort`` is called with an engine request id when an attempt ends before its end record.
+    """
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        abort: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        lease_s: float = LEASE_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self._hello = hello
+        self._abort = abort
+        self._clock = clock
+        self._lease_s = lease_s
+        self._beat_s = beat_s
+        self._channels: dict[str, Channel] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._refused: str = ""
+
+    async def stream(self, cid: str, epoch: int) -> AsyncIterator[bytes]:
+        """Frames of one channel until it ends; ends an older epoch of the same ingress.
+
+        Raises:
+            UnknownEpochError: a newer epoch is open, or the replica takes no channels any more.
+        """
+        channel = self._open(cid, epoch)
+        watcher = asyncio.get_running_loop().create_task(self._watch(channel))
+        try:
+            yield wire.pack_hello(epoch, self._next(channel), self._hello)
+            while not channel.closed:
+                await channel.wake.wait()
+                if channel.closed:
+                    break
+                channel.wake.clear()
+                if not channel.blocked:
+                    records = list(channel.unsent.values())
+                    channel.unsent.clear()
+                    yield wire.pack_records(epoch, self._next(channel), records)
+            # What was made before the end still counts: the ingress goes on from there.
+            if channel.unsent and not channel.blocked:
+                yield wire.pack_records(epoch, self._next(channel), channel.unsent.values())
+        finally:
+            watcher.cancel()
+            self.close(channel, channel.closed or "the ingress closed it")
+
+    def attach(self, cid: str, epoch: int, attempt: int, engine_id: str) -> Attempt:
+        """Register an attempt before it is submitted to the engine.
+
+        Raises:
+            UnknownEpochError: the attempt's channel is not open.
+        """
+        channel = self._channels.get(cid)
+        if channel is None or channel.epoch != epoch or channel.closed:
+            raise UnknownEpochError(f"no open channel {cid} with epoch {epoch}")
+        entry = Attempt(attempt, engine_id, channel, asyncio.get_running_loop().create_future())
+        channel.attempts[attempt] = entry
+        self._attempts[engine_id] = entry
+        return entry
+
+    def detach(self, attempt: Attempt) -> bool:
+        """Forget an attempt and its unsent tokens; true if it had not ended and must be aborted."""
+        self._attempts.pop(attempt.engine_id, None)
+        live = attempt.channel.attempts.pop(attempt.number, None) is attempt
+        if live:
+            attempt.channel.unsent.pop(attempt.number, None)
+        return live
+
+    def deliver(self, deltas: Iterable[TokenDelta]) -> None:
+        """Outputs of one engine step."""
+        for delta in deltas:
+            attempt = self._attempts.get(delta.request_id)
+            if attempt is None:
+                continue
+            channel = attempt.channel
+            record = channel.unsent.get(attempt.number)
+            if record is None:
+                record = wire.Record(attempt.number, delta.index, list(delta.token_ids))
+                channel.unsent[attempt.number] = record
+            else:
+                record.token_ids.extend(delta.token_ids)
+            record.cached_tokens = delta.cached_tokens
+            attempt.made += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                record.end = delta.finish_reason
+                record.message = delta.error or ""
+                del self._attempts[delta.request_id]
+                del channel.attempts[attempt.number]
+                if not attempt.done.done():
+                    attempt.done.set_result(attempt.made)
+            channel.wake.set()
+
+    def beat(self, cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = ()) -> bool:
+        """Renew a lease; ``stale`` names attempts that the ingress does not know. False: no such channel."""
+        channel = self._channels.get(cid)
+        if channel is None or channel.epoch != epoch or channel.closed:
+            return False
+        channel.last_beat = self._clock()
+        was_blocked = channel.blocked
+        channel.acknowledged = max(channel.acknowledged, min(acknowledged, channel.sequence))
+        if was_blocked and not channel.blocked:
+            channel.wake.set()
+        for number in stale:
+            attempt = channel.attempts.get(number)
+            if attempt is not None:
+                logger.warning("aborting attempt %s that its ingress no longer knows", attempt.engine_id)
+                self._drop(attempt)
+        return True
+
+    def close(self, channel: Channel, reason: str) -> None:
+        """End a channel and abort its attempts."""
+        if not channel.closed:
+            channel.closed = reason
+            logger.info("channel %s epoch %d ended: %s", channel.cid, channel.epoch, reason)
+        if self._channels.get(channel.cid) is channel:
+            del self._channels[channel.cid]
+        for attempt in list(channel.attempts.values()):
+            self._drop(attempt, keep_unsent=True)
+        channel.wake.set()
+
+    def close_all(self, reason: str) -> None:
+        """End every channel and refuse new ones."""
+        self._refused = reason
+        for channel in list(self._channels.values()):
+            self.close(channel, reason)
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """For tests and logs: each channel's epoch, live attempts, frames sent and acknowledged."""
+        return {
+            channel.cid: {
+                "epoch": channel.epoch,
+                "attempts": len(channel.attempts),
+                "unsent": len(channel.unsent),
+                "frames": channel.sequence,
+                "acknowledged": channel.acknowledged,
+            }
+            for channel in self._channels.values()
+        }
+
+    def _open(self, cid: str, epoch: int) -> Channel:
+        if self._refused:
+            raise UnknownEpochError(f"this replica takes no channels: {self._refused}")
+        older = self._channels.get(cid)
+        if older is not None:
+            if older.epoch >= epoch:
+                raise UnknownEpochError(f"channel {cid} is open with epoch {older.epoch}, not older than {epoch}")
+            self.close(older, f"epoch {epoch} replaced it")
+        channel = Channel(cid, epoch, self._clock())
+        self._channels[cid] = channel
+        logger.info("channel %s epoch %d opened", cid, epoch)
+        return channel
+
+    def _next(self, channel: Channel) -> int:
+        sequence = channel.sequence
+        channel.sequence += 1
+        channel.last_frame = self._clock()
+        return sequence
+
+    async def _watch(self, channel: Channel) -> None:
+        """Ends the channel when its lease is over, breaks its silence when an empty frame is due."""
+        while not channel.closed:
+            await asyncio.sleep(self._beat_s / 4)
+            now = self._clock()
+            if now - channel.last_beat > self._lease_s:
+                self.close(channel, f"no beat for {self._lease_s:g} s")
+            elif now - channel.last_frame >= self._beat_s and not channel.blocked:
+                channel.wake.set()
+
+    def _drop(self, attempt: Attempt, keep_unsent: bool = False) -> None:
+        self._attempts.pop(attempt.engine_id, None)
+        attempt.channel.attempts.pop(attempt.number, None)
+        if not keep_unsent:
+            attempt.channel.unsent.pop(attempt.number, None)
+        self._abort(attempt.engine_id)
+        if not attempt.done.done():
+            attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
+

@@ -1,0 +1,81 @@
+"""What one process knows of an engine deployment's replicas; shared by its router and its engine client.
+
+Serve ships the router's module by value, so a registry inside that module would exist twice: everyone reaches
+this one as ``fleet.of(...)``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from app.routing.ledger import Ledger
+from engine.errors import QuireError
+
+DEPLOYMENT = "engine"
+
+
+class ReplicaGoneError(QuireError):
+    """A pinned call's replica cannot be reached any more."""
+
+
+class Fleet:
+    """Members as Serve's controller last told the router, and the ledger.
+
+    ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._lock = threading.Lock()
+        self._members: frozenset[str] = frozenset()
+        self._pinned: set[str] = set()
+        self._listeners: list[Callable[[frozenset[str]], None]] = []
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Replicas that may get new requests, open channel or not."""
+        return self._members
+
+    def set_members(self, members: frozenset[str]) -> None:
+        """A new membership from the controller."""
+        with self._lock:
+            self._members = members
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(members)
+
+    def listen(self, listener: Callable[[frozenset[str]], None]) -> None:
+        """Call ``listener`` with the members now and after each change."""
+        with self._lock:
+            self._listeners.append(listener)
+            members = self._members
+        listener(members)
+
+    def unlisten(self, listener: Callable[[frozenset[str]], None]) -> None:
+        """Stop calling ``listener``."""
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def pin(self, replica: str, pinned: bool) -> None:
+        """Keep a replica reachable for pinned calls after it has left the members, while its channel is open."""
+        with self._lock:
+            if pinned:
+                self._pinned.add(replica)
+            else:
+                self._pinned.discard(replica)
+
+    def is_pinned(self, replica: str) -> bool:
+        """Whether a channel to the replica is open."""
+        with self._lock:
+            return replica in self._pinned
+
+
+_fleets: dict[str, Fleet] = {}
+_fleets_lock = threading.Lock()
+
+
+def of(app_name: str, deployment: str = DEPLOYMENT) -> Fleet:
+    """The process's only fleet of that deployment."""
+    with _fleets_lock:
+        return _fleets.setdefault(f"{app_name}#{deployment}", Fleet())

@@ -1,0 +1,84 @@
+"""Serve's request router for the engine deployment: least booked tokens, and calls pinned to one replica.
+
+Serve ships this module by value (see ``fleet``). Overriding ``_choose_replica_for_request`` replaces Serve's
+queue, which matches requests by an internal id that concurrent calls of one HTTP request share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+import app.routing.fleet as fleet
+
+
+class EngineRouter(RequestRouter):  # type: ignore[misc]
+    """A call with ``target=`` goes to that replica or fails; ``generate`` is booked; any other goes anywhere."""
+
+    def initialize_state(self, **_: Any) -> None:
+        """Called once by Serve on the router's loop."""
+        self._fleet = fleet.of(self._deployment_id.app_name, self._deployment_id.name)
+        self._draining: dict[str, RunningReplica] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """A new membership; replicas that left stay reachable for pinned calls while their channel is open."""
+        before = dict(self._replicas)
+        super().update_replicas(replicas)
+        names = frozenset(replica.replica_id.unique_id for replica in replicas)
+        for replica in before.values():
+            self._draining.setdefault(replica.replica_id.unique_id, replica)
+        self._draining = {
+            name: replica
+            for name, replica in self._draining.items()
+            if name not in names and self._fleet.is_pinned(name)
+        }
+        self._fleet.set_members(names)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """The replica is dead for certain."""
+        super().on_replica_actor_died(replica_id)
+        self._draining.pop(replica_id.unique_id, None)
+        self._fleet.set_members(frozenset(known.unique_id for known in self._replicas))
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Part of Serve's contract; our choice is made in ``_choose_replica_for_request``."""
+        return [[replica] for replica in candidate_replicas]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        kwargs = pending_request.kwargs
+        target, meta = kwargs.get("target"), kwargs.get("meta")
+        if is_retry:
+            # Overriding this method also skips Serve's backoff between tries.
+            await self._backoff(0)
+            if target is not None or meta is not None:
+                # Their sender knows what else to do, and counts its tries.
+                raise fleet.ReplicaGoneError("the engine replica did not accept the call")
+        if target is not None:
+            return self._pinned(target)
+        if meta is not None:
+            return self._book(meta)
+        for replica in self._replicas.values():
+            return replica
+        raise fleet.ReplicaGoneError("there is no engine replica")
+
+    def _pinned(self, target: str) -> RunningReplica:
+        for replica_id, replica in self._replicas.items():
+            if replica_id.unique_id == target:
+                return replica
+        if target in self._draining:
+            return self._draining[target]
+        raise fleet.ReplicaGoneError(f"engine replica {target} is gone")
+
+    def _book(self, meta: dict[str, Any]) -> RunningReplica:
+        by_name = {replica_id.unique_id: replica for replica_id, replica in self._replicas.items()}
+        booking = self._fleet.ledger.book(
+            meta["request_id"], meta["attempt"], meta["prefill"], meta["decode"], by_name.keys()
+        )
+        # Written before the arguments are pickled: the engine refuses an epoch that it does not have.
+        meta["epoch"] = booking.route.epoch
+        return by_name[booking.route.replica]

@@ -1,0 +1,220 @@
+"""Packed messages between an ingress and an engine replica. Little-endian, no pickling of own types.
+
+A frame is a header and its records::
+
+    header  version u8, kind u8, epoch u32, sequence u32, count u32
+    record  attempt u64, index u32, cached u32, tokens u32, end u8, message bytes u16, then tokens u32 each, message
+
+A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import QuireError
+from engine.request import CacheNamespace, FinishReason, ModelLimits
+from engine.sampling_params import SamplingParams
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 2000
+
+_HEADER = struct.Struct("<BBIII")
+_RECORD = struct.Struct("<QIIIBH")
+_SUBMISSION = struct.Struct("<BII")
+
+_END_CODES: dict[FinishReason | None, int] = {
+    None: 0,
+    FinishReason.STOP: 1,
+    FinishReason.LENGTH: 2,
+    FinishReason.ABORT: 3,
+    FinishReason.ERROR: 4,
+}
+_END_REASONS = {code: reason for reason, code in _END_CODES.items()}
+
+
+class WireError(QuireError):
+    """A message that this version cannot read."""
+
+
+class FrameKind(enum.IntEnum):
+    """What follows a frame's header."""
+
+    HELLO = 0
+    RECORDS = 1
+
+
+@dataclass(slots=True)
+class Record:
+    """New tokens of one attempt; ``index`` is the offset of the first one in the request's whole output."""
+
+    attempt: int
+    index: int
+    token_ids: list[int]
+    cached_tokens: int = 0
+    end: FinishReason | None = None
+    message: str = ""  # with FinishReason.ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of a channel: what the engine serves."""
+
+    limits: ModelLimits
+    model_revision: str = ""
+
+
+@dataclass(slots=True)
+class Frame:
+    """One decoded frame; ``hello`` is set in the first one only."""
+
+    epoch: int
+    sequence: int
+    records: list[Record] = field(default_factory=list)
+    hello: Hello | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One attempt to generate: ``token_ids`` ends with the ``generated_before`` tokens made by earlier attempts."""
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    params: SamplingParams
+    namespace: CacheNamespace = field(default_factory=CacheNamespace)
+    priority: int = 0
+    generated_before: int = 0
+    age_s: float = 0.0  # since the client's request arrived; keeps its place in the engine's order
+
+
+def pack_records(epoch: int, sequence: int, records: Iterable[Record]) -> bytes:
+    """One frame of records; none at all is a sign of life."""
+    parts = [b""]
+    count = 0
+    for record in records:
+        count += 1
+        message = record.message.encode("utf-8", "replace")[:MAX_MESSAGE_BYTES] if record.message else b""
+        tokens = record.token_ids
+        parts.append(
+            _RECORD.pack(
+                record.attempt,
+                record.index,
+                record.cached_tokens,
+                len(tokens),
+                _END_CODES[record.end],
+                len(message),
+            )
+        )
+        parts.append(struct.pack(f"<{len(tokens)}I", *tokens))
+        if message:
+            parts.append(message)
+    parts[0] = _HEADER.pack(VERSION, FrameKind.RECORDS, epoch, sequence, count)
+    return b"".join(parts)
+
+
+def pack_hello(epoch: int, sequence: int, hello: Hello) -> bytes:
+    """The first frame of a channel."""
+    body = json.dumps(
+        {"limits": dataclasses.asdict(hello.limits), "model_revision": hello.model_revision}
+    ).encode()
+    return _HEADER.pack(VERSION, FrameKind.HELLO, epoch, sequence, len(body)) + body
+
+
+def unpack_frame(data: bytes) -> Frame:
+    """Decode one frame.
+
+    Raises:
+        WireError: another version, or a truncated or over-long frame.
+    """
+    try:
+        version, kind, epoch, sequence, count = _HEADER.unpack_from(data)
+        _check_version(version)
+        if kind == FrameKind.HELLO:
+            body = json.loads(data[_HEADER.size : _HEADER.size + count])
+            hello = Hello(ModelLimits(**body["limits"]), body["model_revision"])
+            return Frame(epoch, sequence, hello=hello)
+        records, end = _unpack_records(data, _HEADER.size, count)
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise WireError(f"unreadable frame of {len(data)} bytes: {error}") from error
+    if end != len(data):
+        raise WireError(f"frame of {len(data)} bytes has {len(data) - end} bytes too many")
+    return Frame(epoch, sequence, records)
+
+
+def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:
+    records = []
+    for _ in range(count):
+        attempt, index, cached, num_tokens, code, length = _RECORD.unpack_from(data, offset)
+        offset += _RECORD.size
+        tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
+        offset += 4 * num_tokens
+        if offset + length > len(data):
+            raise ValueError("a message runs past the end")
+        message = data[offset : offset + length].decode("utf-8", "replace") if length else ""
+        offset += length
+        records.append(Record(attempt, index, tokens, cached, _END_REASONS[code], message))
+    return records, offset
+
+
+def pack_submission(submission: Submission) -> bytes:
+    """Encode one attempt; about 4 bytes a token."""
+    params: dict[str, Any] = dataclasses.asdict(submission.params)
+    head = json.dumps(
+        {
+            "request_id": submission.request_id,
+            "attempt": submission.attempt,
+            "params": params,
+            "adapter": submission.namespace.adapter,
+            "salt": submission.namespace.salt,
+            "priority": submission.priority,
+            "generated_before": submission.generated_before,
+            "age_s": submission.age_s,
+        }
+    ).encode()
+    tokens = submission.token_ids
+    return (
+        _SUBMISSION.pack(VERSION, len(head), len(tokens)) + head + struct.pack(f"<{len(tokens)}I", *tokens)
+    )
+
+
+def unpack_submission(data: bytes) -> Submission:
+    """Decode one attempt.
+
+    Raises:
+        WireError: another version, or a truncated message.
+        InvalidRequestError: sampling parameters out of range.
+    """
+    try:
+        version, length, num_tokens = _SUBMISSION.unpack_from(data)
+        _check_version(version)
+        offset = _SUBMISSION.size
+        head = json.loads(data[offset : offset + length])
+        tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset + length))
+        params = head["params"]
+        params["stop_token_ids"] = tuple(params["stop_token_ids"])
+    except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise WireError(f"unreadable submission of {len(data)} bytes: {error}") from error
+    return Submission(
+        request_id=head["request_id"],
+        attempt=head["attempt"],
+        token_ids=tokens,
+        params=SamplingParams(**params),
+        namespace=CacheNamespace(adapter=head["adapter"], salt=head["salt"]),
+        priority=head["priority"],
+        generated_before=head["generated_before"],
+        age_s=head["age_s"],
+    )
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise WireError(
+            f"message of wire version {version}, but this process speaks {VERSION}; run one release everywhere"
+        )
