@@ -1,0 +1,323 @@
+// y = x W^T + b for few and for many rows, with weights packed once.
+//
+// Every element of y is one chain of fused multiply-adds in float32 over k = 0, 1, ... K - 1, then the bias, then
+// one rounding to y's type. Tiles, blocks of k (which resume the chain from memory) and threads decide only who
+// computes an element and when, so its bits depend on its row of x and its row of W alone.
+//
+// Weights lie in panels of kWidth columns, [N / kWidth][K][kWidth], zero-padded. One tile of rows streams several
+// panels at once, which is bound by memory; many rows re-use blocks of a panel that were widened to float32.
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+#include "gemm_vec.h"
+
+namespace quire_gemm {
+namespace {
+
+constexpr int kAccumulators = 2 * kMaxRows;     // vectors that a tile may keep in registers
+constexpr int64_t kDepth = 256;                 // k of one widened block: it stays in the first-level cache
+constexpr int64_t kChunkTiles = 16;             // tiles of rows that share a widened block
+constexpr int64_t kRowBlock = 32 * kMaxRows * 2;  // rows packed at a time: bounds the scratch memory
+constexpr int64_t kWidenTiles = 3;              // from this many tiles on, widening a block first pays
+constexpr int64_t kThreadWork = 32768;          // multiply-adds that are worth a thread
+constexpr int kAhead = 1024;                    // bytes of a panel fetched ahead of their use
+
+// Mirrored by `_Descriptor` in linear.py.
+struct PackedWeight {
+  void* panels;
+  const float* bias;  // [padded N] or null
+  int64_t in_features;
+  int64_t out_features;
+  int64_t dtype;  // 0 float32, 1 bfloat16, 2 float16
+};
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `parts` ranges of nearly equal length cover `total`; this is where range `i` starts.
+int64_t part_start(int64_t i, int64_t parts, int64_t total) { return i * total / parts; }
+
+// ---- the micro-kernel: kRows rows of x times kPanels panels ----
+
+constexpr int max_panels(int rows) { return std::max(1, kAccumulators / (2 * rows)); }
+
+// x is [depth][kRows], c is [kRows][kPanels * kWidth]; the chain starts at zero, or at c if `resume`.
+template <class W, int kRows, int kPanels>
+void micro(const W* w, int64_t panel_stride, const float* x, int64_t depth, float* c, bool resume) {
+  Vec acc[kRows][kPanels][2];
+  QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      QUIRE_UNROLL for (int h = 0; h < 2; ++h) {
+        acc[r][p][h] = resume ? load(c + (r * kPanels + p) * kWidth + h * kLanes) : Vec{};
+      }
+    }
+  }
+  auto step = [&](const W* wk, const float* xk) __attribute__((always_inline)) {
+    Vec low[kPanels], high[kPanels];
+    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) load_pair(wk + p * panel_stride, low[p], high[p]);
+    QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Vec xr = broadcast(xk[r]);
+      QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
+        acc[r][p][0] = fma(xr, low[p], acc[r][p][0]);
+        acc[r][p][1] = fma(xr, high[p], acc[r][p][1]);
+      }
+    }
+  };
+  constexpr int kSteps = 4;
+  constexpr int kBytes = kSteps * kWidth * static_cast<int>(sizeof(W));
+  int64_t k = 0;
+  for (; k + kSteps <= depth; k += kSteps) {
+    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      const char* ahead = reinterpret_cast<const char*>(w + p * panel_stride) + kAhead;
+      QUIRE_UNROLL for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
+    }
+    QUIRE_UNROLL for (int s = 0; s < kSteps; ++s) step(w + s * kWidth, x + s * kRows);
+    w += kSteps * kWidth;
+    x += kSteps * kRows;
+  }
+  for (; k < depth; ++k, w += kWidth, x += kRows) step(w, x);
+  QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      QUIRE_UNROLL for (int h = 0; h < 2; ++h) store(c + (r * kPanels + p) * kWidth + h * kLanes, acc[r][p][h]);
+    }
+  }
+}
+
+template <class W>
+using Micro = void (*)(const W*, int64_t, const float*, int64_t, float*, bool);
+
+template <class W, int kRows, int... kPanels>
+constexpr std::array<Micro<W>, kMaxRows> micros_of_rows(std::integer_sequence<int, kPanels...>) {
+  return {(micro<W, kRows, kPanels + 1>)...};
+}
+
+template <class W, int... kRows>
+constexpr std::array<std::array<Micro<W>, kMaxRows>, kMaxRows> all_micros(std::integer_sequence<int, kRows...>) {
+  return {micros_of_rows<W, kRows + 1>(std::make_integer_sequence<int, max_panels(kRows + 1)>())...};
+}
+
+// kMicros<W>[rows - 1][panels - 1]; null where a tile would not fit the registers.
+template <class W>
+constexpr auto kMicros = all_micros<W>(std::make_integer_sequence<int, kMaxRows>());
+
+// ---- rows of x ----
+
+// [kRows][depth] with a row stride, to float32 [depth][kRows].
+template <class X, int kRows>
+void pack_rows(const X* x, int64_t stride, int64_t depth, float* out) {
+  for (int64_t k = 0; k < depth; ++k) {
+    QUIRE_UNROLL for (int r = 0; r < kRows; ++r) out[k * kRows + r] = widen(x[r * stride + k]);
+  }
+}
+
+template <class X, int... kRows>
+constexpr std::array<void (*)(const X*, int64_t, int64_t, float*), kMaxRows> all_row_packers(
+    std::integer_sequence<int, kRows...>) {
+  return {(pack_rows<X, kRows + 1>)...};
+}
+
+template <class X>
+constexpr auto kRowPackers = all_row_packers<X>(std::make_integer_sequence<int, kMaxRows>());
+
+// Adds the bias and rounds a row of `columns` results.
+template <class Y>
+void finish_row(const float* c, const float* bias, int64_t columns, Y* y) {
+  if (bias == nullptr) {
+    for (int64_t i = 0; i < columns; ++i) narrow(c[i], y + i);
+  } else {
+    for (int64_t i = 0; i < columns; ++i) narrow(c[i] + bias[i], y + i);
+  }
+}
+
+// Scratch memory of a calling thread; grows, and is kept for its next call.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { std::free(data_); }
+
+  float* floats(int64_t count) {
+    if (count > capacity_) {
+      std::free(data_);
+      capacity_ = divide_up(count, 16) * 16;
+      data_ = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(capacity_) * sizeof(float)));
+      if (data_ == nullptr) std::abort();
+    }
+    return data_;
+  }
+
+ private:
+  float* data_ = nullptr;
+  int64_t capacity_ = 0;
+};
+
+// The product of one block of rows: who computes what.
+template <class W>
+class Product {
+ public:
+  Product(const PackedWeight& weight, const W* x, int64_t x_stride, int64_t rows, W* y, float* scratch)
+      : weight_(weight), depth_(weight.in_features), columns_(weight.out_features), x_(x), x_stride_(x_stride),
+        rows_(rows), y_(y), packed_(scratch), panels_(divide_up(columns_, kWidth)), tiles_(divide_up(rows, kMaxRows)),
+        chunks_(divide_up(tiles_, kChunkTiles)) {}
+
+  void run(int threads) const {
+    if (tiles_ == 1) {
+      pack_tile(0);
+      const int64_t most = max_panels(static_cast<int>(rows_));
+      const int64_t groups = std::min(panels_, divide_up(divide_up(panels_, most), threads) * threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+      for (int64_t g = 0; g < groups; ++g) {
+        stream_panels(part_start(g, groups, panels_), part_start(g + 1, groups, panels_));
+      }
+      return;
+    }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < tiles_; ++t) pack_tile(t);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < chunks_ * panels_; ++i) chunk_by_panel(i / panels_, i % panels_);
+    }
+  }
+
+ private:
+  int64_t tile_row(int64_t tile) const { return part_start(tile, tiles_, rows_); }
+
+  const W* panel(int64_t p) const { return static_cast<const W*>(weight_.panels) + p * depth_ * kWidth; }
+
+  void pack_tile(int64_t tile) const {
+    const int64_t row = tile_row(tile);
+    kRowPackers<W>[tile_row(tile + 1) - row - 1](x_ + row * x_stride_, x_stride_, depth_, packed_ + row * depth_);
+  }
+
+  void finish(const float* c, int64_t c_stride, int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+    const float* bias = weight_.bias == nullptr ? nullptr : weight_.bias + column;
+    columns = std::min(columns, columns_ - column);
+    for (int64_t r = 0; r < rows; ++r) finish_row(c + r * c_stride, bias, columns, y_ + (row + r) * columns_ + column);
+  }
+
+  // The only tile of rows, times panels [first, last).
+  void stream_panels(int64_t first, int64_t last) const {
+    const int64_t most = max_panels(static_cast<int>(rows_));
+    alignas(64) float c[kAccumulators * kLanes];
+    const int64_t groups = divide_up(last - first, most);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t p = first + part_start(g, groups, last - first);
+      const int64_t count = first + part_start(g + 1, groups, last - first) - p;
+      kMicros<W>[rows_ - 1][count - 1](panel(p), depth_ * kWidth, packed_, depth_, c, false);
+      finish(c, count * kWidth, 0, rows_, p * kWidth, count * kWidth);
+    }
+  }
+
+  // Several tiles of rows times one panel, in blocks of k.
+  void chunk_by_panel(int64_t chunk, int64_t p) const {
+    alignas(64) float c[kChunkTiles * kMaxRows * kWidth];
+    alignas(64) float wide[kDepth * kWidth];
+    const int64_t first = part_start(chunk, chunks_, tiles_), last = part_start(chunk + 1, chunks_, tiles_);
+    const int64_t row0 = tile_row(first);
+    const int64_t blocks = divide_up(depth_, kDepth);
+    const bool widen_first = sizeof(W) < sizeof(float) && last - first >= kWidenTiles;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t k = part_start(block, blocks, depth_), depth = part_start(block + 1, blocks, depth_) - k;
+      const W* w = panel(p) + k * kWidth;
+      if (widen_first) {
+        for (int64_t i = 0; i < depth; ++i) {
+          Vec low, high;
+          load_pair(w + i * kWidth, low, high);
+          store(wide + i * kWidth, low);
+          store(wide + i * kWidth + kLanes, high);
+        }
+      }
+      for (int64_t t = first; t < last; ++t) {
+        const int64_t row = tile_row(t), rows = tile_row(t + 1) - row;
+        const float* x = packed_ + row * depth_ + k * rows;
+        float* ct = c + (row - row0) * kWidth;
+        if (widen_first) {
+          kMicros<float>[rows - 1][0](wide, 0, x, depth, ct, block > 0);
+        } else {
+          kMicros<W>[rows - 1][0](w, 0, x, depth, ct, block > 0);
+        }
+      }
+    }
+    finish(c, kWidth, row0, tile_row(last) - row0, p * kWidth, kWidth);
+  }
+
+  const PackedWeight& weight_;
+  const int64_t depth_, columns_;
+  const W* const x_;
+  const int64_t x_stride_, rows_;
+  W* const y_;
+  float* const packed_;  // float32 tiles [K][rows of the tile], one after the other
+  const int64_t panels_, tiles_, chunks_;
+};
+
+template <class W>
+void multiply(const PackedWeight& weight, const W* x, int64_t x_stride, int64_t rows, W* y, int threads) {
+  static thread_local Scratch scratch;
+  const int64_t depth = weight.in_features, columns = weight.out_features;
+  if (depth == 0) {
+    for (int64_t i = 0; i < rows * columns; ++i) narrow(weight.bias ? weight.bias[i % columns] : 0.0f, y + i);
+    return;
+  }
+  const int64_t blocks = divide_up(rows, kRowBlock);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t row = part_start(block, blocks, rows), count = part_start(block + 1, blocks, rows) - row;
+    const int64_t worth = 1 + count * depth * columns / kThreadWork;
+    float* packed = scratch.floats(count * depth);
+    Product<W>(weight, x + row * x_stride, x_stride, count, y + row * columns, packed)
+        .run(static_cast<int>(std::min<int64_t>(threads, worth)));
+  }
+}
+
+template <class W>
+void pack(const PackedWeight& weight, const W* w, int64_t stride, int threads) {
+  const int64_t depth = weight.in_features, columns = weight.out_features;
+  W* const panels = static_cast<W*>(weight.panels);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < columns; first += kWidth) {
+    W* out = panels + first * depth;
+    for (int64_t k = 0; k < depth; ++k, out += kWidth) {
+      for (int c = 0; c < kWidth; ++c) {
+        out[column_slot<W>(c)] = first + c < columns ? w[(first + c) * stride + k] : W{};
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire_gemm
+
+extern "C" {
+
+// Columns of a panel: N is padded to a multiple of it.
+int64_t quire_linear_width() { return quire_gemm::kWidth; }
+
+// Packs w [N, K] (`stride` elements from row to row) into `weight->panels`: padded N * K elements.
+void quire_linear_pack(const quire_gemm::PackedWeight* weight, const void* w, int64_t stride, int threads) {
+  using namespace quire_gemm;
+  switch (weight->dtype) {
+    case 0: return pack(*weight, static_cast<const float*>(w), stride, threads);
+    case 1: return pack(*weight, static_cast<const Bf16*>(w), stride, threads);
+    default: return pack(*weight, static_cast<const Fp16*>(w), stride, threads);
+  }
+}
+
+// y [rows, N] (dense) = x [rows, K] (`x_stride` elements from row to row) times the packed weight, plus its bias.
+void quire_linear(const quire_gemm::PackedWeight* weight, const void* x, int64_t x_stride, int64_t rows, void* y,
+                  int threads) {
+  using namespace quire_gemm;
+  switch (weight->dtype) {
+    case 0:
+      return multiply(*weight, static_cast<const float*>(x), x_stride, rows, static_cast<float*>(y), threads);
+    case 1:
+      return multiply(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
+    default:
+      return multiply(*weight, static_cast<const Fp16*>(x), x_stride, rows, static_cast<Fp16*>(y), threads);
+  }
+}
+}
