@@ -41,8 +41,10 @@ class MemoryPlan:
         return self.tokens * self.bytes_per_token
 
 
-def plan_pool(config: EngineConfig, bytes_per_token: int, max_model_len: int, available: int) -> MemoryPlan:
-    """Size the pool for ``available`` free bytes of the device.
+def plan_pool(
+    config: EngineConfig, device_type: str, bytes_per_token: int, max_model_len: int, available: int
+) -> MemoryPlan:
+    """Size the pool for ``available`` free bytes of the device (``cpu`` or ``cuda``).
 
     ``num_blocks`` or ``kv_memory`` decide if given; else a CPU gives a bounded share of what is free, a GPU
     all of it (``available`` is what ``memory_fraction`` leaves).
@@ -51,7 +53,7 @@ def plan_pool(config: EngineConfig, bytes_per_token: int, max_model_len: int, av
         ConfigError: too little memory; names the figures and the option that changes them.
     """
     block_bytes = config.block_size * bytes_per_token
-    gpu = config.device.startswith("cuda")
+    gpu = device_type != "cpu"
     limit = available if gpu else int(available * CPU_LIMIT)
     one_sequence = -(-max_model_len // config.block_size) * block_bytes
     if config.num_blocks is not None:

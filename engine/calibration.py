@@ -1,0 +1,56 @@
+"""How fast this machine prefills, and the token budget that follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+STEP_SECONDS = 0.1
+"""Aim for the longest step on a CPU: it bounds how long an abort or another request's first token waits."""
+
+MIN_BUDGET, MAX_BUDGET = 32, 2048
+GPU_BUDGET = 2048
+OFFLINE_CPU_BUDGET = 512
+"""Offline nobody waits for a single step; larger chunks prefill faster."""
+
+_TRIAL_TOKENS = (16, 64, 256)
+_TRIAL_SECONDS = 0.15  # go on to a longer trial only if the last one took less
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured at start."""
+
+    prefill_rate: float  # tokens per second
+    token_budget: int  # tokens per step that take about STEP_SECONDS
+
+
+def calibrate(
+    prefill: Callable[[int], None], most_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> Calibration:
+    """Time ``prefill(tokens)`` for growing numbers of tokens up to ``most_tokens``; well under a second.
+
+    The first call of each size warms caches up; where it is quick the second one counts.
+    """
+    rate = 0.0
+    for tokens in _TRIAL_TOKENS:
+        tokens = min(tokens, most_tokens)
+        seconds = _timed(prefill, tokens, clock)
+        if seconds < _TRIAL_SECONDS:
+            seconds = min(seconds, _timed(prefill, tokens, clock))
+        rate = max(rate, tokens / seconds)
+        if seconds * 4 > _TRIAL_SECONDS or tokens == most_tokens:
+            break
+    return Calibration(rate, budget_for(rate))
+
+
+def budget_for(rate: float) -> int:
+    """Tokens that take ``STEP_SECONDS`` at ``rate`` tokens per second, a bounded multiple of 16."""
+    return max(MIN_BUDGET, min(MAX_BUDGET, int(rate * STEP_SECONDS) // 16 * 16))
+
+
+def _timed(prefill: Callable[[int], None], tokens: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    prefill(tokens)
+    return max(clock() - start, 1e-6)
