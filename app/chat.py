@@ -1,0 +1,142 @@
+"""From prompts and messages to token ids: the model's chat template and tokenizer, off the event loop if long."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from app.openai_types import ChatMessage
+from app.text import TextDecoder
+from engine.errors import InvalidRequestError
+
+INLINE_CHARS = 2000
+"""Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread."""
+
+_PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF8FF)]
+
+T = TypeVar("T")
+
+
+class PromptTokenizer:
+    """One model's tokenizer, for any number of requests at a time.
+
+    ``folder`` holds the tokenizer's files. Every method that takes text also takes ``max_tokens``, the longest
+    sequence that can run: text that certainly exceeds it is refused before any work is done for it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._hf = AutoTokenizer.from_pretrained(str(folder))
+        self._backend = copy.deepcopy(self._hf.backend_tokenizer)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._plain = copy.deepcopy(self._backend)  # reads special tokens' names as ordinary text
+        self._plain.encode_special_tokens = True
+        self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        self._bos: tuple[str, int] | None = None
+        if self._hf.bos_token is not None:
+            self._bos = (self._hf.bos_token, self._hf.bos_token_id)
+        specials = [t for t in self._backend.get_added_tokens_decoder().items() if t[1].special]
+        specials.sort(key=lambda entry: -len(entry[1].content))
+        self._special_ids = {token.content.strip(): i for i, token in specials}
+        self._special_name = _any_of([re.escape(token.content) for _, token in specials])
+        self._special_token = _any_of(
+            [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
+        )
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.decoder = TextDecoder(self._backend)
+
+    async def encode_text(self, text: str, max_tokens: int) -> list[int]:
+        """A raw prompt: special tokens written in it count as such, and the tokenizer adds its own (BOS) once."""
+        self._check_length(len(text), max_tokens, "prompt")
+        return await self._run(len(text), lambda: self._encode_raw(text))
+
+    async def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
+        """Messages through the chat template, with the opening of the assistant's turn.
+
+        Names of special tokens inside a message are ordinary text: no message can end its turn or begin
+        another's.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or its template refuses the messages.
+        """
+        if self._hf.chat_template is None:
+            raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
+        length = sum(len(message.content) for message in messages)
+        self._check_length(length, max_tokens, "messages")
+        return await self._run(length, lambda: self._encode_messages(messages))
+
+    def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
+        least = -(-chars // self._longest_token)
+        if least > max_tokens:
+            raise InvalidRequestError(
+                f"{param} of {chars} characters, at least {least} tokens, exceeds the context length of "
+                f"{max_tokens} tokens",
+                param,
+                "context_length_exceeded",
+            )
+
+    async def _run(self, chars: int, encode: Callable[[], T]) -> T:
+        if chars <= INLINE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
+
+    def _encode_raw(self, text: str) -> list[int]:
+        # encode_batch_fast frees the interpreter lock meanwhile; encode does not.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        if self._bos is not None and text.startswith(self._bos[0]) and ids[:2] == [self._bos[1]] * 2:
+            return ids[1:]
+        return ids
+
+    def _encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+        contents = [message.content for message in messages]
+        named = self._special_name
+        if named is None or not any(map(named.search, contents)):
+            text = self._render(messages, contents)
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
+        mark = next(char for char in _PRIVATE_USE if not any(char in content for content in contents))
+        return self._encode_marked(self._render(messages, [_broken(named, c, mark) for c in contents]), mark)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """Tokenize a rendered template in which ``mark`` breaks the special names that came from messages."""
+        assert self._special_token is not None
+        ids: list[int] = []
+        begin = 0
+        for match in self._special_token.finditer(text):
+            ids += self._encode_plain(text[begin : match.start()].replace(mark, ""))
+            ids.append(self._special_ids[match.group().strip()])
+            begin = match.end()
+        return ids + self._encode_plain(text[begin:].replace(mark, ""))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
+        return ids
+
+    def _render(self, messages: Sequence[ChatMessage], contents: Sequence[str]) -> str:
+        turns = [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)]
+        try:
+            text = self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", "messages", "chat_template_error"
+            ) from error
+        return str(text)
+
+
+def _any_of(patterns: list[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+def _broken(named: re.Pattern[str], text: str, mark: str) -> str:
+    """``text`` with ``mark`` inside every special token's name, also in those that a mark brings about."""
+    while named.search(text):
+        text = named.sub(lambda match: match.group()[0] + mark + match.group()[1:], text)
+    return text

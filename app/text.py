@@ -1,0 +1,281 @@
+"""From token ids to text, one token at a time: never half a character, never text past a stop string.
+
+A token is decoded once, to its bytes; joining those is exact, where decoding a sliding window of tokens is
+not (a character may be spread over any number of tokens, and a token may hold parts of two characters).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from engine.errors import ConfigError
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one output into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; empty while a character is incomplete."""
+
+    def flush(self) -> str:
+        """The end of the output: what is still incomplete comes out as U+FFFD."""
+
+
+class TextDecoder:
+    """What one model's tokens mean, shared by all its outputs; lives on the event loop's thread.
+
+    Two kinds of tokenizer are known: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), whose tokens are bytes,
+    and SentencePiece-like (Llama 2, Mistral), whose tokens are text or single bytes.
+
+    Raises:
+        ConfigError: another kind of tokenizer; names it.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        steps = _decoder_steps(backend)
+        kinds = [step["type"] for step in steps]
+        self._backend = backend
+        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._pieces: dict[int, bytes] = {}
+        self._byte_level = kinds == ["ByteLevel"]
+        self._space = ""
+        self._strips_first_space = False
+        if not self._byte_level:
+            for step in steps:
+                self._read_step(step)
+
+    def _read_step(self, step: dict[str, object]) -> None:
+        pattern = step.get("pattern")
+        if step["type"] == "Replace" and isinstance(pattern, dict) and step.get("content") == " ":
+            self._space = str(pattern.get("String", ""))
+        elif step["type"] == "Metaspace":
+            self._space = str(step["replacement"])
+            self._strips_first_space = step.get("prepend_scheme") != "never"
+        elif step["type"] == "Strip" and step.get("content") == " " and not step.get("stop"):
+            self._strips_first_space = bool(step.get("start"))
+        elif step["type"] not in ("ByteFallback", "Fuse"):
+            raise ConfigError(
+                f"the tokenizer's decoder {step['type']!r} is not supported; byte-level BPE and SentencePiece-like "
+                "tokenizers are"
+            )
+
+    def detokenizer(self, *, continues_text: bool) -> Detokenizer:
+        """For one output. ``continues_text`` keeps the first token's space, as a continued prompt needs it."""
+        if self._byte_level:
+            return _ByteLevelDetokenizer(self._byte_level_piece)
+        return _SentencePieceDetokenizer(
+            self._text_piece, strip_space=self._strips_first_space and not continues_text
+        )
+
+    def _byte_level_piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = "" if token_id in self._special else self._backend.id_to_token(token_id) or ""
+            try:
+                piece = bytes([_BYTE_OF[char] for char in token])
+            except KeyError:  # an added token: plain text
+                piece = token.encode("utf-8")
+            self._pieces[token_id] = piece
+        return piece
+
+    def _text_piece(self, token_id: int) -> str | int:
+        """A token's text, or its value if it stands for one byte."""
+        token = "" if token_id in self._special else self._backend.id_to_token(token_id) or ""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return int(token[3:5], 16)
+        return token.replace(self._space, " ") if self._space else token
+
+
+class _ByteLevelDetokenizer:
+    """Tokens are bytes; invalid UTF-8 comes out as the tokenizer's own decode has it."""
+
+    def __init__(self, piece_of: Callable[[int], bytes]) -> None:
+        self._piece_of = piece_of
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        return self._decode(self._piece_of(token_id))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _SentencePieceDetokenizer:
+    """Tokens are text, or single bytes where the vocabulary has no text.
+
+    Bytes that form no character come out as one U+FFFD each, as in the tokenizer's own decode. That one also
+    replaces valid characters before them in an unbroken row of byte tokens; here these stay readable, since
+    they have been sent already.
+    """
+
+    def __init__(self, piece_of: Callable[[int], str | int], strip_space: bool) -> None:
+        self._piece_of = piece_of
+        self._strip_space = strip_space
+        self._bytes = bytearray()  # of one incomplete character
+
+    def push(self, token_id: int) -> str:
+        piece = self._piece_of(token_id)
+        if isinstance(piece, int):
+            text = self._push_byte(piece)
+        else:
+            text = self.flush() + piece if piece else ""
+        if self._strip_space and text:
+            self._strip_space = False
+            text = text.removeprefix(" ")
+        return text
+
+    def _push_byte(self, byte: int) -> str:
+        self._bytes.append(byte)
+        try:
+            text = self._bytes.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            text = REPLACEMENT * len(self._bytes)
+        self._bytes.clear()
+        return text
+
+    def flush(self) -> str:
+        text = REPLACEMENT * len(self._bytes)
+        self._bytes.clear()
+        return text
+
+
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces, whatever the pieces.
+
+    The match that is complete first wins, and of those that end together the longest. Text that may be the
+    beginning of a stop string is held back. Knuth-Morris-Pratt per string: constant time per character.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _failure_table(stop)) for stop in stops]
+        self._first = frozenset(stop[0] for stop in stops)
+        self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now; nothing more after a match."""
+        if self.stopped:
+            return ""
+        if not self._held and self._first.isdisjoint(text):
+            return text
+        text = self._held + text
+        for end in range(len(self._held), len(text)):
+            match_length = self._advance(text[end])
+            if match_length:
+                self.stopped = True
+                self._held = ""
+                return text[: end + 1 - match_length]
+        keep = len(text) - max(self._matched)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def _advance(self, char: str) -> int:
+        longest = 0
+        for i, (stop, failure) in enumerate(self._stops):
+            k = self._matched[i]
+            while k and stop[k] != char:
+                k = failure[k - 1]
+            if stop[k] == char:
+                k += 1
+            if k == len(stop):
+                longest = max(longest, k)
+                k = 0
+            self._matched[i] = k
+        return longest
+
+    def flush(self) -> str:
+        """The end of the output: what was held back is no stop string after all."""
+        text, self._held = self._held, ""
+        return text
+
+
+class OutputText:
+    """The text of one output: detokenizes, stops, and counts the tokens that were made for it.
+
+    A stop string counts only if a token after the first ``min_tokens`` completes it and it begins after them.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self.num_tokens = 0  # made, the ones that show no text included
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; the rest of the output is not wanted."""
+        return self._matcher is not None and self._matcher.stopped
+
+    def push(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
+        """The text to show for ``token_ids``.
+
+        With ``finish_reason`` "stop" the last token is the one that ended the output and is not shown; with
+        any reason the output is complete.
+        """
+        hidden = 1 if finish_reason == "stop" and token_ids else 0
+        shown = self._push(token_ids[: len(token_ids) - hidden])
+        if self.stopped:
+            return shown
+        self.num_tokens += hidden
+        return shown if finish_reason is None else shown + self._flush()
+
+    def _push(self, token_ids: Iterable[int]) -> str:
+        texts: list[str] = []
+        for token_id in token_ids:
+            self.num_tokens += 1
+            text = self._detokenizer.push(token_id)
+            if self._matcher is not None and self.num_tokens > self._min_tokens:
+                text = self._matcher.push(text)
+                texts.append(text)
+                if self._matcher.stopped:
+                    break
+            else:
+                texts.append(text)
+        return "".join(texts)
+
+    def _flush(self) -> str:
+        text = self._detokenizer.flush()
+        return text if self._matcher is None else self._matcher.push(text) + self._matcher.flush()
+
+
+def _failure_table(stop: str) -> list[int]:
+    """For each prefix of ``stop``, the length of its longest proper suffix that is also a prefix."""
+    table = [0] * len(stop)
+    k = 0
+    for i in range(1, len(stop)):
+        while k and stop[i] != stop[k]:
+            k = table[k - 1]
+        if stop[i] == stop[k]:
+            k += 1
+        table[i] = k
+    return table
+
+
+def _decoder_steps(backend: Tokenizer) -> list[dict[str, object]]:
+    if backend.decoder is None:
+        raise ConfigError("the tokenizer has no decoder, so its tokens cannot be shown as text")
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return list(steps)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself, or one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
