@@ -1,0 +1,39 @@
+"""Load the tokenizer of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _FILES)
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``folder``; runs no code from there and downloads nothing.
+
+    Importing ``transformers`` takes seconds, so that happens here and not with the module.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    if not has_tokenizer(folder):
+        raise ConfigError(f"{folder} has no tokenizer ({', '.join(_FILES)}); give prompts as token ids")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    return tokenizer
