@@ -212,7 +212,9 @@ class ChannelHub:
         older = self._channels.get(cid)
         if older is not None:
             if older.epoch >= epoch:
-                raise UnknownEpochError(f"channel {cid} is open with epoch {older.epoch}, not older than {epoch}")
+                raise UnknownEpochError(
+                    f"channel {cid} is open with epoch {older.epoch}, not older than {epoch}"
+                )
             self.close(older, f"epoch {epoch} replaced it")
         channel = Channel(cid, epoch, self._clock())
         self._channels[cid] = channel
@@ -243,4 +245,3 @@ class ChannelHub:
         self._abort(attempt.engine_id)
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
-

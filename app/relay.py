@@ -25,7 +25,7 @@ from engine.sampling_params import SamplingParams
 UNAVAILABLE_AFTER_S = 60.0
 """A request that finds no routable replica for this long ends with ``UnavailableError``."""
 
-MAX_FAULT_MOVES = 4
+MAX_FAULTS = 4
 """Replicas that may fail under one request before it is taken for the cause."""
 
 EXPECTED_TOKENS = 256
@@ -87,7 +87,9 @@ class _Live:
     ended: bool = False
     deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
     interrupt: asyncio.Event = field(default_factory=asyncio.Event)  # the attempt is dead or must move
-    fault_moves: int = 0
+    faults: int = 0
+    last_fault: str = ""
+    avoid: str = ""  # the replica of the attempt before
     driver: asyncio.Task[None] | None = None
 
 
@@ -201,21 +203,31 @@ class EngineClient:
             try:
                 fault = await self._attempt(live, attempt)
             finally:
-                live.attempt = 0
-                del self._live[attempt]
-                assert self._fleet is not None
-                self._fleet.ledger.release(attempt)
-            if live.ended:
-                return
-            if fault:
-                live.fault_moves += 1
+                self._retire(live, attempt)
+            if fault and not live.ended:
+                live.faults += 1
+                live.last_fault = fault
                 logger.warning(
                     "request %s moves on after %d tokens: %s", live.request.request_id, len(live.output), fault
                 )
-                if live.fault_moves > MAX_FAULT_MOVES:
-                    self._fail(live, GenerationError(f"given up after {MAX_FAULT_MOVES} moves; last: {fault}"))
-                    return
-                await asyncio.sleep(0.02 * live.fault_moves)
+                # A call may fail a little before the channel of its replica does.
+                await asyncio.sleep(0.05 * live.faults)
+            if live.faults > MAX_FAULTS:
+                self._fail(
+                    live,
+                    GenerationError(f"given up after {live.faults} replicas failed; last: {live.last_fault}"),
+                )
+
+    def _retire(self, live: _Live, attempt: int) -> None:
+        assert self._fleet is not None
+        live.attempt = 0
+        del self._live[attempt]
+        booking = self._fleet.ledger.booking(attempt)
+        if booking is not None:
+            live.avoid = booking.route.replica
+            self._fleet.ledger.release(attempt)
+        if self._leaving:
+            self._evacuate()
 
     async def _attempt(self, live: _Live, attempt: int) -> str:
         """Run one attempt; returns why it failed, or "" when the request has ended or was asked to move."""
@@ -237,6 +249,7 @@ class EngineClient:
             "attempt": attempt,
             "prefill": len(submission.token_ids),
             "decode": max(left, 1),
+            "avoid": live.avoid,
         }
         response = self._generate.remote(self._cid, wire.pack_submission(submission), meta=meta)
         answer = asyncio.ensure_future(_await(response))
@@ -259,7 +272,7 @@ class EngineClient:
                 response.cancel()
 
     async def _conclude(self, live: _Live, outcome: dict[str, Any], interrupted: asyncio.Future[Any]) -> str:
-        """The engine's answer; only the end record on the channel ends the request, and it may still be behind."""
+        """The engine's answer; only the channel's end record, which may still be behind, ends the request."""
         if "invalid" in outcome:
             self._fail(live, InvalidRequestError(*outcome["invalid"]))
             return ""
@@ -354,7 +367,8 @@ class EngineClient:
             live = self._live.get(attempt)
             if live is not None and not live.ended:
                 if route.replica in self._channels and route.replica not in self._leaving:
-                    live.fault_moves += 1
+                    live.faults += 1
+                    live.last_fault = reason
                 live.interrupt.set()
                 logger.info("request %s moves on: %s", live.request.request_id, reason)
         if self._leaving:
@@ -380,7 +394,7 @@ class EngineClient:
                     record.index,
                     len(live.output),
                 )
-                live.fault_moves += 1
+                live.faults += 1
                 live.interrupt.set()
                 continue
             self._accept(live, record)

@@ -3,7 +3,8 @@
 A frame is a header and its records::
 
     header  version u8, kind u8, epoch u32, sequence u32, count u32
-    record  attempt u64, index u32, cached u32, tokens u32, end u8, message bytes u16, then tokens u32 each, message
+    record  attempt u64, index u32, cached u32, tokens u32, end u8, message bytes u16;
+            then the tokens, u32 each, and the message
 
 A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids.
 """
@@ -82,7 +83,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One attempt to generate: ``token_ids`` ends with the ``generated_before`` tokens made by earlier attempts."""
+    """One attempt: ``token_ids`` ends with the ``generated_before`` tokens that earlier attempts made."""
 
     request_id: str
     attempt: int
@@ -179,9 +180,7 @@ def pack_submission(submission: Submission) -> bytes:
         }
     ).encode()
     tokens = submission.token_ids
-    return (
-        _SUBMISSION.pack(VERSION, len(head), len(tokens)) + head + struct.pack(f"<{len(tokens)}I", *tokens)
-    )
+    return _SUBMISSION.pack(VERSION, len(head), len(tokens)) + head + struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def unpack_submission(data: bytes) -> Submission:

@@ -58,7 +58,7 @@ class Fleet:
             self._listeners.remove(listener)
 
     def pin(self, replica: str, pinned: bool) -> None:
-        """Keep a replica reachable for pinned calls after it has left the members, while its channel is open."""
+        """Keep a replica reachable for pinned calls after it has left the members, for its open channel."""
         with self._lock:
             if pinned:
                 self._pinned.add(replica)

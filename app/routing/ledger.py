@@ -81,11 +81,17 @@ class Ledger:
             return [replica for replica in self._routes if self._usable(replica, members)]
 
     def book(
-        self, request_id: str, attempt: int, prefill: int, decode: int, members: Collection[str] | None = None
+        self,
+        request_id: str,
+        attempt: int,
+        prefill: int,
+        decode: int,
+        members: Collection[str] | None = None,
+        avoid: str = "",
     ) -> Booking:
         """Choose the least booked replica and book there; an earlier booking of the attempt is released.
 
-        Ties go to the fewest bookings, then by rendezvous hash.
+        ``avoid`` is taken only if there is no other. Ties go to the fewest bookings, then by rendezvous hash.
 
         Raises:
             NoRouteError: none of ``members`` is routable; nothing is booked.
@@ -98,6 +104,7 @@ class Ledger:
             route = min(
                 candidates,
                 key=lambda route: (
+                    route.replica == avoid,
                     self._load.get(route.replica, 0),
                     self._count.get(route.replica, 0),
                     _rendezvous(request_id, route.replica),
@@ -140,7 +147,9 @@ class Ledger:
         if booking is None:
             return False
         replica = booking.route.replica
-        self._load[replica] -= booking.decode if attempt in self._prefilled else booking.prefill + booking.decode
+        self._load[replica] -= (
+            booking.decode if attempt in self._prefilled else booking.prefill + booking.decode
+        )
         self._prefilled.discard(attempt)
         self._count[replica] -= 1
         if not self._count[replica]:

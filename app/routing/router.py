@@ -14,7 +14,7 @@ import app.routing.fleet as fleet
 
 
 class EngineRouter(RequestRouter):  # type: ignore[misc]
-    """A call with ``target=`` goes to that replica or fails; ``generate`` is booked; any other goes anywhere."""
+    """A call with ``target=`` goes to that replica or fails, one with ``meta=`` is booked, others go to any."""
 
     def initialize_state(self, **_: Any) -> None:
         """Called once by Serve on the router's loop."""
@@ -77,7 +77,7 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
     def _book(self, meta: dict[str, Any]) -> RunningReplica:
         by_name = {replica_id.unique_id: replica for replica_id, replica in self._replicas.items()}
         booking = self._fleet.ledger.book(
-            meta["request_id"], meta["attempt"], meta["prefill"], meta["decode"], by_name.keys()
+            meta["request_id"], meta["attempt"], meta["prefill"], meta["decode"], by_name.keys(), meta["avoid"]
         )
         # Written before the arguments are pickled: the engine refuses an epoch that it does not have.
         meta["epoch"] = booking.route.epoch

@@ -1,0 +1,181 @@
+"""Every option of the application, one typed tree.
+
+Values come from ``args`` of a Serve config file, from ``key=value`` of ``serve run`` and of ``python -m app``,
+and from ``QUIRE_<NAME>`` in the environment, which wins. Words are accepted for numbers (``"2"``), sizes
+(``"2GiB"``) and switches (``"true"``); ``"auto"`` stands for "not given".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+ENV_PREFIX = "QUIRE_"
+BUNDLED_MODEL = "smollm2-135m-instruct"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+# Read elsewhere, not options of the application.
+_OTHER_ENV = frozenset({"QUIRE_CACHE", "QUIRE_URL"})
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(value: object) -> object:
+    """Bytes of ``"2GiB"``, ``"500MB"`` or a plain number; other types pass through to pydantic."""
+    if not isinstance(value, str) or value.lower() in ("auto", "none", ""):
+        return _absent(value)
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is no size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _absent(value: object) -> object:
+    return None if isinstance(value, str) and value.lower() in ("auto", "none", "") else value
+
+
+OptionalInt = Annotated[int | None, BeforeValidator(_absent)]
+OptionalFloat = Annotated[float | None, BeforeValidator(_absent)]
+OptionalStr = Annotated[str | None, BeforeValidator(_absent)]
+Size = Annotated[int | None, BeforeValidator(parse_size)]
+
+
+class LiveOptions(BaseModel):
+    """Options that change without a restart, by ``user_config`` of a deployment in the Serve config file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    log_level: str = Field("INFO", pattern=f"^({'|'.join(LOG_LEVELS)})$")
+    max_live_requests: int = Field(4096, ge=1, description="more at one ingress replica are refused with a 503")
+
+
+class AppConfig(BaseModel):
+    """Options of the application; a change of any of them restarts the engine replicas.
+
+    See ``EngineConfig`` for those of one engine.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = BUNDLED_MODEL
+    served_model_name: OptionalStr = None
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    block_size: int = Field(16, ge=1, le=4096)
+    kv_memory: Size = Field(None, ge=1)
+    num_blocks: OptionalInt = Field(None, ge=1)
+    memory_fraction: float = Field(0.9, gt=0, le=1)
+    max_model_len: OptionalInt = Field(None, ge=1)
+    max_num_seqs: int = Field(256, ge=1)
+    token_budget: OptionalInt = Field(None, ge=1)
+    prefix_caching: bool = True
+    seed: int = 0
+    check_invariants: bool = False
+
+    engine_replicas: int = Field(2, ge=1)
+    ingress_replicas: int = Field(1, ge=1)
+    engine_cpus: OptionalFloat = Field(
+        None, ge=0
+    )  # Ray's num_cpus of one replica; else cores / replicas on a node
+    threads: OptionalInt = Field(None, ge=1)  # of one engine; else its share of the node's cores
+    log_level: str = Field("INFO", pattern=f"^({'|'.join(LOG_LEVELS)})$")
+    max_live_requests: int = Field(4096, ge=1)
+    unavailable_after_s: float = Field(60.0, gt=0)
+    drain_timeout_s: float = Field(600.0, gt=0)
+
+    @property
+    def model_name(self) -> str:
+        """What clients write in ``model``."""
+        return self.served_model_name or os.path.basename(os.path.normpath(self.model))
+
+    @property
+    def live(self) -> LiveOptions:
+        """The first ``user_config``."""
+        return LiveOptions(log_level=self.log_level, max_live_requests=self.max_live_requests)
+
+    def engine_config(self, folder: str, num_threads: int) -> EngineConfig:
+        """Options of one engine.
+
+        Raises:
+            ConfigError: a value that the engine refuses.
+        """
+        return EngineConfig(
+            model=folder,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.kernels,
+            block_size=self.block_size,
+            kv_memory=self.kv_memory,
+            num_blocks=self.num_blocks,
+            memory_fraction=self.memory_fraction,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            token_budget=self.token_budget,
+            prefix_caching=self.prefix_caching,
+            num_threads=num_threads,
+            seed=self.seed,
+            check_invariants=self.check_invariants,
+        )
+
+
+def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> AppConfig:
+    """The options of ``args`` (an ``AppConfig``'s fields), overridden by the environment.
+
+    Raises:
+        ConfigError: one line that names each wrong option.
+    """
+    values: dict[str, Any] = dict(args or {})
+    for name, value in (os.environ if environment is None else environment).items():
+        if name.startswith(ENV_PREFIX) and name not in _OTHER_ENV:
+            values[name.removeprefix(ENV_PREFIX).lower()] = value
+    unknown = sorted(set(values) - set(AppConfig.model_fields))
+    if unknown:
+        raise ConfigError(
+            f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
+            f"there are: {', '.join(sorted(AppConfig.model_fields))}"
+        )
+    try:
+        return AppConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+
+
+def load_live(user_config: Mapping[str, Any]) -> LiveOptions:
+    """The live options of a ``user_config``.
+
+    Raises:
+        ConfigError: one line that names each wrong option.
+    """
+    unknown = sorted(set(user_config) - set(LiveOptions.model_fields))
+    if unknown:
+        raise ConfigError(
+            f"unknown user_config {', '.join(unknown)}; "
+            f"there are: {', '.join(sorted(LiveOptions.model_fields))}"
+        )
+    try:
+        return LiveOptions(**user_config)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+
+
+def set_log_level(level: str) -> None:
+    """Of Quire's own loggers in this process."""
+    for name in ("app", "engine", "kernels", "quire"):
+        logging.getLogger(name).setLevel(level)
+
+
+def _one_line(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        parts.append(f"{name}={item['input']!r}: {item['msg']}")
+    return "; ".join(parts)

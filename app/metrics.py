@@ -1,0 +1,70 @@
+"""The engine's figures in Ray's metrics: they show in Ray's dashboard and in each node's Prometheus endpoint.
+
+Ray exports them with the prefix ``ray_`` and Serve's own tags (application, deployment, replica); a counter's
+name gets ``_total``. No tag may be called ``route``, which Serve uses itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve import metrics
+
+from engine.engine import EngineStats
+
+TAGS = ("model_name",)
+
+
+class EngineMetrics:
+    """Owned by one engine replica; ``update`` is called a few times a second at most."""
+
+    def __init__(self, model_name: str) -> None:
+        self._tags = {"model_name": model_name}
+        self._blocks = _gauge("quire_kv_blocks", "KV blocks by state: referenced, cached or free.", "state")
+        self._requests = _gauge("quire_requests", "Requests by state: running, waiting or preempted.", "state")
+        self._occupancy = _gauge("quire_kv_occupancy", "Referenced KV blocks over all, 0 to 1.")
+        self._step_seconds = _gauge("quire_step_seconds", "Duration of the last engine step.")
+        self._finished = _Total("quire_finished_requests", "Finished requests by reason.", "finished_reason")
+        self._totals = {
+            "prompt_tokens": _Total("quire_prompt_tokens", "Prompt tokens of admitted requests."),
+            "generated_tokens": _Total("quire_generated_tokens", "Tokens made."),
+            "prefix_query_tokens": _Total("quire_prefix_query_tokens", "Prompt tokens looked up in the cache."),
+            "prefix_hit_tokens": _Total("quire_prefix_hit_tokens", "Prompt tokens that the cache supplied."),
+            "preemptions": _Total("quire_preemptions", "Requests that lost their blocks for a while."),
+        }
+
+    def update(self, stats: EngineStats) -> None:
+        """Publish a snapshot; counters move by what has come since the last one."""
+        scheduler = stats.scheduler
+        for state in ("referenced", "cached", "free"):
+            self._set(self._blocks, getattr(scheduler, f"{state}_blocks"), state=state)
+        for state in ("running", "waiting", "preempted"):
+            self._set(self._requests, getattr(scheduler, state), state=state)
+        self._set(self._occupancy, scheduler.referenced_blocks / stats.num_blocks)
+        self._set(self._step_seconds, stats.step_seconds)
+        for name, total in self._totals.items():
+            total.advance(getattr(scheduler, name), self._tags)
+        for reason, count in scheduler.finished.items():
+            self._finished.advance(count, {**self._tags, "finished_reason": reason.value})
+
+    def _set(self, gauge: Any, value: float, **tags: str) -> None:
+        gauge.set(value, tags={**self._tags, **tags})
+
+
+class _Total:
+    """A counter fed with totals; Ray's counters take increments, and refuse 0."""
+
+    def __init__(self, name: str, description: str, *tags: str) -> None:
+        self._counter = metrics.Counter(name, description=description, tag_keys=(*TAGS, *tags))
+        self._last: dict[tuple[str, ...], int] = {}
+
+    def advance(self, total: int, tags: dict[str, str]) -> None:
+        key = tuple(tags.values())
+        more = total - self._last.get(key, 0)
+        if more > 0:
+            self._last[key] = total
+            self._counter.inc(more, tags=tags)
+
+
+def _gauge(name: str, description: str, *tags: str) -> Any:
+    return metrics.Gauge(name, description=description, tag_keys=(*TAGS, *tags))

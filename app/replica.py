@@ -1,0 +1,156 @@
+"""The engine deployment's replica: one engine, its channels, its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+
+from app import config, metrics, wire
+from app.channel_engine import ChannelHub, UnknownEpochError
+from app.model_store import resolve
+from engine.engine import EngineThread
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.request import Request, TokenDelta
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine's thread may keep the interpreter from the event loop; at Python's 5 ms frames wait."""
+
+METRICS_EVERY_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class EngineReplica:
+    """Owns the engine thread; everything else runs on this replica's event loop.
+
+    The three calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
+    ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and cancelling
+    stay true) and ``beat``. ``target`` and ``meta`` are read by the router.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._config = config.AppConfig(**options)
+        config.set_log_level(self._config.log_level)
+        self._loop = asyncio.get_running_loop()
+        self._death: BaseException | None = None
+        self._engine = self._start_engine()
+        self._hub = ChannelHub(wire.Hello(self._engine.limits), self._engine.abort)
+        self._metrics = metrics.EngineMetrics(self._config.model_name)
+        self._reporter = self._loop.create_task(self._report())
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Live options; anything else needs a restart."""
+        config.set_log_level(config.load_live(user_config).log_level)
+
+    async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
+        """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""
+        stream = self._hub.stream(cid, epoch)
+        try:
+            async for frame in stream:
+                yield frame
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    async def generate(self, cid: str, payload: bytes, *, meta: dict[str, Any]) -> dict[str, Any]:
+        """Run one attempt; its tokens leave on the channel.
+
+        Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}`` and ``{"refused": why}``:
+        plain values, since exceptions of own types would need the same code at the other end.
+        """
+        try:
+            submission = wire.unpack_submission(payload)
+            engine_id = f"{cid}:{submission.attempt}"
+            attempt = self._hub.attach(cid, meta["epoch"], submission.attempt, engine_id)
+            try:
+                self._engine.submit(
+                    Request(
+                        request_id=engine_id,
+                        token_ids=submission.token_ids,
+                        params=submission.params,
+                        namespace=submission.namespace,
+                        priority=submission.priority,
+                        arrival=time.monotonic() - submission.age_s,
+                        generated_before=submission.generated_before,
+                    )
+                )
+                return {"made": await attempt.done}
+            finally:
+                # Also when Serve cancels this call, the client being gone.
+                if self._hub.detach(attempt):
+                    self._engine.abort(engine_id)
+        except InvalidRequestError as error:
+            return {"invalid": (error.message, error.param, error.code)}
+        except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
+            return {"refused": str(error)}
+
+    async def beat(self, cid: str, epoch: int, acknowledged: int, stale: list[int], *, target: str) -> bool:
+        """Lease and acknowledgement; see ``ChannelHub.beat``."""
+        return self._hub.beat(cid, epoch, acknowledged, stale)
+
+    async def check_health(self) -> None:
+        """Asked by Serve's controller, which replaces this replica after three failures.
+
+        Raises:
+            EngineDeadError: the engine's thread has ended.
+        """
+        if self._death is not None or not self._engine.is_alive():
+            raise EngineDeadError(f"the engine's thread has ended: {self._death}")
+
+    async def inspect(self, *, target: str | None = None) -> dict[str, Any]:
+        """State for tests and debugging, by Serve handle only: pool, requests, channels, process."""
+        stats = self._engine.stats()
+        return {
+            "replica": ray.serve.get_replica_context().replica_id.unique_id,
+            "pid": os.getpid(),
+            "live_requests": self._engine.num_live,
+            "referenced_blocks": stats.scheduler.referenced_blocks,
+            "cached_blocks": stats.scheduler.cached_blocks,
+            "free_blocks": stats.scheduler.free_blocks,
+            "running": stats.scheduler.running,
+            "waiting": stats.scheduler.waiting,
+            "channels": self._hub.snapshot(),
+        }
+
+    async def __del__(self) -> None:
+        """Serve calls this after the drain."""
+        if hasattr(self, "_reporter"):
+            self._reporter.cancel()
+        if hasattr(self, "_hub"):
+            self._hub.close_all("the replica stops")
+        if hasattr(self, "_engine"):
+            self._engine.stop(timeout=5.0)
+
+    def _start_engine(self) -> EngineThread:
+        folder = str(resolve(self._config.model))
+        engine = EngineThread(
+            self._config.engine_config(folder, self._num_threads()), self._on_outputs, self._on_death
+        )
+        engine.start()
+        return engine
+
+    def _num_threads(self) -> int:
+        if self._config.threads is not None:
+            return self._config.threads
+        return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
+
+    def _on_outputs(self, deltas: list[TokenDelta]) -> None:
+        """On the engine's thread, once a step."""
+        self._loop.call_soon_threadsafe(self._hub.deliver, deltas)
+
+    def _on_death(self, error: BaseException) -> None:
+        """On the engine's thread, at its end."""
+        self._death = error
+        self._loop.call_soon_threadsafe(self._hub.close_all, f"the engine died: {error}")
+
+    async def _report(self) -> None:
+        while self._engine.is_alive():
+            self._metrics.update(self._engine.stats())
+            await asyncio.sleep(METRICS_EVERY_S)
