@@ -1,0 +1,301 @@
+"""What a checkpoint says about itself: its architecture and sizes, read from ``config.json``.
+
+Reading is strict: what the decoder cannot compute exactly as the checkpoint means it is refused by name.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.models.fields import Fields
+
+
+class RopeType(enum.StrEnum):
+    """Kinds of rotary position embedding that :mod:`engine.models.rope` computes."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Parameters of the rotary embedding; the names are those of ``rope_parameters`` in ``config.json``."""
+
+    type: RopeType = RopeType.DEFAULT
+    theta: float = 10_000.0
+    factor: float = 1.0  # linear, llama3, yarn
+    original_max_position: int = 0  # llama3, yarn: tokens, length of the context before scaling
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None derives it from factor and the two below
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one architecture fixes, and what it assumes when ``config.json`` is silent."""
+
+    qkv_bias: bool | None  # None: as ``attention_bias`` says, and then the output projection has one, too
+    qk_norm: bool
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    sliding_window: int | None = None  # default of the key; None where the family ignores the key
+    windows_per_layer: bool = False  # ``use_sliding_window``, ``max_window_layers``, ``layer_types``
+    max_position: int = 32768
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(qkv_bias=None, qk_norm=False, max_position=2048),
+    "MistralForCausalLM": Family(
+        qkv_bias=False, qk_norm=False, num_kv_heads=8, sliding_window=4096, max_position=131072
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False, sliding_window=4096, windows_per_layer=True),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias=None, qk_norm=True, head_dim=128, sliding_window=4096, windows_per_layer=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything the decoder, the loader and the planner need to know about a model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int  # longest context, in tokens
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens; empty: full everywhere
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None  # of the checkpoint: "bfloat16", ...
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of ``layer`` in tokens, its own token included; ``None`` is full attention."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights, tied ones counted once."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        attention += self.out_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.hidden_size
+
+
+def read_model_config(folder: str | Path) -> ModelConfig:
+    """Read ``config.json``, and the end tokens of ``generation_config.json`` where there is one.
+
+    Both spellings of RoPE are understood: ``rope_parameters``, and ``rope_theta`` with ``rope_scaling``.
+
+    Raises:
+        ConfigError: the folder or the file is missing or broken, or asks for something unsupported; the
+            message names it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist; set model to a folder with config.json")
+    raw = _read_json(folder / "config.json", required=True)
+    generation = _read_json(folder / "generation_config.json", required=False)
+    return parse_model_config(raw, generation, str(folder))
+
+
+def parse_model_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "model"
+) -> ModelConfig:
+    """As :func:`read_model_config`, from parsed JSON; ``where`` begins the error messages."""
+    fields = Fields(raw, where)
+    architecture, family = _family(fields)
+    _refuse_unsupported(fields)
+
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", family.num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise fields.error(f"head_dim is {head_dim}, but the rotary embedding needs an even number")
+    num_layers = fields.integer("num_hidden_layers")
+    max_position = fields.integer("max_position_embeddings", family.max_position)
+    rope, max_position = _rope(fields, max_position)
+
+    if family.qkv_bias is None:
+        qkv_bias = out_bias = fields.boolean("attention_bias", False)
+    else:
+        qkv_bias, out_bias = family.qkv_bias, False
+
+    generated = Fields(generation or {}, where)
+    bos = generated.token_ids("bos_token_id") or fields.token_ids("bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        max_position_embeddings=max_position,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        qk_norm=family.qk_norm,
+        windows=_windows(fields, family, num_layers),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=generated.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        dtype=fields.text("dtype") or fields.text("torch_dtype"),
+    )
+
+
+def _family(fields: Fields) -> tuple[str, Family]:
+    architectures = fields.raw.get("architectures") or []
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise fields.error(
+            f"architecture {name or 'unnamed'} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return str(name), family
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    activation = fields.raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise fields.error(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    if fields.boolean("mlp_bias", False):
+        raise fields.error("mlp_bias is not supported; only models without biases in the MLP are")
+    quantization = fields.raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        raise fields.error(
+            f"quantization_config ({method}) is not supported; use a checkpoint in bfloat16, float16 or float32"
+        )
+    if fields.raw.get("auto_map"):
+        raise fields.error("auto_map asks for code from the checkpoint, which is never run")
+
+
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    layer_types = fields.raw.get("layer_types")
+    if family.sliding_window is None:
+        return ()
+    if not family.windows_per_layer:
+        if layer_types and len(set(layer_types)) > 1:
+            raise fields.error("layer_types that differ between layers are not supported for this architecture")
+        window = fields.optional_integer("sliding_window", family.sliding_window)
+        return () if window is None else (window,) * num_layers
+    window = fields.optional_integer("sliding_window", family.sliding_window)
+    if not fields.boolean("use_sliding_window", False):
+        window = None
+    if layer_types is None:
+        first = fields.optional_integer("max_window_layers", 28) or 0
+        layer_types = ["full_attention"] * min(first, num_layers)
+        layer_types += ["sliding_attention"] * (num_layers - len(layer_types))
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise fields.error(
+            f"layer type {unknown[0]!r} is not supported; supported: 'full_attention', 'sliding_attention'"
+        )
+    if len(layer_types) != num_layers:
+        raise fields.error(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return () if not any(windows) else windows
+
+
+def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
+    """The rotary parameters and the longest context in tokens."""
+    raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
+    if not isinstance(raw, dict):
+        raise fields.error("rope_parameters must be an object")
+    if any(isinstance(value, dict) for value in raw.values()):
+        raise fields.error("rope_parameters that differ between layer types are not supported")
+    rope = Fields(raw, fields.where, "rope_parameters.")
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    try:
+        rope_type = RopeType(kind)
+    except ValueError:
+        supported = ", ".join(known.value for known in RopeType)
+        raise fields.error(f"RoPE type {kind!r} is not supported; supported: {supported}") from None
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise fields.error(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if rope_type is RopeType.DEFAULT:
+        return RopeConfig(theta=theta), max_position
+    if rope_type is RopeType.LINEAR:
+        return RopeConfig(rope_type, theta, rope.number("factor")), max_position
+
+    # A value beside the parameters goes before one among them, as in transformers.
+    outer = fields.optional_integer("original_max_position_embeddings", None)
+    inner = rope.optional_integer("original_max_position_embeddings", None)
+    original = outer or inner or max_position
+    if rope_type is RopeType.LLAMA3:
+        return (
+            RopeConfig(
+                rope_type,
+                theta,
+                rope.number("factor"),
+                original,
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+            ),
+            max_position,
+        )
+    factor = rope.number("factor", max_position / original)
+    yarn = RopeConfig(
+        rope_type,
+        theta,
+        factor,
+        original,
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+    )
+    # Qwen's cards turn YaRN on without raising max_position_embeddings: the scaled length is what is meant.
+    return yarn, max(max_position, int(factor * original)) if outer or inner else max_position
+
+
+def _read_json(path: Path, required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"{path.parent} has no {path.name}, so it is not a model folder") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return value

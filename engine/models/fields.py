@@ -1,0 +1,85 @@
+"""Typed reading of a JSON object, with errors that name the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The keys of ``raw``; one that is absent or null takes the default, or is an error where there is none."""
+
+    raw: Mapping[str, Any]
+    where: str  # begins each message
+    prefix: str = ""  # of each key in a message
+
+    def error(self, problem: str) -> ConfigError:
+        """An error about this object, to raise."""
+        return ConfigError(f"{self.where}: {problem}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.optional_integer(key, default)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"{self.prefix}{key} is missing")
+        return value
+
+    def optional_integer(self, key: str, default: int | None) -> int | None:
+        """A positive integer; an explicit null is ``None`` whatever the default (a window can be off)."""
+        value = self.raw.get(key, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(f"{self.prefix}{key} is {value!r} but must be a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.optional_number(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(f"{self.prefix}{key} is missing")
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number or ``None``."""
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) == float("inf"):
+            raise self.error(f"{self.prefix}{key} is {value!r} but must be a number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{self.prefix}{key} is {value!r} but must be true or false")
+        return value
+
+    def text(self, key: str) -> str | None:
+        """A string or ``None``."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"{self.prefix}{key} is {value!r} but must be a string")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; absent or null is the empty tuple."""
+        value = self.raw.get(key)
+        if value is None:
+            return ()
+        values = value if isinstance(value, list) else [value]
+        for item in values:
+            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+                raise self.error(f"{self.prefix}{key} is {value!r} but must be a token id or a list of them")
+        return tuple(values)

@@ -1,0 +1,213 @@
+"""Load a folder of safetensors into a decoder, by strict rules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig, read_model_config
+from engine.models.decoder import Decoder
+from kernels.interface import SUPPORTED_DTYPES, Kernels
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Tables that older checkpoints store though they follow from the configuration.
+_IGNORABLE = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def load_model(
+    folder: str | Path, kernels: Kernels, dtype: torch.dtype | str, device: torch.device | str
+) -> Decoder:
+    """Read the model in ``folder`` onto ``device``.
+
+    Every tensor of the checkpoint must be used and every weight of the decoder filled, with equal shapes.
+    Tensors are read through a memory map one at a time, so the peak stays near the size of the model.
+
+    Args:
+        dtype: a dtype or its name; ``"auto"`` takes the checkpoint's.
+
+    Raises:
+        ConfigError: no such folder, no safetensors in it, or the checkpoint does not fit its configuration.
+    """
+    folder = Path(folder)
+    config = read_model_config(folder)
+    checkpoint = Checkpoint(folder, config)
+    with checkpoint:
+        decoder = Decoder(
+            config, kernels, resolve_dtype(dtype, config, checkpoint), torch.device(device), checkpoint
+        )
+        checkpoint.finish()
+    return decoder
+
+
+def resolve_dtype(
+    dtype: torch.dtype | str, config: ModelConfig, checkpoint: Checkpoint | None = None
+) -> torch.dtype:
+    """The dtype to run in; ``"auto"`` is that of the configuration, else of the checkpoint's embedding."""
+    if isinstance(dtype, torch.dtype):
+        chosen: object = dtype
+    elif dtype != "auto":
+        chosen = getattr(torch, dtype, dtype)
+    elif config.dtype is not None:
+        chosen = getattr(torch, config.dtype, config.dtype)
+    else:
+        chosen = checkpoint.dtype(_EMBEDDING) if checkpoint is not None else torch.float32
+    if chosen not in SUPPORTED_DTYPES or not isinstance(chosen, torch.dtype):
+        names = ", ".join(str(known).removeprefix("torch.") for known in SUPPORTED_DTYPES)
+        raise ConfigError(
+            f"dtype {str(chosen).removeprefix('torch.')} is not supported; set dtype to one of {names}"
+        )
+    return chosen
+
+
+class Checkpoint:
+    """The tensors of one folder; each is given once, and :meth:`finish` reports those that nobody took."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder = folder
+        self._tied = config.tie_word_embeddings
+        self._files: dict[str, Any] = {}
+        self._file_of = self._open(weight_files(folder))
+        self._unused = set(self._file_of)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unmap the files."""
+        self._files.clear()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of one tensor in the file."""
+        return self._read(name).dtype
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Copy the tensor called ``name`` into ``out``."""
+        tensor = self._read(name)
+        if tensor.shape != out.shape:
+            raise ConfigError(
+                f"{self._folder}: tensor {name} has shape {list(tensor.shape)} in {self._file_of[name]} but "
+                f"config.json asks for {list(out.shape)}"
+            )
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ConfigError(
+                f"{self._folder}: tensor {name} is {tensor.dtype}; quantized weights are not supported"
+            )
+        out.copy_(tensor)
+        self._unused.discard(name)
+
+    def finish(self) -> None:
+        """Check that nothing is left over.
+
+        Raises:
+            ConfigError: tensors that the decoder does not know, or a tied output head that differs from the
+                embedding.
+        """
+        self._unused = {name for name in self._unused if not name.endswith(_IGNORABLE)}
+        if self._tied and _HEAD in self._unused:
+            if not torch.equal(self._read(_HEAD), self._read(_EMBEDDING)):
+                raise ConfigError(
+                    f"{self._folder}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                    "set tie_word_embeddings to false in config.json if both are meant"
+                )
+            self._unused.discard(_HEAD)
+        if self._unused:
+            names = sorted(self._unused)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ConfigError(
+                f"{self._folder}: the checkpoint has tensors that this architecture does not use: "
+                f"{', '.join(names[:3])}{more}"
+            )
+
+    def _open(self, files: list[Path]) -> dict[str, str]:
+        file_of: dict[str, str] = {}
+        for path in files:
+            try:
+                handle = safe_open(str(path), framework="pt", device="cpu")
+                self._files[path.name] = handle
+                names = [str(name) for name in handle.keys()]  # type: ignore[no-untyped-call]  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"cannot read {path}: {error}") from error
+            for name in names:
+                if name in file_of:
+                    raise ConfigError(
+                        f"{self._folder}: tensor {name} is in both {file_of[name]} and {path.name}"
+                    )
+                file_of[name] = path.name
+        return file_of
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self._file_of:
+            raise ConfigError(f"{self._folder}: tensor {name} is missing from the checkpoint")
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model, from its index or the single file, in order.
+
+    Raises:
+        ConfigError: there are none, or the index names one that is missing.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"cannot read {index}: {error!r}") from error
+        files = [folder / Path(name).name for name in names]
+    else:
+        files = [folder / _SINGLE]
+        if not files[0].is_file():
+            files = sorted(folder.glob("*.safetensors"))
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError(f"{folder}: weight file {missing[0]} is named in {_INDEX} but missing")
+    if not files:
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise ConfigError(
+                f"{folder} has only pickled weights ({pickles[0]}), which can run code when read; "
+                "convert them to safetensors"
+            )
+        raise ConfigError(f"{folder} has no *.safetensors file, so there are no weights to load")
+    return files
+
+
+def model_revision(folder: str | Path) -> str:
+    """A short name of the model's exact contents, for prefix caches: 16 hexadecimal digits.
+
+    Hashes ``config.json`` and of each weight file its size, its header and samples spread over its data, so
+    it is cheap, equal on every node and, unlike a path or a time, tells a fine-tuned model from its base.
+    """
+    folder = Path(folder)
+    digest = hashlib.blake2b(digest_size=8)
+
+    def add(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+
+    try:
+        add((folder / "config.json").read_bytes())
+        for path in weight_files(folder):
+            size = path.stat().st_size
+            add(path.name.encode())
+            add(size.to_bytes(8, "little"))
+            with path.open("rb") as file:
+                add(file.read(8 + int.from_bytes(file.read(8), "little")) if size >= 8 else b"")
+                for sample in range(64):
+                    file.seek(sample * size // 64)
+                    add(file.read(1024))
+    except OSError as error:
+        raise ConfigError(f"cannot read the model in {folder}: {error}") from error
+    return digest.hexdigest()
