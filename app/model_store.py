@@ -189,8 +189,8 @@ def _check(gguf: Path) -> None:
             if hashlib.file_digest(file, "sha256").hexdigest() == _GGUF_SHA256:
                 return
     raise ConfigError(
-        f"the weights from {_PACKAGE}=={BUNDLED_VERSION} do not have the expected checksum (SHA-256 {_GGUF_SHA256}); "
-        "they are damaged or not the published ones, and are not used"
+        f"the weights from {_PACKAGE}=={BUNDLED_VERSION} are damaged or not the published ones (their SHA-256 is not "
+        f"{_GGUF_SHA256}), and are not used"
     )
 
 
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
             "model", nargs="?", default=BUNDLED_NAME, help=f"name, folder or hub id ({BUNDLED_NAME})"
         )
     options = parser.parse_args(arguments)
-    bundled = options.is_bundled(model)
+    bundled = is_bundled(options.model)
     try:
         if options.command == "path" and bundled:
             folder = bundled_folder()
