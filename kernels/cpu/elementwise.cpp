@@ -1,0 +1,191 @@
+// Everything of a decoder layer that is neither a product nor attention: RMS norms, SiLU, RoPE, the KV write.
+//
+// Each rounds where the reference does: a norm to the tensor's type before its weight, SiLU before its product,
+// a rotation once at its end.
+
+#include <cmath>
+
+#include "vec.h"
+
+namespace quire {
+namespace {
+
+// Below this many elements a second thread costs more than it brings.
+constexpr int64_t WORTH_THREADS = 1 << 16;
+
+static int threads_for(int64_t elements, int num_threads) {
+    return elements >= WORTH_THREADS ? num_threads : 1;
+}
+
+template <class Body>
+static void for_rows(int64_t rows, int num_threads, const Body& body) {
+    if (num_threads <= 1) {
+        for (int64_t i = 0; i < rows; ++i) body(i);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < rows; ++i) body(i);
+}
+
+// 1 / sqrt(mean(x ** 2) + eps), summed in one fixed order.
+template <class T>
+static float inverse_rms(const T* x, int64_t size, float eps) {
+    vf even{}, odd{};
+    int64_t i = 0;
+    for (; i + UNIT <= size; i += UNIT) {
+        const vf a = load(x + i), b = load(x + i + LANES);
+        even = fma(a, a, even);
+        odd = fma(b, b, odd);
+    }
+    for (; i < size; i += LANES) {
+        const vf a = load_some(x + i, static_cast<int>(size - i));
+        even = fma(a, a, even);
+    }
+    return 1.0f / std::sqrt(sum(even + odd) / static_cast<float>(size) + eps);
+}
+
+template <class T>
+static void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {
+    const vf inverse = splat(inverse_rms(x, size, eps));
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(y + i, rounded<T>(load(x + i) * inverse) * load(weight + i));
+    if (i < size) {
+        const int rest = static_cast<int>(size - i);
+        store_some(y + i, rounded<T>(load_some(x + i, rest) * inverse) * load_some(weight + i, rest), rest);
+    }
+}
+
+template <class T>
+static void rms_norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t rows, int64_t size, float eps,
+                     int num_threads) {
+    for_rows(rows, threads_for(rows * size, num_threads),
+             [=](int64_t r) { norm_row(x + r * x_stride, weight, y + r * size, size, eps); });
+}
+
+template <class T>
+static void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* y,
+                         int64_t rows, int64_t size, float eps, int num_threads) {
+    for_rows(rows, threads_for(rows * size, num_threads), [=](int64_t r) {
+        const T* from = x + r * x_stride;
+        T* onto = residual + r * residual_stride;
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
+            store_some(onto + i, load_some(onto + i, n) + load_some(from + i, n), n);
+        }
+        norm_row(onto, weight, y + r * size, size, eps);
+    });
+}
+
+template <class T>
+static void silu_mul(const T* gate_up, int64_t stride, T* y, int64_t rows, int64_t size, int num_threads) {
+    for_rows(rows, threads_for(rows * size, num_threads), [=](int64_t r) {
+        const T* gate = gate_up + r * stride;
+        const T* up = gate + size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
+            const vf g = load_some(gate + i, n);
+            const vf silu = g / (splat(1.0f) + exp2(g * splat(-1.4426950408889634f)));
+            store_some(y + r * size + i, rounded<T>(silu) * load_some(up + i, n), n);
+        }
+    });
+}
+
+struct Rope {
+    int64_t rows, num_heads, num_kv_heads, head_dim, half;  // half of the rotated part of a head
+    const int64_t* positions;
+    const int64_t* slots;
+    const float* cos_sin;  // [max_positions, 2, half]
+    int64_t block_size, block_stride, value_offset;
+};
+
+template <class T>
+static void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        const int n = half - i < LANES ? static_cast<int>(half - i) : LANES;
+        const vf a = load_some(x + i, n), b = load_some(x + half + i, n);
+        const vf c = load_some(cos + i, n), s = load_some(sin + i, n);
+        store_some(y + i, fma(-b, s, a * c), n);
+        store_some(y + half + i, fma(a, s, b * c), n);
+    }
+}
+
+template <class T>
+static void rope_and_write_kv(const Rope& rope, T* qkv, int64_t qkv_stride, T* kv, const T* q_weight,
+                              const T* k_weight, float eps, int num_threads) {
+    const int64_t dim = rope.head_dim, q_dim = rope.num_heads * dim, kv_dim = rope.num_kv_heads * dim;
+    const int64_t work = rope.rows * (q_dim + 2 * kv_dim);
+    for_rows(rope.rows, threads_for(work, num_threads), [=](int64_t r) {
+        T* row = qkv + r * qkv_stride;
+        const float* cos = rope.cos_sin + rope.positions[r] * 2 * rope.half;
+        for (int64_t h = 0; h < rope.num_heads + rope.num_kv_heads; ++h) {
+            T* head = row + h * dim;
+            const T* weight = h < rope.num_heads ? q_weight : k_weight;
+            if (weight) norm_row(head, weight, head, dim, eps);
+            rotate(head, head, cos, cos + rope.half, rope.half);
+        }
+        const int64_t slot = rope.slots[r];
+        if (slot < 0) return;  // a padding row
+        T* key = kv + slot / rope.block_size * rope.block_stride + slot % rope.block_size * kv_dim;
+        std::memcpy(key, row + q_dim, kv_dim * sizeof(T));
+        std::memcpy(key + rope.value_offset, row + q_dim + kv_dim, kv_dim * sizeof(T));
+    });
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// One C function for each kernel; `dtype` is 0 for bfloat16, 1 for float16, 2 for float32.
+#define QUIRE_FOR_DTYPE(dtype, CALL) \
+    switch (dtype) {                 \
+        case 0: {                    \
+            using T = bf16;          \
+            CALL;                    \
+            break;                   \
+        }                            \
+        case 1: {                    \
+            using T = fp16;          \
+            CALL;                    \
+            break;                   \
+        }                            \
+        default: {                   \
+            using T = float;         \
+            CALL;                    \
+        }                            \
+    }
+
+extern "C" {
+
+void quire_rms_norm(int dtype, const void* x, int64_t x_stride, const void* weight, void* y, int64_t rows,
+                    int64_t size, float eps, int num_threads) {
+    QUIRE_FOR_DTYPE(dtype, rms_norm(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight),
+                                    static_cast<T*>(y), rows, size, eps, num_threads))
+}
+
+void quire_add_rms_norm(int dtype, const void* x, int64_t x_stride, void* residual, int64_t residual_stride,
+                        const void* weight, void* y, int64_t rows, int64_t size, float eps, int num_threads) {
+    QUIRE_FOR_DTYPE(dtype, add_rms_norm(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
+                                        residual_stride, static_cast<const T*>(weight), static_cast<T*>(y), rows,
+                                        size, eps, num_threads))
+}
+
+void quire_silu_mul(int dtype, const void* gate_up, int64_t stride, void* y, int64_t rows, int64_t size,
+                    int num_threads) {
+    QUIRE_FOR_DTYPE(dtype, silu_mul(static_cast<const T*>(gate_up), stride, static_cast<T*>(y), rows, size,
+                                    num_threads))
+}
+
+// `value_offset` is the distance in elements from a token's keys to its values.
+void quire_rope_and_write_kv(int dtype, void* qkv, int64_t qkv_stride, int64_t rows, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, const int64_t* positions,
+                             const int64_t* slots, const float* cos_sin, int64_t half, void* kv,
+                             int64_t block_size, int64_t block_stride, int64_t value_offset, const void* q_weight,
+                             const void* k_weight, float eps, int num_threads) {
+    const Rope rope{rows,  num_heads, num_kv_heads, head_dim,   half,         positions,
+                    slots, cos_sin,   block_size,   block_stride, value_offset};
+    QUIRE_FOR_DTYPE(dtype, rope_and_write_kv(rope, static_cast<T*>(qkv), qkv_stride, static_cast<T*>(kv),
+                                             static_cast<const T*>(q_weight), static_cast<const T*>(k_weight), eps,
+                                             num_threads))
+}
+}

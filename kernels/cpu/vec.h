@@ -1,0 +1,239 @@
+// Vectors of floats for every CPU, and the float types of the tensors.
+//
+// Built on the vector extensions of GCC and Clang; intrinsics stand only where the extensions have no word for
+// an instruction (fused multiply-add, conversion of half floats). Every operation rounds as written: products
+// that are to be fused say fma(), so that two instantiations of one template give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) || defined(__AVX512F__) || defined(__F16C__) || defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;  // NEON, SSE2 and whatever else the compiler lowers 16 bytes to
+#endif
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+struct fp16 {
+    uint16_t bits;
+};
+
+template <class To, class From>
+static inline To bit_cast(const From& from) {
+    static_assert(sizeof(To) == sizeof(From), "a cast keeps every bit");
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+}
+
+static inline vf splat(float x) { return x - vf{}; }
+
+static inline vf load(const float* p) {
+    vf v;
+    std::memcpy(&v, p, sizeof(vf));
+    return v;
+}
+static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(vf)); }
+
+static inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline vf select(vi mask, vf yes, vf no) {
+    return bit_cast<vf>((bit_cast<vi>(yes) & mask) | (bit_cast<vi>(no) & ~mask));
+}
+// A NaN in `a` is kept, as in torch.
+static inline vf max(vf a, vf b) { return select(bit_cast<vi>(a < b), b, a); }
+static inline vf min(vf a, vf b) { return select(bit_cast<vi>(b < a), b, a); }
+
+static inline float sum(vf v) {
+    float lane[LANES];
+    std::memcpy(lane, &v, sizeof(v));
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
+    return lane[0];
+}
+static inline float max(vf v) {
+    float lane[LANES];
+    std::memcpy(lane, &v, sizeof(v));
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] = lane[i] < lane[i + n] ? lane[i + n] : lane[i];
+    return lane[0];
+}
+
+// 2 ** x to about 1e-7 relative: exact scaling by the nearest integer, a degree-5 minimax polynomial for the
+// rest. Below -126 the result is 0, at 128 and above it is infinite, NaN stays NaN.
+static inline vf exp2(vf x) {
+    const vi tiny = bit_cast<vi>(x < splat(-126.0f));
+    x = min(max(x, splat(-126.0f)), splat(128.0f));
+    const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
+    const vf whole = (x + shift) - shift;
+    const vf part = x - whole;
+    vf y = splat(1.326472725e-3f);
+    y = fma(y, part, splat(9.671512786e-3f));
+    y = fma(y, part, splat(5.550733744e-2f));
+    y = fma(y, part, splat(2.402224208e-1f));
+    y = fma(y, part, splat(6.931469776e-1f));
+    y = fma(y, part, splat(1.0f));
+    const vi exponent = __builtin_convertvector(whole, vi) + 127;
+    const vf scaled = y * bit_cast<vf>(exponent << 23);
+    return select(tiny, vf{}, scaled);
+}
+static inline float exp2(float x) { return exp2(splat(x))[0]; }
+
+// ---- bfloat16 -----------------------------------------------------------------------------------------------
+
+static inline vu round_bits(vf x) {  // to the upper 16 bits, to nearest even
+    const vu u = bit_cast<vu>(x);
+    const vu rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    const vu nan = bit_cast<vu>(x != x);
+    return (rounded & ~nan) | (0x7fc00000u & nan);
+}
+
+static inline vf load(const bf16* p) {
+    vh h;
+    std::memcpy(&h, p, sizeof(vh));
+    return bit_cast<vf>(__builtin_convertvector(h, vu) << 16);
+}
+static inline void store(bf16* p, vf v) {
+    const vh h = __builtin_convertvector(round_bits(v) >> 16, vh);
+    std::memcpy(p, &h, sizeof(vh));
+}
+
+// ---- float16 ------------------------------------------------------------------------------------------------
+
+static inline vf widen(vh h) {
+    const vu u = __builtin_convertvector(h, vu);
+    const vf scaled = bit_cast<vf>((u & 0x7fffu) << 13) * splat(5.192296858534828e33f);  // 2 ** 112
+    const vu special = bit_cast<vu>((u & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bit_cast<vf>(bit_cast<vu>(scaled) | special | ((u & 0x8000u) << 16));
+}
+
+static inline uint16_t narrow(float x) {
+    const uint32_t u = bit_cast<uint32_t>(x), magnitude = u & 0x7fffffffu;
+    const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000u);
+    if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65520 and above round to infinity
+    if (magnitude < 0x38800000u)  // subnormal: adding 0.5 leaves the rounded multiple of 2 ** -24
+        return sign | static_cast<uint16_t>(bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
+    return sign | static_cast<uint16_t>((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13);
+}
+
+static inline vf load(const fp16* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    vh h;
+    std::memcpy(&h, p, sizeof(vh));
+    return widen(h);
+#endif
+}
+static inline void store(fp16* p, vf v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < LANES; ++i) p[i].bits = narrow(v[i]);
+#endif
+}
+
+// ---- whole types --------------------------------------------------------------------------------------------
+
+// `v` as it would read back after a store to T.
+template <class T>
+static inline vf rounded(vf v) {
+    T stored[LANES];
+    store(stored, v);
+    return load(stored);
+}
+template <>
+inline vf rounded<float>(vf v) {
+    return v;
+}
+template <>
+inline vf rounded<bf16>(vf v) {
+    return bit_cast<vf>(round_bits(v) & 0xffff0000u);
+}
+
+// The first `n` lanes from memory, zero in the rest; nothing past them is read.
+template <class T>
+static inline vf load_some(const T* p, int n) {
+    if (n >= LANES) return load(p);
+    T padded[LANES] = {};
+    std::memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+template <class T>
+static inline void store_some(T* p, vf v, int n) {
+    if (n >= LANES) return store(p, v);
+    T padded[LANES];
+    store(padded, v);
+    std::memcpy(p, padded, n * sizeof(T));
+}
+
+// A unit is 2 * LANES neighbours, held as two vectors. Which element stands in which vector is the type's own
+// business, the same in load_part and store_unit: for bfloat16 the even ones and the odd ones, because one
+// shift or one mask then widens them.
+constexpr int UNIT = 2 * LANES;
+
+template <int PART>
+static inline vf load_part(const float* p) {
+    return load(p + PART * LANES);
+}
+template <int PART>
+static inline vf load_part(const fp16* p) {
+    return load(p + PART * LANES);
+}
+template <int PART>
+static inline vf load_part(const bf16* p) {
+    vu both;
+    std::memcpy(&both, p, sizeof(vu));
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "these kernels know little-endian CPUs only"
+#endif
+    return bit_cast<vf>(PART == 0 ? both << 16 : both & 0xffff0000u);
+}
+static inline void store_unit(float* p, vf a, vf b) {
+    store(p, a);
+    store(p + LANES, b);
+}
+static inline void store_unit(fp16* p, vf a, vf b) {
+    store(p, a);
+    store(p + LANES, b);
+}
+static inline void store_unit(bf16* p, vf a, vf b) {
+    const vu both = (round_bits(a) >> 16) | (round_bits(b) & 0xffff0000u);
+    std::memcpy(p, &both, sizeof(vu));
+}
+
+}  // namespace quire

@@ -1,0 +1,114 @@
+"""The kernels in plain torch: the definition of right, and what runs where nothing faster can."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm
+
+
+class ReferenceLinear(PackedLinear):
+    """The weight as it came: ``[out_features, in_features]``."""
+
+    __slots__ = ("bias", "in_features", "out_features", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.bias = bias
+
+
+class ReferenceKernels(Kernels):
+    """Every operation as one would write it on a blackboard, on any device.
+
+    It does not promise determinism: torch may reduce in another order for another number of rows.
+    """
+
+    name = "reference"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """As the interface says; at least 4 rows go in, since fewer take other paths in torch with other bits."""
+        if not isinstance(packed, ReferenceLinear):
+            raise TypeError(f"a weight packed as {type(packed).__name__} belongs to other kernels")
+        rows = x.shape[0]
+        if rows < 4:
+            x = F.pad(x, (0, 0, 0, 4 - rows))
+        return F.linear(x, packed.weight, packed.bias)[:rows]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return normed.to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_and_write_kv(
+        self,
+        qkv: Tensor,
+        layout: HeadLayout,
+        cos_sin: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        heads = qkv.unflatten(-1, (-1, layout.head_dim))
+        q, k, v = heads.split((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), dim=1)
+        if qk_norm is not None:
+            q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
+            k = self.rms_norm(k, qk_norm.k_weight, qk_norm.eps)
+        cos, sin = cos_sin[metadata.positions].unsqueeze(1).unbind(2)  # [T, 1, rotary_dim / 2]
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        block_size = kv_layer.shape[2]
+        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        kv_layer[block, 0, offset] = k
+        kv_layer[block, 1, offset] = v
+        return q
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        block_size = kv_layer.shape[2]
+        starts = metadata.query_start.tolist()
+        for r, context in enumerate(metadata.context_lens.tolist()):
+            rows = slice(starts[r], starts[r + 1])
+            num_queries = starts[r + 1] - starts[r]
+            blocks = metadata.block_tables[r, : -(-context // block_size)].long()
+            if sliding_window is not None:  # blocks before every query's window may be gone
+                blocks[: max(0, context - num_queries - sliding_window + 1) // block_size] = blocks[-1]
+            k, v = kv_layer[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()
+            k_position = torch.arange(context, device=q.device)
+            q_position = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)
+            visible = k_position <= q_position
+            if sliding_window is not None:
+                visible &= k_position > q_position - sliding_window
+            group = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))  # [heads, context, dim]
+            scores = q[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
+            weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+            out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
+        return out
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``2 * cos.shape[-1]`` elements of each head, in float32; rounded once."""
+    half = cos.shape[-1]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
