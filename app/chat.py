@@ -1,4 +1,4 @@
-"""From prompts and messages to token ids: the model's chat template and tokenizer, off the event loop if long."""
+"""From prompts and messages to token ids: chat template and tokenizer, off the event loop if long."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PromptTokenizer:
         self.decoder = TextDecoder(self._backend)
 
     async def encode_text(self, text: str, max_tokens: int) -> list[int]:
-        """A raw prompt: special tokens written in it count as such, and the tokenizer adds its own (BOS) once."""
+        """A raw prompt: special tokens written in it count as such; the tokenizer adds its own (BOS) once."""
         self._check_length(len(text), max_tokens, "prompt")
         return await self._run(len(text), lambda: self._encode_raw(text))
 

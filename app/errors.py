@@ -6,7 +6,6 @@ import json
 import logging
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,9 +13,6 @@ from starlette.responses import Response
 
 from app.relay import GenerationError, UnavailableError
 from engine.errors import InvalidRequestError, QuireError
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +68,9 @@ def fault_of(error: Exception) -> ApiFault:
         logger.error("generation failed: %s", error)
         return ApiFault(500, str(error), "server_error", code="generation_failed")
     logger.error("unexpected error while serving a request", exc_info=error)
-    return ApiFault(500, "an internal error ended this request; the log says more", "server_error", code="internal")
+    return ApiFault(
+        500, "an internal error ended this request; the log says more", "server_error", code="internal"
+    )
 
 
 def show(value: object) -> str:
@@ -87,13 +85,6 @@ def show(value: object) -> str:
         return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
     text = str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
-
-
-def install_error_handlers(api: FastAPI) -> None:
-    """Give every error of ``api`` the one shape, wrong paths and methods included."""
-    api.add_exception_handler(HTTPException, _on_http_exception)
-    api.add_exception_handler(QuireError, _on_error)
-    api.add_exception_handler(Exception, _on_error)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -111,3 +102,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     response = ApiFault(error.status_code, message, "invalid_request_error").to_response()
     response.headers.update(error.headers or {})
     return response
+
+
+ERROR_HANDLERS = {HTTPException: _on_http_exception, QuireError: _on_error, Exception: _on_error}
+"""Give every error of an application the one shape, wrong paths and methods included."""

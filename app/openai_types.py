@@ -23,14 +23,13 @@ MAX_TOP_K = 2**31 - 1
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-_COMMON = frozenset(
-    "model max_tokens max_completion_tokens temperature top_p top_k min_p seed stop stop_token_ids min_tokens "
-    "ignore_eos stream stream_options user cache_salt".split()
+_KNOWN = frozenset(
+    ("model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")
+    + ("seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt")
+    # Hints that ask nothing of the answer:
+    + ("metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls")
+    + ("reasoning_effort", "verbosity")
 )
-_IGNORED = frozenset(
-    "user metadata safety_identifier prompt_cache_key service_tier parallel_tool_calls verbosity "
-    "reasoning_effort".split()
-)  # hints that ask nothing of the answer
 _OFF: dict[str, Callable[[Any], bool]] = {
     "n": lambda v: v == 1 and v is not True,
     "best_of": lambda v: v == 1 and v is not True,
@@ -108,14 +107,14 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     fields = _known_fields(body, "messages")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError(f"messages is {show(messages)} but must be a list of at least 1", "messages")
+        raise _wrong("messages", messages, "a list of at least 1")
     return ChatRequest([_message(message, i) for i, message in enumerate(messages)], _options(fields, None))
 
 
 def _known_fields(body: dict[str, Any], own: str) -> dict[str, Any]:
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
-        if name == own or name in _COMMON or name in _IGNORED:
+        if name == own or name in _KNOWN:
             continue
         means_off = _OFF.get(name)
         if means_off is None:
@@ -133,17 +132,8 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         if name in fields:
             max_tokens = _integer(fields, name, 1)
     stream = _boolean(fields, "stream")
-    stream_options = fields.get("stream_options", {})
-    if not isinstance(stream_options, dict):
-        raise InvalidRequestError(f"stream_options is {show(stream_options)} but must be an object", "stream_options")
-    if stream_options and not stream:
-        raise InvalidRequestError("stream_options is only allowed with stream true", "stream_options")
-    for name in stream_options:
-        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
-            raise InvalidRequestError(f"{show(name)} is not a known stream option", "stream_options")
-    if _boolean(stream_options, "include_obfuscation", "stream_options."):
-        raise InvalidRequestError("stream_options.include_obfuscation is not supported", "stream_options")
-    for name in ("user", "cache_salt"):
+    stream_options = _stream_options(fields, stream)
+    for name in ("model", "user", "cache_salt"):
         if name in fields:
             _text(fields[name], name)
     salt = fields.get("cache_salt", "")
@@ -162,16 +152,36 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         stop_token_ids=tuple(_integers(fields.get("stop_token_ids", []), "stop_token_ids")),
         ignore_eos=_boolean(fields, "ignore_eos"),
     )
-    model = fields.get("model")
     return GenerationOptions(
-        model=None if model is None else _text(model, "model"),
+        model=fields.get("model"),
         params=params,
         stop=_stops(fields.get("stop", [])),
         cache_salt=salt,
         stream=stream,
-        include_usage=_boolean(stream_options, "include_usage", "stream_options."),
-        continuous_usage=_boolean(stream_options, "continuous_usage_stats", "stream_options."),
+        include_usage=stream_options.get("include_usage", False),
+        continuous_usage=stream_options.get("continuous_usage_stats", False),
     )
+
+
+def _stream_options(fields: dict[str, Any], stream: bool) -> dict[str, bool]:
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise _wrong("stream_options", options, "an object")
+    if options and not stream:
+        raise InvalidRequestError("stream_options is only allowed with stream true", "stream_options")
+    for name in options:
+        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+            raise InvalidRequestError(
+                f"{show(name)} is not a known stream option", "stream_options", "unknown_parameter"
+            )
+        options[name] = _boolean(options, name, "stream_options.")
+    if options.get("include_obfuscation"):
+        raise InvalidRequestError(
+            "stream_options.include_obfuscation is not supported; leave it out",
+            "stream_options.include_obfuscation",
+            "unsupported_parameter",
+        )
+    return options
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
@@ -181,12 +191,17 @@ def _prompts(prompt: object) -> list[str | list[int]]:
         if type(prompt[0]) is int:
             return [_prompt(prompt, "prompt")]
         if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequestError(f"prompt has {len(prompt)} entries but at most {MAX_PROMPTS} are allowed", "prompt")
+            raise InvalidRequestError(
+                f"prompt has {len(prompt)} entries but at most {MAX_PROMPTS} are allowed", "prompt"
+            )
         return [_prompt(entry, f"prompt[{i}]") for i, entry in enumerate(prompt)]
     if prompt is None or prompt == []:
-        raise InvalidRequestError("prompt is missing or empty; at least 1 token is needed", "prompt", "empty_prompt")
+        raise InvalidRequestError(
+            "prompt is missing or empty; at least 1 token is needed", "prompt", "empty_prompt"
+        )
     raise InvalidRequestError(
-        f"prompt is {show(prompt)} but must be a string, a list of strings, a list of token ids or a list of such lists",
+        f"prompt is {show(prompt)} but must be a string, a list of strings, a list of token ids or a list of "
+        "such lists",
         "prompt",
     )
 
@@ -198,16 +213,16 @@ def _prompt(entry: object, name: str) -> str | list[int]:
         return _text(entry, name, "prompt")
     if isinstance(entry, list):
         return _integers(entry, name, "prompt")
-    raise InvalidRequestError(f"{name} is {show(entry)} but must be a string or a list of token ids", "prompt")
+    raise _wrong(name, entry, "a string or a list of token ids", "prompt")
 
 
 def _message(message: object, index: int) -> ChatMessage:
     name = f"messages[{index}]"
     if not isinstance(message, dict):
-        raise InvalidRequestError(f"{name} is {show(message)} but must be an object with role and content", name)
+        raise _wrong(name, message, "an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequestError(f"{name}.role is {show(role)} but must be one of {', '.join(ROLES)}", f"{name}.role")
+        raise _wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
     for key, value in message.items():
         if key not in ("role", "content", "name") and value not in (None, [], ""):
             raise InvalidRequestError(
@@ -222,12 +237,14 @@ def _content(content: object, name: str) -> str:
     if isinstance(content, str):
         return _text(content, name)
     if not isinstance(content, list) or not content:
-        raise InvalidRequestError(f"{name} is {show(content)} but must be a string or a list of text parts", name)
+        raise _wrong(name, content, "a string or a list of text parts")
     texts: list[str] = []
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequestError(f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name)
+            raise InvalidRequestError(
+                f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name
+            )
         texts.append(_text(part.get("text"), f"{name}[{i}].text"))
     return "\n".join(texts)
 
@@ -235,9 +252,11 @@ def _content(content: object, name: str) -> str:
 def _stops(stop: object) -> tuple[str, ...]:
     entries = [stop] if isinstance(stop, str) else stop
     if not isinstance(entries, list):
-        raise InvalidRequestError(f"stop is {show(stop)} but must be a string or a list of strings", "stop")
+        raise _wrong("stop", stop, "a string or a list of strings")
     if len(entries) > MAX_STOPS:
-        raise InvalidRequestError(f"stop has {len(entries)} entries but at most {MAX_STOPS} are allowed", "stop")
+        raise InvalidRequestError(
+            f"stop has {len(entries)} entries but at most {MAX_STOPS} are allowed", "stop"
+        )
     for i, entry in enumerate(entries):
         text = _text(entry, f"stop[{i}]", "stop")
         if not 1 <= len(text) <= MAX_STOP_CHARS:
@@ -249,7 +268,7 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 def _text(value: object, name: str, param: str | None = None) -> str:
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} is {show(value)} but must be a string", param or name)
+        raise _wrong(name, value, "a string", param)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -261,10 +280,10 @@ def _text(value: object, name: str, param: str | None = None) -> str:
 
 def _integers(value: object, name: str, param: str | None = None) -> list[int]:
     if not isinstance(value, list):
-        raise InvalidRequestError(f"{name} is {show(value)} but must be a list of token ids", param or name)
+        raise _wrong(name, value, "a list of token ids", param)
     if set(map(type, value)) - {int}:
         i = next(i for i, entry in enumerate(value) if type(entry) is not int)
-        raise InvalidRequestError(f"{name}[{i}] is {show(value[i])} but must be a token id", param or name)
+        raise _wrong(f"{name}[{i}]", value[i], "a token id", param or name)
     return value
 
 
@@ -272,14 +291,14 @@ def _integer(fields: dict[str, Any], name: str, low: int | None) -> int:
     value = fields[name]
     if type(value) is not int or (low is not None and value < low):
         bound = "" if low is None else f", at least {low}"
-        raise InvalidRequestError(f"{name} is {show(value)} but must be an integer{bound}", name)
+        raise _wrong(name, value, f"an integer{bound}")
     return value
 
 
 def _number(fields: dict[str, Any], name: str, default: float) -> float:
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequestError(f"{name} is {show(value)} but must be a number", name)
+        raise _wrong(name, value, "a number")
     try:
         return float(value)
     except OverflowError as error:
@@ -289,5 +308,9 @@ def _number(fields: dict[str, Any], name: str, default: float) -> float:
 def _boolean(fields: dict[str, Any], name: str, prefix: str = "") -> bool:
     value = fields.get(name)
     if value is not None and not isinstance(value, bool):
-        raise InvalidRequestError(f"{prefix}{name} is {show(value)} but must be true or false", f"{prefix}{name}")
+        raise _wrong(f"{prefix}{name}", value, "true or false")
     return bool(value)
+
+
+def _wrong(name: str, value: object, must_be: str, param: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {show(value)} but must be {must_be}", param or name)

@@ -41,7 +41,9 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}", code="invalid_json") from error
+        raise ApiError(
+            400, f"the body is not valid UTF-8 at byte {error.start}", code="invalid_json"
+        ) from error
     except RecursionError as error:
         raise ApiError(400, "the body nests too deeply", code="invalid_json") from error
     except ValueError as error:  # also a number with thousands of digits

@@ -62,8 +62,8 @@ class TextDecoder:
             self._strips_first_space = bool(step.get("start"))
         elif step["type"] not in ("ByteFallback", "Fuse"):
             raise ConfigError(
-                f"the tokenizer's decoder {step['type']!r} is not supported; byte-level BPE and SentencePiece-like "
-                "tokenizers are"
+                f"the tokenizer's decoder {step['type']!r} is not supported; byte-level BPE and "
+                "SentencePiece-like tokenizers are"
             )
 
     def detokenizer(self, *, continues_text: bool) -> Detokenizer:
@@ -122,10 +122,9 @@ class _SentencePieceDetokenizer:
 
     def push(self, token_id: int) -> str:
         piece = self._piece_of(token_id)
-        if isinstance(piece, int):
-            text = self._push_byte(piece)
-        else:
-            text = self.flush() + piece if piece else ""
+        if piece == "":  # a special token shows nothing
+            return ""
+        text = self._push_byte(piece) if isinstance(piece, int) else self.flush() + piece
         if self._strip_space and text:
             self._strip_space = False
             text = text.removeprefix(" ")

@@ -1,0 +1,136 @@
+"""The HTTP entry: routes, request ids, and the deployment that Serve runs them in."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app import config
+from app.chat import PromptTokenizer
+from app.config import AppConfig
+from app.errors import ERROR_HANDLERS
+from app.model_store import resolve
+from app.openai_service import OpenAIService
+from app.relay import EngineClient
+from app.request_body import read_json_object
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+async def health(request: Request) -> Response:
+    return _service(request).health()
+
+
+async def list_models(request: Request) -> Response:
+    return _service(request).models()
+
+
+async def get_model(request: Request) -> Response:
+    return _service(request).model(request.path_params["name"])
+
+
+async def completions(request: Request) -> ASGIApp:
+    return await _service(request).completions(await read_json_object(request))
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    return await _service(request).chat(await read_json_object(request))
+
+
+def _service(request: Request) -> OpenAIService:
+    service: OpenAIService = request.app.state.service_of()
+    return service
+
+
+class RequestIds:
+    """ASGI middleware: answers carry the caller's ``x-request-id`` if it is harmless, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        await self._app(scope, receive, partial(_send_with_id, send, request_id.encode()))
+
+
+async def _send_with_id(send: Send, request_id: bytes, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+    await send(message)
+
+
+def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
+    """The HTTP application; ``service_of`` is asked at each request."""
+    api = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", get_model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        ],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers=ERROR_HANDLERS,
+    )
+    api.state.service_of = service_of
+    return api
+
+
+def _service_of_replica() -> OpenAIService:
+    service: OpenAIService = serve.get_replica_context().servable_object.service
+    return service
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes with the model's configuration or tokenizer."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        path = folder / name
+        digest.update(f"{name}\0".encode())
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return f"fp_{digest.hexdigest()}"
+
+
+class IngressReplica:
+    """The deployment's body: owns the channels to the engines and the service that the routes call."""
+
+    def __init__(self, options: AppConfig, engine: Any) -> None:
+        folder = resolve(options.model)
+        self._client = EngineClient(engine, options.unavailable_after_s)
+        self.service = OpenAIService(
+            self._client,
+            PromptTokenizer(folder),
+            options.model_name,
+            fingerprint(folder),
+            options.max_live_requests,
+        )
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve at the start, on the event loop, and whenever the live options change."""
+        live = config.load_live(user_config)
+        config.set_log_level(live.log_level)
+        self.service.max_live_requests = live.max_live_requests
+        await self._client.start()
+
+    async def __del__(self) -> None:
+        await self._client.stop()
+
+
+Ingress = serve.deployment(serve.ingress(make_api(_service_of_replica))(IngressReplica))
