@@ -1,0 +1,60 @@
+"""Names of blocks that are the same in every process: what routers and engines call a prefix.
+
+``key_i = BLAKE2b-64(key_{i-1} ‖ tokens of block i)``; the first follows the key of a root, which names
+everything else that the KV depends on. A key says where a prefix *probably* is; an engine compares tokens
+before it uses a block (:mod:`engine.prefix_index`), so a wrong or colliding key costs a hit, never correctness.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from engine.request import CacheNamespace
+
+KEY_BYTES = 8
+
+_PERSON = b"quire.kv.blocks1"  # sixteen bytes; a change of this format takes a new one
+
+
+def root_key(model_revision: str, dtype: str, block_size: int, namespace: CacheNamespace) -> int:
+    """Return the 64-bit key of one root; equal only for equal parts.
+
+    Each part is framed by its tag and its length in bytes, so that no text in one part can pass for another.
+    """
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=_PERSON)
+    parts = {
+        b"rev ": model_revision.encode(),
+        b"type": dtype.encode(),
+        b"size": str(block_size).encode(),
+        b"adap": namespace.adapter.encode(),
+        b"salt": namespace.salt.encode(),
+    }
+    for tag, value in parts.items():
+        digest.update(tag + struct.pack("<Q", len(value)) + value)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def block_keys(root: int, token_ids: Sequence[int], block_size: int) -> list[int]:
+    """Return the 64-bit key of each full block of ``token_ids``, first to last; a partial last block has none.
+
+    ``root`` is a key of :func:`root_key`, or the key of the block before ``token_ids[0]`` to go on from there.
+
+    Raises:
+        ValueError: a token id is negative or needs more than 32 bits.
+    """
+    blocks = len(token_ids) // block_size
+    count = blocks * block_size
+    try:
+        data = struct.pack(f"<{count}I", *token_ids[:count])
+    except struct.error:
+        raise ValueError("token ids must be integers from 0 to 4294967295 to be hashed") from None
+    width = 4 * block_size
+    key = root.to_bytes(KEY_BYTES, "little")
+    blake2b = hashlib.blake2b
+    keys = []
+    for start in range(0, blocks * width, width):
+        key = blake2b(key + data[start : start + width], digest_size=KEY_BYTES, person=_PERSON).digest()
+        keys.append(int.from_bytes(key, "little"))
+    return keys

@@ -1,0 +1,230 @@
+"""Physical KV blocks: who holds them, and in which order they are used again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.errors import ConfigError, QuireError
+
+
+class InvariantError(QuireError):
+    """The engine's own bookkeeping is wrong; its KV memory cannot be trusted any more."""
+
+
+class BlockPool:
+    """Reference counts and the free queue of ``num_blocks`` blocks with ids ``0..num_blocks - 1``.
+
+    A block is in exactly one of three states:
+
+    - *referenced*: held by one or more block tables;
+    - *cached*: held by none, but *keyed*: its contents can be found again;
+    - *free*: held by none and not keyed.
+
+    Free blocks are handed out first, then cached blocks, least recently used first; handing out a cached block
+    evicts it (``on_evict`` is told). Every call either succeeds whole or changes nothing, and costs O(1) for
+    each block that it touches.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(
+                f"num_blocks is {num_blocks} but must be at least 1; raise num_blocks or kv_memory"
+            )
+        if block_size < 1:
+            raise ConfigError(f"block_size is {block_size} but must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.on_evict: Callable[[int], None] | None = None
+        """Called with a cached block as it is evicted, after it has left the queue; may call :meth:`unkey`."""
+        self._references = [0] * num_blocks
+        self._keyed = bytearray(num_blocks)
+        # Two circular doubly linked lists in the same arrays; the entries past the blocks are their sentinels.
+        self._free_end = num_blocks
+        self._cached_end = num_blocks + 1
+        self._next = [*range(1, num_blocks + 1), 0, num_blocks + 1]
+        self._previous = [num_blocks, *range(num_blocks), num_blocks + 1]
+        self._num_free = num_blocks
+        self._num_cached = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds and that hold nothing worth finding."""
+        return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds but that can be found again."""
+        return self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that :meth:`allocate` can hand out: free and cached."""
+        return self._num_free + self._num_cached
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks in at least one block table."""
+        return self.num_blocks - self._num_free - self._num_cached
+
+    def references(self, block: int) -> int:
+        """How many block tables hold ``block``."""
+        return self._references[block]
+
+    def is_keyed(self, block: int) -> bool:
+        """Whether the contents of ``block`` can be found again."""
+        return bool(self._keyed[block])
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that ``tokens`` tokens fill, the last one perhaps in part."""
+        return -(-tokens // self.block_size)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """Take ``count`` blocks with one reference each, in ascending order; ``None`` when there are too few.
+
+        Adjacent blocks read faster, so free blocks that follow ``after`` (the last block of the table that
+        will grow) or each other are preferred to the head of the queue.
+        """
+        if count > self._num_free + self._num_cached:
+            return None
+        taken: list[int] = []
+        last = self.num_blocks if after is None else after
+        for _ in range(count):
+            block = last + 1
+            if block >= self.num_blocks or self._references[block] or self._keyed[block]:
+                block = self._next[self._free_end]
+                if block == self._free_end:
+                    block = self._next[self._cached_end]
+            self._unlink(block)
+            self._references[block] = 1
+            if self._keyed[block]:
+                self._keyed[block] = 0
+                if self.on_evict is not None:
+                    self.on_evict(block)
+            taken.append(block)
+            last = block
+        taken.sort()
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each of ``blocks``, which must be referenced or cached.
+
+        Raises:
+            InvariantError: a block is free: what it held may be gone.
+        """
+        blocks = tuple(blocks)
+        for block in blocks:
+            if not self._references[block] and not self._keyed[block]:
+                raise InvariantError(f"block {block} was shared after it was freed")
+        for block in blocks:
+            if not self._references[block]:
+                self._unlink(block)
+            self._references[block] += 1
+
+    def release(self, table: Sequence[int]) -> None:
+        """Drop one reference to each block of ``table``, the last block first.
+
+        So the end of a sequence is evicted before its beginning, which more requests can use.
+
+        Raises:
+            InvariantError: a block is released more often than it is held.
+        """
+        if len(set(table)) == len(table):
+            wrong = next((block for block in table if self._references[block] < 1), None)
+        else:
+            counts = Counter(table)
+            wrong = next((block for block in counts if self._references[block] < counts[block]), None)
+        if wrong is not None:
+            raise InvariantError(f"block {wrong} was released more often than it was held")
+        for block in reversed(table):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._link(block)
+
+    def key(self, block: int) -> None:
+        """Mark a referenced block as findable.
+
+        Raises:
+            InvariantError: nobody holds the block.
+        """
+        if not self._references[block]:
+            raise InvariantError(f"block {block} was keyed but nobody holds it")
+        self._keyed[block] = 1
+
+    def unkey(self, block: int) -> None:
+        """Mark a block as no longer findable; a cached block becomes free."""
+        if not self._keyed[block]:
+            return
+        if self._references[block]:
+            self._keyed[block] = 0
+            return
+        self._unlink(block)
+        self._keyed[block] = 0
+        self._link(block)
+
+    def _link(self, block: int) -> None:
+        """Queue an unreferenced block: a keyed one as most recently used, any other to be reused next."""
+        if self._keyed[block]:
+            after = self._previous[self._cached_end]
+            self._num_cached += 1
+        else:
+            after = self._free_end
+            self._num_free += 1
+        before = self._next[after]
+        self._next[after] = self._previous[before] = block
+        self._previous[block] = after
+        self._next[block] = before
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before
+        if self._keyed[block]:
+            self._num_cached -= 1
+        else:
+            self._num_free -= 1
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Verify every invariant against all block tables that exist; O(blocks), for tests and debugging.
+
+        Raises:
+            InvariantError: says which invariant is broken, and for which block.
+        """
+        held = Counter(block for table in tables for block in table)
+        for block in held:
+            if not 0 <= block < self.num_blocks:
+                raise InvariantError(f"a block table names block {block}, which does not exist")
+        for block, count in enumerate(self._references):
+            if count != held[block]:
+                raise InvariantError(
+                    f"block {block} has {count} references but is in {held[block]} block tables"
+                )
+        free = self._walk(self._free_end, "free")
+        cached = self._walk(self._cached_end, "cached")
+        for block in range(self.num_blocks):
+            places = (self._references[block] > 0) + (block in free) + (block in cached)
+            if places != 1:
+                raise InvariantError(f"block {block} is in {places} states; it must be in one")
+            if block in free and self._keyed[block]:
+                raise InvariantError(f"block {block} is keyed but queued as free")
+            if block in cached and not self._keyed[block]:
+                raise InvariantError(f"block {block} is not keyed but queued as cached")
+        if (len(free), len(cached)) != (self._num_free, self._num_cached):
+            raise InvariantError(
+                f"{self._num_free} free and {self._num_cached} cached blocks are counted but "
+                f"{len(free)} and {len(cached)} are queued"
+            )
+
+    def _walk(self, end: int, name: str) -> set[int]:
+        seen: set[int] = set()
+        last, block = end, self._next[end]
+        while block != end:
+            if block in seen or block >= self.num_blocks:
+                raise InvariantError(f"the {name} queue runs in a circle at block {block}")
+            if self._previous[block] != last:
+                raise InvariantError(f"the {name} queue is torn before block {block}")
+            seen.add(block)
+            last, block = block, self._next[block]
+        if self._previous[end] != last:
+            raise InvariantError(f"the {name} queue is torn at its end")
+        return seen
