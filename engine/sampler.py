@@ -15,7 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import QuireError
@@ -79,8 +81,7 @@ def _draw(logits: Tensor, best: Tensor, rows: list[SampleRow]) -> Tensor:
     weights[:, vocab:] = 0.0
     scaled = torch.sub(logits, best, out=weights[:, :vocab])  # at most 0, so no overflow at any temperature
     scaled.div_(temperature).exp_()
-    for index, row in enumerate(rows):
-        _filter(weights[index], row.params)
+    _filter(weights, rows)
 
     keys = torch.tensor([[draw_key(row.seed, row.position)] for row in rows], device=device)
     group_ids = torch.arange(groups, device=device)
@@ -101,26 +102,44 @@ def _group_sums(weights: Tensor, groups: int) -> Tensor:
     return sums[:, 0]
 
 
-def _filter(weights: Tensor, params: SamplingParams) -> None:
-    """Zero the weights that min-p, top-k and top-p drop; ``weights`` ``[P]`` has maximum 1."""
-    threshold = params.min_p
-    if 0 < params.top_k < weights.shape[0]:
-        threshold = max(threshold, float(weights.topk(params.top_k).values[-1]))
-    if params.top_p < 1.0:
-        threshold = max(threshold, _nucleus_threshold(weights, threshold, params.top_p))
-    if threshold > 0.0:
-        weights.masked_fill_(weights < threshold, 0.0)
+def _filter(weights: Tensor, rows: list[SampleRow]) -> None:
+    """Zero the weights that min-p, top-k and top-p drop; each row of ``weights`` ``[S, P]`` has maximum 1."""
+    filtered = [
+        i for i, row in enumerate(rows) if row.params.min_p or row.params.top_k or row.params.top_p < 1.0
+    ]
+    if not filtered:
+        return
+    thresholds = [row.params.min_p for row in rows]
+    width = weights.shape[1]
+    largest_k = max(min(rows[i].params.top_k, width) for i in filtered)
+    if largest_k:
+        limited = [i for i in filtered if rows[i].params.top_k]
+        top = (weights if len(limited) == len(rows) else weights[limited]).topk(largest_k).values
+        places = torch.tensor([[min(rows[i].params.top_k, width) - 1] for i in limited], device=weights.device)
+        for i, value in zip(limited, top.gather(1, places)[:, 0].tolist(), strict=True):
+            thresholds[i] = max(thresholds[i], value)
+    for i in filtered:
+        if rows[i].params.top_p < 1.0:
+            row = weights[i].cpu().numpy()
+            thresholds[i] = max(thresholds[i], _nucleus_threshold(row, thresholds[i], rows[i].params.top_p))
+    least = torch.tensor(thresholds, dtype=torch.float32, device=weights.device)
+    weights.masked_fill_(weights < least[:, None], 0.0)
 
 
-def _nucleus_threshold(weights: Tensor, threshold: float, top_p: float) -> float:
+def _nucleus_threshold(weights: NDArray[np.float32], threshold: float, top_p: float) -> float:
     """Weight of the last token that top-p keeps among those of at least ``threshold``."""
-    kept = weights[weights >= threshold] if threshold > 0.0 else weights
-    total = float(kept.sum(dtype=torch.float64))
-    # All tokens below this share weigh less than 1 - top_p together: top-p drops them, no need to sort them.
-    share = (1.0 - top_p) * total / kept.shape[0]
-    likely = kept[kept >= min(share, 1.0)].to(torch.float64).sort(descending=True).values
-    place = int(torch.searchsorted(likely.cumsum(0), top_p * total))
-    return float(likely[min(place, likely.shape[0] - 1)])
+    if threshold > 0.0:
+        likely = weights[weights >= np.float32(threshold)]
+        total = float(likely.sum(dtype=np.float64))
+    else:
+        total = float(weights.sum(dtype=np.float64))
+        # All tokens below this share weigh less than 1 - top_p together: top-p drops them, so none of them
+        # needs sorting. The most likely token always stays.
+        share = min((1.0 - top_p) * total / weights.shape[0], 1.0)
+        likely = weights[weights >= np.float32(share)]
+    likely = np.sort(likely)[::-1]
+    place = int(np.searchsorted(np.cumsum(likely, dtype=np.float64), top_p * total))
+    return float(likely[min(place, len(likely) - 1)])
 
 
 def _argmax(logits: Tensor) -> Tensor:
