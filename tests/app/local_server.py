@@ -1,0 +1,105 @@
+"""The HTTP surface over a real engine in this process: no Ray, everything else as deployed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from app.chat import PromptTokenizer
+from app.ingress import fingerprint, make_api
+from app.openai_service import OpenAIService
+from app.relay import Delta, GenerateRequest, GenerationError
+from engine.config import EngineConfig
+from engine.engine import EngineThread
+from engine.request import FinishReason, ModelLimits, Request, TokenDelta
+
+
+class LocalClient:
+    """What ``EngineClient`` promises, with one engine thread and no network."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = EngineThread(config, self._on_outputs, self._on_death)
+        self.engine.start()
+        self.aborted: list[str] = []
+        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[TokenDelta]]] = {}
+        self._numbers = itertools.count()
+
+    def limits(self) -> ModelLimits | None:
+        return self.engine.limits
+
+    def status(self) -> dict[str, Any]:
+        return {"replicas": 1, "routable": 1, "live_requests": len(self._queues)}
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        params = dataclasses.replace(request.params, seed=seed)
+        request_id = f"{request.request_id}-{next(self._numbers)}"
+        queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
+        self._queues[request_id] = (asyncio.get_running_loop(), queue)
+        ended = False
+        try:
+            self.engine.submit(Request(request_id, list(request.token_ids), params, request.namespace))
+            while not ended:
+                delta = await queue.get()
+                ended = delta.finish_reason is not None
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise GenerationError(delta.error or "unknown")
+                reason = None if delta.finish_reason is None else delta.finish_reason.value
+                yield Delta(delta.token_ids, reason, delta.cached_tokens, delta.index)
+        finally:
+            del self._queues[request_id]
+            if not ended:
+                self.aborted.append(request_id)
+                self.engine.abort(request_id)
+
+    def _on_outputs(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            found = self._queues.get(delta.request_id)
+            if found is not None:
+                found[0].call_soon_threadsafe(found[1].put_nowait, delta)
+
+    def _on_death(self, error: BaseException) -> None:
+        raise error
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalServer:
+    """A running server."""
+
+    url: str
+    client: LocalClient
+    service: OpenAIService
+    tokenizer: PromptTokenizer
+
+
+@contextmanager
+def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[LocalServer]:
+    """Serve ``folder`` on a free port of 127.0.0.1 until the block ends."""
+    client = LocalClient(config)
+    tokenizer = PromptTokenizer(folder)
+    service = OpenAIService(client, tokenizer, model, fingerprint(folder))
+    server = uvicorn.Server(uvicorn.Config(make_api(lambda: service), log_level="warning", lifespan="off"))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield LocalServer(f"http://127.0.0.1:{listener.getsockname()[1]}", client, service, tokenizer)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        client.engine.stop()
+        listener.close()
