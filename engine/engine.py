@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -166,14 +165,14 @@ class Engine:
             return Calibration(0.0, given)
         if self.runner.device.type != "cpu":
             return Calibration(0.0, GPU_BUDGET)
+        if offline:
+            return Calibration(0.0, OFFLINE_CPU_BUDGET)
         cache = self.runner.kv_cache
-        most = min(self.limits.max_tokens, cache.num_blocks * cache.block_size)
 
         def prefill(tokens: int) -> None:
             self.runner.forward_alone([0] * tokens, cache)
 
-        measured = calibrate(prefill, most)
-        return dataclasses.replace(measured, token_budget=OFFLINE_CPU_BUDGET) if offline else measured
+        return calibrate(prefill, self.limits.max_tokens)
 
 
 class EngineThread:

@@ -129,7 +129,7 @@ class LLM:
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(listed):
             raise InvalidRequestError(f"{len(listed)} prompts came with {len(each)} sampling params", "params")
-        requests = []
+        requests: list[Request] = []
         arrival = time.monotonic()
         for prompt, chosen in zip(listed, each, strict=True):
             token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

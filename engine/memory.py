@@ -65,12 +65,13 @@ def plan_pool(
         wanted = limit if gpu else max(min(int(available * CPU_SHARE), CPU_CEILING), one_sequence)
         if one_sequence > limit:
             raise ConfigError(
-                f"one sequence of max_model_len={max_model_len} tokens needs {gib(one_sequence)} of KV memory "
-                f"but only {gib(limit)} may be used; lower max_model_len, or set {option}"
+                f"one sequence of max_model_len={max_model_len} tokens needs {format_bytes(one_sequence)} of KV "
+                f"memory but only {format_bytes(limit)} may be used; lower max_model_len, or set {option}"
             )
     if wanted > limit:
         raise ConfigError(
-            f"{option} asks for {gib(wanted)} of KV memory but only {gib(limit)} may be used; lower {option}"
+            f"{option} asks for {format_bytes(wanted)} of KV memory but only {format_bytes(limit)} may be used; "
+            f"lower {option}"
         )
     if wanted < block_bytes:
         raise ConfigError(
@@ -129,8 +130,9 @@ def _left_in(group: Path, limit: str, usage: str, reclaimable: str) -> int:
     return max(int(most) - used + cache, 0)
 
 
-def gib(count: int) -> str:
-    """Bytes for people: ``1.50 GiB``, ``12.0 MiB`` or ``340 KiB``."""
-    if count >= 1 << 30:
-        return f"{count / (1 << 30):.2f} GiB"
-    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.0f} KiB"
+def format_bytes(count: int) -> str:
+    """Bytes for people: ``1.50 GiB``, ``12.00 MiB``, ``22.50 KiB`` or ``256 bytes``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"

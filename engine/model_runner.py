@@ -13,7 +13,7 @@ from engine.batch import Chunk, build_batch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
-from engine.memory import available_memory, gib, plan_pool
+from engine.memory import available_memory, format_bytes, plan_pool
 from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
 from engine.models.loader import load_model, model_revision
@@ -77,8 +77,8 @@ class ModelRunner:
             self.memory.tokens,
             self.memory.num_blocks,
             config.block_size,
-            gib(self.bytes_per_token),
-            gib(self.memory.bytes),
+            format_bytes(self.bytes_per_token),
+            format_bytes(self.memory.bytes),
             self.memory.tokens / self.max_model_len,
             self.max_model_len,
         )
