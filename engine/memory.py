@@ -65,13 +65,13 @@ def plan_pool(
         wanted = limit if gpu else max(min(int(available * CPU_SHARE), CPU_CEILING), one_sequence)
         if one_sequence > limit:
             raise ConfigError(
-                f"one sequence of max_model_len={max_model_len} tokens needs {format_bytes(one_sequence)} of KV "
-                f"memory but only {format_bytes(limit)} may be used; lower max_model_len, or set {option}"
+                f"one sequence of max_model_len={max_model_len} tokens needs {format_bytes(one_sequence)} of "
+                f"KV memory but only {format_bytes(limit)} may be used; lower max_model_len, or set {option}"
             )
     if wanted > limit:
         raise ConfigError(
-            f"{option} asks for {format_bytes(wanted)} of KV memory but only {format_bytes(limit)} may be used; "
-            f"lower {option}"
+            f"{option} asks for {format_bytes(wanted)} of KV memory but only {format_bytes(limit)} may be "
+            f"used; lower {option}"
         )
     if wanted < block_bytes:
         raise ConfigError(
