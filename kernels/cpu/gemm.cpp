@@ -25,6 +25,7 @@ constexpr int64_t kChunkTiles = 16;             // tiles of rows that share a wi
 constexpr int64_t kRowBlock = 32 * kMaxRows * 2;  // rows packed at a time: bounds the scratch memory
 constexpr int64_t kWidenTiles = 3;              // from this many tiles on, widening a block first pays
 constexpr int64_t kThreadWork = 32768;          // multiply-adds that are worth a thread
+constexpr int64_t kShares = 6;                  // parts of the work a thread takes, so that a late one takes fewer
 constexpr int kAhead = 1024;                    // bytes of a panel fetched ahead of their use
 
 // Mirrored by `_Descriptor` in linear.py.
@@ -33,7 +34,7 @@ struct PackedWeight {
   const float* bias;  // [padded N] or null
   int64_t in_features;
   int64_t out_features;
-  int64_t dtype;  // 0 float32, 1 bfloat16, 2 float16
+  int64_t dtype;  // 0 bfloat16, 1 float16, 2 float32
 };
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -45,9 +46,21 @@ int64_t part_start(int64_t i, int64_t parts, int64_t total) { return i * total /
 
 constexpr int max_panels(int rows) { return std::max(1, kAccumulators / (2 * rows)); }
 
+constexpr int kSteps = 4;  // of k, unrolled
+
+// Lines of 64 bytes that kSteps rows of a panel take.
+template <class W>
+constexpr int kLines = kSteps * kWidth * static_cast<int>(sizeof(W)) / 64;
+
+// What a micro-kernel fetches ahead while it computes: `lines` lines of each panel per kSteps, from `from` on.
+struct Ahead {
+  const void* from;
+  int lines;
+};
+
 // x is [depth][kRows], c is [kRows][kPanels * kWidth]; the chain starts at zero, or at c if `resume`.
 template <class W, int kRows, int kPanels>
-void micro(const W* w, int64_t panel_stride, const float* x, int64_t depth, float* c, bool resume) {
+void micro(const W* w, int64_t panel_stride, const float* x, int64_t depth, float* c, bool resume, Ahead ahead) {
   Vec acc[kRows][kPanels][2];
   QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
     QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
@@ -67,13 +80,13 @@ void micro(const W* w, int64_t panel_stride, const float* x, int64_t depth, floa
       }
     }
   };
-  constexpr int kSteps = 4;
-  constexpr int kBytes = kSteps * kWidth * static_cast<int>(sizeof(W));
+  const char* fetch = static_cast<const char*>(ahead.from);
   int64_t k = 0;
   for (; k + kSteps <= depth; k += kSteps) {
-    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
-      const char* ahead = reinterpret_cast<const char*>(w + p * panel_stride) + kAhead;
-      QUIRE_UNROLL for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
+    for (int line = 0; line < ahead.lines; ++line, fetch += 64) {
+      QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
+        __builtin_prefetch(fetch + p * panel_stride * static_cast<int64_t>(sizeof(W)), 0, 3);
+      }
     }
     QUIRE_UNROLL for (int s = 0; s < kSteps; ++s) step(w + s * kWidth, x + s * kRows);
     w += kSteps * kWidth;
@@ -88,7 +101,7 @@ void micro(const W* w, int64_t panel_stride, const float* x, int64_t depth, floa
 }
 
 template <class W>
-using Micro = void (*)(const W*, int64_t, const float*, int64_t, float*, bool);
+using Micro = void (*)(const W*, int64_t, const float*, int64_t, float*, bool, Ahead);
 
 template <class W, int kRows, int... kPanels>
 constexpr std::array<Micro<W>, kMaxRows> micros_of_rows(std::integer_sequence<int, kPanels...>) {
@@ -170,17 +183,19 @@ class Product {
       pack_tile(0);
       const int64_t most = max_panels(static_cast<int>(rows_));
       const int64_t groups = std::min(panels_, divide_up(divide_up(panels_, most), threads) * threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+      const int64_t share = divide_up(groups, threads * kShares);
+#pragma omp parallel for schedule(dynamic, share) num_threads(threads) if (threads > 1)
       for (int64_t g = 0; g < groups; ++g) {
         stream_panels(part_start(g, groups, panels_), part_start(g + 1, groups, panels_));
       }
       return;
     }
+    const int64_t share = divide_up(chunks_ * panels_, threads * kShares);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < tiles_; ++t) pack_tile(t);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, share)
       for (int64_t i = 0; i < chunks_ * panels_; ++i) chunk_by_panel(i / panels_, i % panels_);
     }
   }
@@ -209,7 +224,8 @@ class Product {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t p = first + part_start(g, groups, last - first);
       const int64_t count = first + part_start(g + 1, groups, last - first) - p;
-      kMicros<W>[rows_ - 1][count - 1](panel(p), depth_ * kWidth, packed_, depth_, c, false);
+      const Ahead ahead{reinterpret_cast<const char*>(panel(p)) + kAhead, kLines<W>};
+      kMicros<W>[rows_ - 1][count - 1](panel(p), depth_ * kWidth, packed_, depth_, c, false, ahead);
       finish(c, count * kWidth, 0, rows_, p * kWidth, count * kWidth);
     }
   }
@@ -221,6 +237,7 @@ class Product {
     const int64_t first = part_start(chunk, chunks_, tiles_), last = part_start(chunk + 1, chunks_, tiles_);
     const int64_t row0 = tile_row(first);
     const int64_t blocks = divide_up(depth_, kDepth);
+    const int lines = static_cast<int>(divide_up(kLines<W>, last - first));
     const bool widen_first = sizeof(W) < sizeof(float) && last - first >= kWidenTiles;
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t k = part_start(block, blocks, depth_), depth = part_start(block + 1, blocks, depth_) - k;
@@ -237,10 +254,14 @@ class Product {
         const int64_t row = tile_row(t), rows = tile_row(t + 1) - row;
         const float* x = packed_ + row * depth_ + k * rows;
         float* ct = c + (row - row0) * kWidth;
+        // The first tiles fetch the next block, which lies behind this one, a share each.
+        const int64_t share = (t - first) * lines;
+        const Ahead ahead{reinterpret_cast<const char*>(w + depth * kWidth) + share * (depth / kSteps) * 64,
+                          share < kLines<W> ? lines : 0};
         if (widen_first) {
-          kMicros<float>[rows - 1][0](wide, 0, x, depth, ct, block > 0);
+          kMicros<float>[rows - 1][0](wide, 0, x, depth, ct, block > 0, ahead);
         } else {
-          kMicros<W>[rows - 1][0](w, 0, x, depth, ct, block > 0);
+          kMicros<W>[rows - 1][0](w, 0, x, depth, ct, block > 0, ahead);
         }
       }
     }
@@ -301,9 +322,9 @@ int64_t quire_linear_width() { return quire_gemm::kWidth; }
 void quire_linear_pack(const quire_gemm::PackedWeight* weight, const void* w, int64_t stride, int threads) {
   using namespace quire_gemm;
   switch (weight->dtype) {
-    case 0: return pack(*weight, static_cast<const float*>(w), stride, threads);
-    case 1: return pack(*weight, static_cast<const Bf16*>(w), stride, threads);
-    default: return pack(*weight, static_cast<const Fp16*>(w), stride, threads);
+    case 0: return pack(*weight, static_cast<const Bf16*>(w), stride, threads);
+    case 1: return pack(*weight, static_cast<const Fp16*>(w), stride, threads);
+    default: return pack(*weight, static_cast<const float*>(w), stride, threads);
   }
 }
 
@@ -313,11 +334,11 @@ void quire_linear(const quire_gemm::PackedWeight* weight, const void* x, int64_t
   using namespace quire_gemm;
   switch (weight->dtype) {
     case 0:
-      return multiply(*weight, static_cast<const float*>(x), x_stride, rows, static_cast<float*>(y), threads);
-    case 1:
       return multiply(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
-    default:
+    case 1:
       return multiply(*weight, static_cast<const Fp16*>(x), x_stride, rows, static_cast<Fp16*>(y), threads);
+    default:
+      return multiply(*weight, static_cast<const float*>(x), x_stride, rows, static_cast<float*>(y), threads);
   }
 }
 }

@@ -1,0 +1,170 @@
+"""The CPU matrix product: weights packed once, multiplied by the C++ kernel or by oneDNN.
+
+Our kernel (``gemm.cpp``) keeps bf16 and fp16 weights at two bytes, widens them on the way and accumulates in
+float32. Each element of a result is one chain of multiply-adds over k in ascending order, so its bits depend on
+its row of ``x`` and its row of the weight alone.
+
+On CPUs that multiply bf16 in hardware (AVX-512 BF16, AMX) oneDNN's packed product is many times faster for many
+rows and takes over for bf16, after a self-test with each weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import torch
+from torch import Tensor
+
+from kernels.interface import SUPPORTED_DTYPES, PackedLinear
+
+logger = logging.getLogger(__name__)
+
+_DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+_ONEDNN_MIN_ROWS = 4  # with fewer rows it takes another path, whose bits differ
+
+
+class _Descriptor(ctypes.Structure):
+    """``PackedWeight`` of ``gemm.cpp``."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    )
+
+
+class PanelLinear(PackedLinear):
+    """A weight in the panels of ``gemm.cpp``, in its own dtype, and its bias in float32."""
+
+    __slots__ = ("_bias", "_buffer", "_descriptor", "address", "dtype", "in_features", "out_features")
+
+    def __init__(self, lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threads: int) -> None:
+        weight = weight.detach()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        width: int = lib.quire_linear_width()
+        columns = -(-self.out_features // width) * width
+        self._buffer = torch.empty(columns * self.in_features * weight.itemsize + _ALIGNMENT, dtype=torch.uint8)
+        self._bias: Tensor | None = None
+        if bias is not None:
+            self._bias = torch.zeros(columns, dtype=torch.float32)
+            self._bias[: self.out_features] = bias.detach()
+        self._descriptor = _Descriptor(
+            -(-self._buffer.data_ptr() // _ALIGNMENT) * _ALIGNMENT,
+            None if self._bias is None else self._bias.data_ptr(),
+            self.in_features,
+            self.out_features,
+            _DTYPE_CODES[self.dtype],
+        )
+        self.address = ctypes.addressof(self._descriptor)
+        lib.quire_linear_pack(self.address, weight.data_ptr(), weight.stride(0), num_threads)
+
+
+class OneDnnLinear(PackedLinear):
+    """A weight in oneDNN's own layout for this CPU. It runs on torch's threads."""
+
+    __slots__ = ("_bias", "_weight", "dtype", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous().to_mkldnn())
+        self._bias = None if bias is None else bias.detach().clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows == 0:
+            return x.new_empty((0, self.out_features))
+        if rows < _ONEDNN_MIN_ROWS:
+            padded = x.new_zeros((_ONEDNN_MIN_ROWS, self.in_features))
+            padded[:rows] = x
+            return self(padded)[:rows]
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._weight, self._bias, "none", [], "")
+        return y
+
+
+def prefers_onednn(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies ``dtype`` in hardware that our kernel does not use.
+
+    Only bf16: float32 promises its bits, which oneDNN does not. Chosen by the CPU's flags, not by timing, so
+    that equal machines give equal bits.
+    """
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def try_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear | None:
+    """Pack for oneDNN and test the result; ``None`` where torch refuses or the answers are not good enough.
+
+    The test holds it to ``F.linear`` and to equal bits for a row alone, among few and among many.
+    """
+    try:
+        packed = OneDnnLinear(weight, bias)
+        x = torch.linspace(-1.0, 1.0, 33 * packed.in_features).sin().reshape(33, -1).to(packed.dtype)
+        y = packed(x)
+        expected = torch.nn.functional.linear(x, weight, bias)
+        near = torch.allclose(y.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+        same = torch.equal(packed(x[:1]), y[:1]) and torch.equal(packed(x[5:12]), y[5:12])
+    except RuntimeError as error:
+        logger.info("oneDNN does not pack %s weights here: %s", weight.dtype, error)
+        return None
+    if not (near and same):
+        logger.warning("oneDNN's product fails its self-test for a weight of shape %s", tuple(weight.shape))
+        return None
+    return packed
+
+
+def pack_linear(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threads: int) -> PackedLinear:
+    """Pack ``weight`` ``[N, K]`` and ``bias`` ``[N]`` for :func:`linear`; neither is kept.
+
+    Raises ``ValueError`` for a weight that is not two-dimensional, a dtype other than bf16, fp16 and fp32, or a
+    bias of another shape.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"a linear weight has 2 dimensions, not {weight.dim()} (shape {tuple(weight.shape)})")
+    if weight.dtype not in SUPPORTED_DTYPES:
+        raise ValueError(f"weights are {weight.dtype}, but the CPU kernels take bfloat16, float16 or float32")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
+    if weight.numel() and prefers_onednn(weight.dtype) and (packed := try_onednn(weight, bias)) is not None:
+        return packed
+    _declare(lib)
+    return PanelLinear(lib, weight, bias, num_threads)
+
+
+def linear(lib: ctypes.CDLL, x: Tensor, packed: PackedLinear, num_threads: int) -> Tensor:
+    """``[T, K] -> [T, N]``: ``x @ weight.T + bias``, accumulated in float32, in ``x.dtype``, dense.
+
+    Rows of ``x`` may be strided. Raises ``ValueError`` for an ``x`` of another dtype or width than the weight.
+    """
+    rows, depth = x.shape
+    if not isinstance(packed, PanelLinear | OneDnnLinear):
+        raise TypeError(f"{type(packed).__name__} was packed by other kernels")
+    if x.dtype != packed.dtype or depth != packed.in_features:
+        raise ValueError(
+            f"x is {x.dtype} with {depth} columns, but the weight is {packed.dtype} with {packed.in_features}"
+        )
+    if isinstance(packed, OneDnnLinear):
+        return packed(x)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty((rows, packed.out_features), dtype=packed.dtype)
+    lib.quire_linear(packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads)
+    return y
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    lib.quire_linear_width.argtypes = []
+    lib.quire_linear_width.restype = long
+    lib.quire_linear_pack.argtypes = [pointer, pointer, long, ctypes.c_int]
+    lib.quire_linear_pack.restype = None
+    lib.quire_linear.argtypes = [pointer, pointer, long, long, pointer, ctypes.c_int]
+    lib.quire_linear.restype = None
