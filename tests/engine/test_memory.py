@@ -1,0 +1,170 @@
+"""The size of the KV pool: every source of the limit, and one clear line when there is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.calibration import MAX_BUDGET, MIN_BUDGET, budget_for, calibrate
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.memory import available_memory, cgroup_available, format_bytes, plan_pool
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+UNLIMITED = 1 << 62
+
+
+def plan(available: int, device: str = "cpu", max_model_len: int = 4096, **options: Any) -> int:
+    config = EngineConfig(model="m", **options)
+    return plan_pool(config, device, 32 * KIB, max_model_len, available).num_blocks  # a block is 512 KiB
+
+
+def test_a_cpu_takes_a_bounded_share() -> None:
+    assert plan(8 * GIB) == 4096  # a quarter
+    assert plan(100 * GIB) == 8192  # no more than 4 GiB
+    assert plan(256 * MIB) == 256  # a sequence of 4096 tokens needs more than the quarter
+
+
+def test_a_gpu_takes_what_its_fraction_leaves() -> None:
+    assert plan(8 * GIB, device="cuda") == 16384
+
+
+def test_explicit_sizes_win() -> None:
+    assert plan(8 * GIB, kv_memory=3 * MIB + 5) == 6
+    assert plan(8 * GIB, kv_memory=3 * MIB, num_blocks=11) == 11
+
+
+@pytest.mark.parametrize(
+    ("available", "options", "words"),
+    [
+        (100 * MIB, {}, ["max_model_len=4096", "128.00 MiB", "80.00 MiB", "kv_memory"]),
+        (GIB, {"kv_memory": 2 * GIB}, ["kv_memory asks for 2.00 GiB", "819.20 MiB"]),
+        (GIB, {"num_blocks": 4096}, ["num_blocks asks for 2.00 GiB", "lower num_blocks"]),
+        (GIB, {"kv_memory": 1000}, ["1000 bytes", "524288", "raise kv_memory"]),
+    ],
+)
+def test_too_little_is_one_line_that_names_the_option(
+    available: int, options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(available, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_cgroup_version_2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/box/job\n",
+            f"{group}/box/memory.max": f"{2 * GIB}\n",
+            f"{group}/box/memory.current": f"{GIB}\n",
+            f"{group}/box/memory.stat": f"anon 5\ninactive_file {256 * MIB}\n",
+            f"{group}/box/job/memory.max": "max\n",
+            f"{group}/box/job/memory.current": "77\n",
+            f"{group}/box/job/memory.stat": "inactive_file 0\n",
+        },
+    )
+    assert cgroup_available(root) == GIB + 256 * MIB
+
+
+def test_cgroup_version_1(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory"
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
+            f"{group}/memory.limit_in_bytes": f"{GIB}\n",  # the container's own group is the mount's top
+            f"{group}/memory.usage_in_bytes": f"{300 * MIB}\n",
+            f"{group}/memory.stat": f"total_inactive_file {100 * MIB}\n",
+        },
+    )
+    assert cgroup_available(root) == 824 * MIB
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": "0::/\n"},
+        {
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n",
+            "sys/fs/cgroup/memory/memory.stat": "",
+        },
+    ],
+)
+def test_no_cgroup_limit(files: dict[str, str], tmp_path: Path) -> None:
+    assert cgroup_available(write(tmp_path, files)) == UNLIMITED
+
+
+def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    files = {"memory.max": "100\n", "memory.current": "170\n", "memory.stat": "inactive_file 20\n"}
+    root = write(tmp_path, {"proc/self/cgroup": "0::/\n", **{f"{group}/{k}": v for k, v in files.items()}})
+    assert cgroup_available(root) == 0
+
+
+def test_the_reserve_is_left_free() -> None:
+    cpu = torch.device("cpu")
+    assert available_memory(cpu, 0.9, reserve=UNLIMITED) == 0
+    assert 0 < available_memory(cpu, 0.9) < UNLIMITED
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(n) for n in (256, 23040, 3 * MIB, 5 * GIB)] == [
+        "256 bytes",
+        "22.50 KiB",
+        "3.00 MiB",
+        "5.00 GiB",
+    ]
+
+
+class Machine:
+    """A clock that moves only while it prefills, at ``rate`` tokens per second after ``overhead``."""
+
+    def __init__(self, rate: float, overhead: float) -> None:
+        self.now, self.rate, self.overhead = 0.0, rate, overhead
+
+    def prefill(self, tokens: int) -> None:
+        self.now += self.overhead + tokens / self.rate
+
+
+@pytest.mark.parametrize(("rate", "budget"), [(100, 32), (600, 48), (5_000, 496), (1e6, 2048)])
+def test_the_budget_follows_the_measured_rate(rate: float, budget: int) -> None:
+    machine = Machine(rate, overhead=0.0)
+    measured = calibrate(machine.prefill, 100_000, clock=lambda: machine.now)
+    assert measured.prefill_rate == pytest.approx(rate)
+    assert measured.token_budget == budget
+    assert machine.now < 1.0
+
+
+def test_overhead_counts_less_in_longer_trials() -> None:
+    machine = Machine(10_000, overhead=0.005)
+    measured = calibrate(machine.prefill, 100_000, clock=lambda: machine.now)
+    assert 7_000 < measured.prefill_rate < 10_000
+
+
+def test_a_small_context_limits_the_trial() -> None:
+    seen: list[int] = []
+    calibrate(seen.append, 20, clock=iter(range(1000)).__next__)
+    assert max(seen) <= 20
+
+
+def test_the_budget_is_bounded() -> None:
+    assert budget_for(0.0) == MIN_BUDGET
+    assert budget_for(1e9) == MAX_BUDGET
