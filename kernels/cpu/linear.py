@@ -74,7 +74,7 @@ class OneDnnLinear(PackedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous().to_mkldnn())
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
         self._bias = None if bias is None else bias.detach().clone()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def try_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear | None:
         near = torch.allclose(y.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
         same = torch.equal(packed(x[:1]), y[:1]) and torch.equal(packed(x[5:12]), y[5:12])
     except RuntimeError as error:
-        logger.info("oneDNN does not pack %s weights here: %s", weight.dtype, error)
+        logger.info("oneDNN does not pack %s weights here: %s", weight.dtype, str(error).partition("\n")[0])
         return None
     if not (near and same):
         logger.warning("oneDNN's product fails its self-test for a weight of shape %s", tuple(weight.shape))
