@@ -65,6 +65,7 @@ def engine_deployment(options: config.AppConfig) -> Any:
         graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config={"enable_access_log": False},  # a beat each second is no news
         request_router_config=RequestRouterConfig(request_router_class="app.routing.router:EngineRouter"),
         user_config=options.live.model_dump(),
     )

@@ -85,6 +85,7 @@ class _Live:
     cached_tokens: int | None = None
     attempt: int = 0  # the one whose records count; 0: none
     ended: bool = False
+    complete: bool = False  # the end record has come
     deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
     interrupt: asyncio.Event = field(default_factory=asyncio.Event)  # the attempt is dead or must move
     faults: int = 0
@@ -107,6 +108,7 @@ class EngineClient:
         self._attempts = itertools.count(1)
         self._live: dict[int, _Live] = {}  # by attempt
         self._requests: set[_Live] = set()
+        self._lingering: set[asyncio.Future[Any]] = set()
         self._channels: dict[str, IngressChannel] = {}
         self._leaving: set[str] = set()
         self._limits: ModelLimits | None = None
@@ -187,7 +189,8 @@ class EngineClient:
         finally:
             live.ended = True
             self._requests.discard(live)
-            live.driver.cancel()
+            if not live.complete:
+                live.driver.cancel()
 
     # ---- attempts
 
@@ -200,6 +203,8 @@ class EngineClient:
             attempt = next(self._attempts)
             live.attempt = attempt
             self._live[attempt] = live
+            assert self._fleet is not None
+            self._fleet.ledger.expect(attempt)
             try:
                 fault = await self._attempt(live, attempt)
             finally:
@@ -225,7 +230,7 @@ class EngineClient:
         booking = self._fleet.ledger.booking(attempt)
         if booking is not None:
             live.avoid = booking.route.replica
-            self._fleet.ledger.release(attempt)
+        self._fleet.ledger.release(attempt)
         if self._leaving:
             self._evacuate()
 
@@ -266,10 +271,24 @@ class EngineClient:
             return await self._conclude(live, outcome, interrupted)
         finally:
             interrupted.cancel()
-            if not answer.done():
-                # The task first: awaiting a response that one has cancelled raises.
-                answer.cancel()
-                response.cancel()
+            if live.complete:
+                self._linger(answer, response)
+            elif not answer.done():
+                _cancel(answer, response)
+
+    def _linger(self, answer: asyncio.Future[Any], response: Any) -> None:
+        """The end record overtook the engine's answer, due any moment: to cancel that would cost more."""
+        assert self._loop is not None
+        limit = self._loop.call_later(END_RECORD_S, _cancel, answer, response)
+
+        def done(answer: asyncio.Future[Any]) -> None:
+            limit.cancel()
+            self._lingering.discard(answer)
+            if not answer.cancelled() and answer.exception() is not None:
+                logger.info("after its last token a call ended with %s", answer.exception())
+
+        self._lingering.add(answer)
+        answer.add_done_callback(done)
 
     async def _conclude(self, live: _Live, outcome: dict[str, Any], interrupted: asyncio.Future[Any]) -> str:
         """The engine's answer; only the channel's end record, which may still be behind, ends the request."""
@@ -424,12 +443,18 @@ class EngineClient:
             )
         )
         if record.end is not None:
-            live.ended = True
+            live.ended = live.complete = True
             live.interrupt.set()
 
 
 async def _await(response: Any) -> Any:
     return await response
+
+
+def _cancel(answer: asyncio.Future[Any], response: Any) -> None:
+    """The task first: awaiting a response that one has cancelled raises."""
+    answer.cancel()
+    response.cancel()
 
 
 def _first_line(error: BaseException) -> str:

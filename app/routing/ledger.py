@@ -16,7 +16,7 @@ from engine.errors import QuireError
 
 
 class NoRouteError(QuireError):
-    """No replica has an open channel at the moment."""
+    """No replica has an open channel at the moment, or the attempt to be routed is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._routes: dict[str, Route] = {}
         self._suspects: set[str] = set()
+        self._expected: set[int] = set()
         self._bookings: dict[int, Booking] = {}
         self._prefilled: set[int] = set()
         self._load: dict[str, int] = {}
@@ -65,6 +66,7 @@ class Ledger:
             attempts = [booking.attempt for booking in self._bookings.values() if booking.route == route]
             for attempt in attempts:
                 self._release(attempt)
+                self._expected.discard(attempt)
             return attempts
 
     def suspect(self, replica: str, suspected: bool) -> None:
@@ -80,6 +82,11 @@ class Ledger:
         with self._lock:
             return [replica for replica in self._routes if self._usable(replica, members)]
 
+    def expect(self, attempt: int) -> None:
+        """Allow an attempt to be booked, until ``release``: a cancelled call may still reach the router."""
+        with self._lock:
+            self._expected.add(attempt)
+
     def book(
         self,
         request_id: str,
@@ -94,9 +101,11 @@ class Ledger:
         ``avoid`` is taken only if there is no other. Ties go to the fewest bookings, then by rendezvous hash.
 
         Raises:
-            NoRouteError: none of ``members`` is routable; nothing is booked.
+            NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
         """
         with self._lock:
+            if attempt not in self._expected:
+                raise NoRouteError(f"attempt {attempt} is over")
             self._release(attempt)
             candidates = [route for replica, route in self._routes.items() if self._usable(replica, members)]
             if not candidates:
@@ -127,6 +136,7 @@ class Ledger:
     def release(self, attempt: int) -> bool:
         """End a booking; false if it has ended already."""
         with self._lock:
+            self._expected.discard(attempt)
             return self._release(attempt)
 
     def booking(self, attempt: int) -> Booking | None:

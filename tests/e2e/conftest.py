@@ -1,0 +1,53 @@
+"""One real Ray cluster for all end-to-end tests of a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from local_cluster import LocalCluster
+
+OPTIONS = {
+    "dtype": "float32",  # moved requests then give the same text to the letter
+    "kv_memory": "256MiB",
+    "engine_cpus": 1,
+    "threads": 1,
+    "engine_replicas": 2,
+    "check_invariants": True,
+}
+
+
+@pytest.fixture(scope="session")
+def bare_cluster() -> Iterator[LocalCluster]:
+    """Ray and Serve without an application."""
+    cluster = LocalCluster()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def deployed(bare_cluster: LocalCluster, bundled_model: Path) -> LocalCluster:
+    """The bundled model on two engine replicas of one thread each, fp32."""
+    bare_cluster.deploy(**OPTIONS)
+    return bare_cluster
+
+
+@pytest.fixture
+def cluster(deployed: LocalCluster) -> LocalCluster:
+    """``deployed`` with both replicas routable, whatever the test before did to it."""
+    deployed.wait_routable(2)
+    return deployed
+
+
+@pytest.fixture
+def base_url(cluster: LocalCluster) -> str:
+    """Where the application answers."""
+    return cluster.url
