@@ -23,13 +23,15 @@ MAX_TOP_K = 2**31 - 1
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-_KNOWN = frozenset(
-    ("model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")
-    + ("seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt")
+# fmt: off
+_KNOWN = frozenset({
+    "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
     # Hints that ask nothing of the answer:
-    + ("metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls")
-    + ("reasoning_effort", "verbosity")
-)
+    "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
+    "reasoning_effort", "verbosity",
+})
+# fmt: on
 _OFF: dict[str, Callable[[Any], bool]] = {
     "n": lambda v: v == 1 and v is not True,
     "best_of": lambda v: v == 1 and v is not True,
