@@ -1,0 +1,244 @@
+"""Tests of the Triton kernels in its interpreter; ``test_triton_interpreter.py`` runs them in a child process.
+
+The interpreter's products in bfloat16 are wrong, so float32 and float16 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.triton.attention as triton_attention
+from kernels.interface import AttentionMetadata, HeadLayout, QKNorm, kv_pool_shape
+from kernels.reference import ReferenceKernels
+from kernels.triton import TritonKernels
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+DTYPES = list(TOLERANCE)
+REFERENCE = ReferenceKernels()
+
+
+@pytest.fixture
+def triton_kernels() -> TritonKernels:
+    return TritonKernels("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _poison_uninitialized_memory() -> Iterator[None]:
+    """``torch.empty`` returns NaN: reading what no kernel wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    bound = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=bound, atol=bound)
+
+
+class Batch:
+    """Requests with ``(new tokens, context)`` over scattered blocks of a pool of two layers.
+
+    Block 0 holds NaN; padding of the block tables, and blocks before every window, point there.
+    """
+
+    def __init__(
+        self,
+        lengths: list[tuple[int, int]],
+        layout: HeadLayout,
+        dtype: torch.dtype,
+        block_size: int = 16,
+        window: int | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(7)
+        blocks = [-(-context // block_size) for _, context in lengths]
+        shape = kv_pool_shape(sum(blocks) + 1, 2, block_size, layout.num_kv_heads, layout.head_dim)
+        self.pool = torch.randn(shape, generator=generator).to(dtype)
+        self.pool[0] = float("nan")
+        self.kv_layer = self.pool[:, 1]
+        self.layout, self.window, self.dtype = layout, window, dtype
+        scattered = (torch.randperm(sum(blocks), generator=generator) + 1).int().split(blocks)
+        tables = torch.zeros((len(lengths), max(blocks) + 2), dtype=torch.int32)
+        positions, slots, starts = [], [], [0]
+        for r, (new, context) in enumerate(lengths):
+            tables[r, : blocks[r]] = scattered[r]
+            at = torch.arange(context - new, context)
+            positions.append(at)
+            slots.append(tables[r, at // block_size].long() * block_size + at % block_size)
+            starts.append(starts[-1] + new)
+            if window is not None:
+                tables[r, : max(0, context - new - window + 1) // block_size] = 0
+        self.metadata = AttentionMetadata(
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor([context for _, context in lengths], dtype=torch.int32),
+            block_tables=tables,
+            positions=torch.cat(positions),
+            slot_mapping=torch.cat(slots),
+            max_query_len=max(new for new, _ in lengths),
+            max_context_len=max(context for _, context in lengths),
+        )
+        self.qkv = torch.randn((starts[-1], layout.qkv_dim), generator=generator).to(dtype)
+        # As the reference returns it: rows strided over the fused row.
+        self.q = self.qkv.unflatten(-1, (-1, layout.head_dim))[:, : layout.num_heads]
+
+    def attention(self, kernels: ReferenceKernels | TritonKernels) -> Tensor:
+        return kernels.attention(self.q, self.kv_layer, self.metadata, self.layout.head_dim**-0.5, self.window)
+
+    def only(self, r: int) -> Batch:
+        """The same request, cache and table without the others."""
+        alone = Batch.__new__(Batch)
+        alone.__dict__.update(self.__dict__)
+        begin, end = self.metadata.query_start[r : r + 2].tolist()
+        context = int(self.metadata.context_lens[r])
+        alone.q = self.q[begin:end]
+        alone.metadata = AttentionMetadata(
+            query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+            context_lens=self.metadata.context_lens[r : r + 1],
+            block_tables=self.metadata.block_tables[r : r + 1],
+            positions=self.metadata.positions[begin:end],
+            slot_mapping=self.metadata.slot_mapping[begin:end],
+            max_query_len=end - begin,
+            max_context_len=context,
+        )
+        return alone
+
+
+MIXED = [(1, 1), (3, 70), (30, 41), (1, 33), (1, 100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window"),
+    [
+        (2, 2, 64, 16, None),
+        (6, 2, 64, 16, None),
+        (4, 1, 24, 5, None),
+        (4, 1, 16, 1, 7),
+        (2, 1, 128, 32, 40),
+        (20, 1, 80, 8, None),
+    ],
+)
+def test_attention_of_a_mixed_step(
+    triton_kernels: TritonKernels,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+) -> None:
+    batch = Batch(MIXED, HeadLayout(heads, kv_heads, head_dim), dtype, block_size, window)
+    close(batch.attention(triton_kernels), batch.attention(REFERENCE))
+
+
+LONG = [(1, 200), (1, 20), (2, 129), (1, 64), (4, 130), (9, 100)]
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float32, 100), (torch.float16, 3)])
+def test_splits(
+    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int | None
+) -> None:
+    """Right, and the same bits however many programs share the splits and requests share the memory."""
+    monkeypatch.setattr(triton_attention, "SPLIT", 64)
+    batch = Batch(LONG, HeadLayout(3, 1, 32), dtype, window=window)
+    results = []
+    for programs in (1, 1000):
+        triton_kernels._target_programs = programs
+        results.append(batch.attention(triton_kernels))
+    monkeypatch.setattr(triton_attention, "PARTIAL_BYTES", 20_000)
+    results.append(batch.attention(triton_kernels))
+    close(results[0], batch.attention(REFERENCE))
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_of_a_request_does_not_depend_on_the_others(
+    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    monkeypatch.setattr(triton_attention, "SPLIT", 64)
+    batch = Batch(LONG, HeadLayout(3, 1, 32), torch.float32, window=window)
+    together = batch.attention(triton_kernels)
+    for r in range(len(LONG)):
+        begin, end = batch.metadata.query_start[r : r + 2].tolist()
+        assert torch.equal(batch.only(r).attention(triton_kernels), together[begin:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim", "norm"),
+    [(9, 3, 64, 64, False), (4, 2, 24, 16, True), (8, 8, 16, 16, True), (3, 1, 32, 8, False)],
+)
+def test_rope_and_write_kv(
+    triton_kernels: TritonKernels,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    norm: bool,
+) -> None:
+    layout = HeadLayout(heads, kv_heads, head_dim)
+    batch = Batch([(1, 30), (7, 7), (3, 21)], layout, dtype, block_size=5)
+    angles = torch.randn(32, rotary_dim // 2)
+    cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1)
+    qk_norm = QKNorm(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6) if norm else None
+    pools, queries = [], []
+    for kernels in (triton_kernels, REFERENCE):
+        pool = batch.pool.clone()
+        queries.append(
+            kernels.rope_and_write_kv(batch.qkv.clone(), layout, cos_sin, pool[:, 1], batch.metadata, qk_norm)
+        )
+        pools.append(pool[1:])
+    close(queries[0], queries[1])
+    close(pools[0], pools[1])
+    assert torch.equal(pools[0][:, 0], batch.pool[1:, 0])  # the other layer
+    written = (pools[0][:, 1] != batch.pool[1:, 1]).all(-1)
+    assert written.sum() == 2 * kv_heads * batch.qkv.shape[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [576, 64, 100])
+def test_norms(triton_kernels: TritonKernels, dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(5, 2 * width).to(dtype)[:, :width]
+    weight = torch.randn(width).to(dtype)
+    close(triton_kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    residuals = [torch.randn(5, width, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2)]
+    actual = triton_kernels.add_rms_norm(x, residuals[0], weight, 1e-5)
+    close(actual, REFERENCE.add_rms_norm(x, residuals[1], weight, 1e-5))
+    assert torch.equal(residuals[0], residuals[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1536, 10])
+def test_silu_mul(triton_kernels: TritonKernels, dtype: torch.dtype, width: int) -> None:
+    gate_up = (10 * torch.randn(3, 2 * width)).to(dtype)
+    gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
+    close(triton_kernels.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
+
+
+def test_linear(triton_kernels: TritonKernels) -> None:
+    x, weight, bias = torch.randn(5, 12), torch.randn(7, 12), torch.randn(7)
+    for b in (None, bias):
+        packed = triton_kernels.pack_linear(weight, b)
+        assert (packed.in_features, packed.out_features) == (12, 7)
+        close(triton_kernels.linear(x, packed), REFERENCE.linear(x, REFERENCE.pack_linear(weight, b)))
+    with pytest.raises(TypeError, match="ReferenceLinear"):
+        triton_kernels.linear(x, REFERENCE.pack_linear(weight, None))
+
+
+def test_no_rows(triton_kernels: TritonKernels) -> None:
+    batch = Batch([(1, 1)], HeadLayout(2, 1, 16), torch.float32)
+    empty = torch.empty(0, 2, 16)
+    assert triton_kernels.attention(empty, batch.kv_layer, batch.metadata, 1.0, None).shape == (0, 2, 16)
+    assert triton_kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+    assert triton_kernels.silu_mul(torch.empty(0, 8)).shape == (0, 4)
+
+
+def test_only_the_cpu_is_interpreted() -> None:
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        TritonKernels("cuda")
