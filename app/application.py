@@ -26,7 +26,7 @@ HEALTH_TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-def build(args: dict[str, Any]) -> Application:
+def build(args: dict[str, Any], replica_class: type | None = None) -> Application:
     """The application with the options of ``args``; see ``AppConfig``.
 
     Raises:
@@ -37,7 +37,7 @@ def build(args: dict[str, Any]) -> Application:
     from app.ingress import Ingress
 
     live = options.live.model_dump()
-    engine = engine_deployment(options).bind(options.model_dump())
+    engine = engine_deployment(options, replica_class).bind(options.model_dump())
     ingress = Ingress.options(
         name=INGRESS,
         num_replicas=options.ingress_replicas,
@@ -52,11 +52,12 @@ def build(args: dict[str, Any]) -> Application:
     return ingress.bind(options, engine)
 
 
-def engine_deployment(options: config.AppConfig) -> Any:
-    """The engine deployment, not bound yet."""
-    from app.replica import EngineReplica
+def engine_deployment(options: config.AppConfig, replica_class: type | None = None) -> Any:
+    """The engine deployment, not bound yet; ``replica_class`` is ``EngineReplica`` unless given."""
+    if replica_class is None:
+        from app.replica import EngineReplica as replica_class
 
-    return serve.deployment(EngineReplica).options(
+    return serve.deployment(replica_class).options(
         name=DEPLOYMENT,
         num_replicas=options.engine_replicas,
         ray_actor_options=actor_options(options),

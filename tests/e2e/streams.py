@@ -1,0 +1,121 @@
+"""Clients on plain sockets: many at once, and able to vanish at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+MODEL = "smollm2-135m-instruct"
+WORDS = "river stone lamp garden copper violin harbour winter pocket ladder meadow engine paper window".split()
+
+
+@dataclass
+class Outcome:
+    """What one stream brought: ``events`` are its JSON chunks, ``done`` whether it ended with [DONE]."""
+
+    status: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def text(self) -> str:
+        """All deltas of a text completion."""
+        return "".join(event["choices"][0]["text"] for event in self.events if event.get("choices"))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the last chunk with choices."""
+        reasons = [event["choices"][0]["finish_reason"] for event in self.events if event.get("choices")]
+        return reasons[-1] if reasons else None
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        """Error chunks."""
+        return [event["error"] for event in self.events if "error" in event]
+
+
+def prompts(count: int, seed: int = 0) -> list[str]:
+    """Different prompts of a dozen words."""
+    rng = random.Random(seed)
+    return [f"Story {index}: the " + " ".join(rng.choices(WORDS, k=10)) for index in range(count)]
+
+
+def body(prompt: str, max_tokens: int) -> bytes:
+    """A greedy streaming completion of exactly ``max_tokens`` tokens."""
+    return json.dumps(
+        {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+
+
+async def complete(url: str, prompt: str, max_tokens: int, leave_after: int | None = None) -> Outcome:
+    """Stream one completion; with ``leave_after`` hang up after so many chunks (0: without reading any)."""
+    outcome = Outcome()
+    reader, writer = await _send(url, body(prompt, max_tokens))
+    try:
+        if leave_after == 0:
+            return outcome
+        outcome.status = int((await reader.readline()).split()[1])
+        async for event in _events(reader):
+            if event == "[DONE]":
+                outcome.done = True
+                break
+            outcome.events.append(json.loads(event))
+            if leave_after is not None and len(outcome.events) >= leave_after:
+                break
+    finally:
+        writer.close()
+    return outcome
+
+
+async def complete_all(url: str, texts: list[str], max_tokens: int) -> list[Outcome]:
+    """All at once."""
+    return await asyncio.gather(*(complete(url, text, max_tokens) for text in texts))
+
+
+async def vanish(url: str, count: int, seed: int, at_once: int = 32) -> None:
+    """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream."""
+    rng = random.Random(seed)
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(prompt: str, chunks: int, delay_s: float) -> None:
+        async with slots:
+            if chunks:
+                await complete(url, prompt, 200, leave_after=chunks)
+            else:
+                _, writer = await _send(url, body(prompt, 200))
+                await asyncio.sleep(delay_s)
+                writer.close()
+
+    plans = [(rng.choice((0, 0, 1, 2, 5)), rng.random() * 0.2) for _ in range(count)]
+    await asyncio.gather(*(one(text, *plan) for text, plan in zip(prompts(count, seed), plans, strict=True)))
+
+
+async def _send(url: str, content: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: quire\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\nconnection: close\r\n\r\n" % len(content) + content
+    )
+    await writer.drain()
+    return reader, writer
+
+
+async def _events(reader: asyncio.StreamReader) -> Any:
+    """Data of the server-sent events; chunked coding puts its lengths on lines of their own."""
+    while line := await reader.readline():
+        if line.startswith(b"data: "):
+            yield line[6:].strip().decode()
+        elif line.startswith(b"{"):
+            yield line.strip().decode()

@@ -1,0 +1,177 @@
+"""Clients that vanish, processes that die or hang, replicas that are told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import psutil
+import pytest
+from local_cluster import LocalCluster, wait_for
+from streams import Outcome, complete, complete_all, prompts, vanish
+
+STREAMS = 16
+TOKENS = 96
+LONG = 400  # tokens; more than a minute's work for all streams together would be too slow
+
+
+def idle(cluster: LocalCluster) -> bool:
+    """No request and no referenced block anywhere."""
+    return all(
+        state["live_requests"] == 0
+        and state["referenced_blocks"] == 0
+        and all(channel["attempts"] == 0 for channel in state["channels"].values())
+        for state in cluster.inspect()
+    )
+
+
+def channels(cluster: LocalCluster) -> set[tuple[str, str, int]]:
+    """(replica, client id, epoch) of every open channel."""
+    return {
+        (state["replica"], cid, channel["epoch"])
+        for state in cluster.inspect()
+        for cid, channel in state["channels"].items()
+    }
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def check_same(outcomes: list[Outcome], undisturbed: list[Outcome]) -> None:
+    for outcome, expected in zip(outcomes, undisturbed, strict=True):
+        assert outcome.errors == []
+        assert outcome.done
+        assert outcome.finish_reason == "length"
+        assert outcome.text == expected.text
+
+
+@pytest.fixture(scope="module")
+def undisturbed(deployed: LocalCluster) -> list[Outcome]:
+    """What ``STREAMS`` streams say when nothing happens to them."""
+    deployed.wait_routable(2)
+    outcomes = asyncio.run(complete_all(deployed.url, prompts(STREAMS), TOKENS))
+    check_same(outcomes, outcomes)
+    return outcomes
+
+
+async def while_streaming(cluster: LocalCluster, act: object, tokens: int = TOKENS) -> list[Outcome]:
+    """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes."""
+    streams = asyncio.ensure_future(complete_all(cluster.url, prompts(STREAMS), tokens))
+
+    def all_busy() -> bool:
+        states = cluster.inspect()
+        return sum(state["live_requests"] for state in states) == STREAMS and all(
+            state["running"] > 0 for state in states
+        )
+
+    await asyncio.to_thread(wait_for, all_busy, 30.0, "not every engine is busy")
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(act)
+    return await streams
+
+
+def test_a_thousand_clients_vanish(cluster: LocalCluster) -> None:
+    before = channels(cluster)
+    asyncio.run(vanish(cluster.url, 1000, seed=7))
+    wait_for(lambda: idle(cluster), 5.0, "requests or blocks are left")
+    wait_for(lambda: cluster.health()["live_requests"] == 0, 5.0, "the ingress still has requests")
+    assert channels(cluster) == before
+    assert set(cluster.health()["booked_tokens"].values()) == {0}
+
+
+def test_channel_outlives_its_first_client(cluster: LocalCluster) -> None:
+    # A fresh ingress process: nobody has used its channels.
+    old = channels(cluster)
+    cluster.kill(cluster.ingress_pids()[0])
+    wait_for(lambda: channels(cluster) and not channels(cluster) & old, 30.0, "no new ingress has come")
+    cluster.wait_routable(2)
+    fresh = channels(cluster)
+
+    async def first_leaves() -> Outcome:
+        second = asyncio.ensure_future(complete(cluster.url, "The first rule is", 48))
+        await complete(cluster.url, "Once upon a time", 200, leave_after=2)
+        return await second
+
+    outcome = asyncio.run(first_leaves())
+    assert outcome.done
+    assert outcome.finish_reason == "length"
+    assert channels(cluster) == fresh
+
+
+def test_engine_killed_amid_streams(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+    victim = cluster.inspect()[0]
+    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
+    check_same(outcomes, undisturbed)
+    cluster.wait_routable(2, timeout_s=60)
+    assert idle(cluster)
+
+
+def test_hung_engine_loses_its_requests(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+    victim = cluster.inspect()[0]
+    try:
+        outcomes = asyncio.run(
+            while_streaming(cluster, lambda: cluster.kill(victim["pid"], signal.SIGSTOP))
+        )
+    finally:
+        cluster.kill(victim["pid"], signal.SIGCONT)
+    check_same(outcomes, undisturbed)
+    cluster.wait_routable(2, timeout_s=60)
+    wait_for(lambda: idle(cluster), 10.0, "the engine still computes for nobody")
+
+
+def test_ingress_killed_amid_streams(cluster: LocalCluster) -> None:
+    before = channels(cluster)
+
+    async def kill() -> None:
+        streams = asyncio.gather(
+            *(complete(cluster.url, text, LONG) for text in prompts(8)), return_exceptions=True
+        )
+        await asyncio.to_thread(
+            wait_for, lambda: all(state["running"] for state in cluster.inspect()), 30.0, "no engine is busy"
+        )
+        cluster.kill(cluster.ingress_pids()[0])
+        await streams
+
+    asyncio.run(kill())
+    wait_for(lambda: idle(cluster), 10.0, "a dead ingress still holds blocks")
+    wait_for(lambda: not channels(cluster) & before, 10.0, "a dead ingress still holds channels")
+    cluster.wait_routable(2, timeout_s=60)
+    assert asyncio.run(complete(cluster.url, "Hello", 4)).done
+
+
+def test_idle_replica_stops_at_once(cluster: LocalCluster) -> None:
+    assert idle(cluster)
+    before = cluster.engine_pids()
+    cluster.scale(1)
+    try:
+        wait_for(lambda: len(cluster.inspect()) == 1, 30.0, "no replica was told to stop")
+        (left,) = (state["pid"] for state in cluster.inspect())
+        (stopped,) = (pid for pid in before if pid != left)
+        wait_for(lambda: gone(stopped), 5.0, "the idle replica is still there")
+        assert asyncio.run(complete(cluster.url, "Hello", 4)).done
+    finally:
+        cluster.scale(2)
+
+
+def test_stopping_replica_hands_its_streams_over(cluster: LocalCluster) -> None:
+    expected = asyncio.run(complete_all(cluster.url, prompts(STREAMS), LONG))
+    before = cluster.engine_pids()
+    stopped_after = []
+
+    def stop_one() -> None:
+        cluster.scale(1)
+        wait_for(lambda: len(cluster.inspect()) == 1, 30.0, "no replica was told to stop")
+        told = time.monotonic()
+        (left,) = (state["pid"] for state in cluster.inspect())
+        (stopped,) = (pid for pid in before if pid != left)
+        wait_for(lambda: gone(stopped), 30.0, "the replica is still there")
+        stopped_after.append(time.monotonic() - told)
+
+    try:
+        outcomes = asyncio.run(while_streaming(cluster, stop_one, LONG))
+    finally:
+        cluster.scale(2)
+    check_same(outcomes, expected)
+    assert stopped_after
