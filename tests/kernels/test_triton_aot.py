@@ -1,0 +1,35 @@
+"""Every Triton kernel compiles for the GPUs we name, and neither spills nor overruns shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from kernels.triton.aot import TARGETS, Resources, compile_all
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_kernels_fit(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = compile_all(target)
+    assert {resources.name.split()[0] for resources in compiled} == {
+        "attention",
+        "merge",
+        "rope",
+        "add",
+        "silu",
+    }
+    assert all(resources.registers > 10 for resources in compiled)  # the tool's report was understood
+    assert [str(resources) for resources in compiled if not resources.fits] == []
+
+
+def test_what_does_not_fit_is_told() -> None:
+    assert Resources("sm_80", "x", 255, 0, 163 * 1024).fits
+    assert not Resources("sm_80", "x", 255, 8, 0).fits
+    assert not Resources("sm_80", "x", 64, 0, 163 * 1024 + 1).fits
+    assert not Resources("sm_90", "x", 256, 0, 0).fits
+    assert not Resources("gfx942", "x", 64, 0, 64 * 1024 + 1).fits
+    assert "DOES NOT FIT" in str(Resources("gfx942", "x", 64, 1, 0))
