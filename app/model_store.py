@@ -189,8 +189,8 @@ def _check(gguf: Path) -> None:
             if hashlib.file_digest(file, "sha256").hexdigest() == _GGUF_SHA256:
                 return
     raise ConfigError(
-        f"the weights from {_PACKAGE}=={BUNDLED_VERSION} are damaged or not the published ones (their SHA-256 is not "
-        f"{_GGUF_SHA256}), and are not used"
+        f"the weights from {_PACKAGE}=={BUNDLED_VERSION} are damaged or not the published ones: "
+        f"their SHA-256 is not {_GGUF_SHA256}"
     )
 
 

@@ -1,0 +1,141 @@
+"""Reading config.json: both spellings, the families' defaults, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_checkpoints import FAMILIES, ROPES, tiny_config
+
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig, RopeType, parse_model_config, read_model_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+}
+
+
+def parse(family: str = "Llama", **changes: Any) -> ModelConfig:
+    return parse_model_config({**BASE, "architectures": [f"{family}ForCausalLM"], **changes})
+
+
+def test_defaults_where_the_file_is_silent() -> None:
+    config = parse()
+    assert (config.num_kv_heads, config.head_dim) == (8, 8)
+    assert config.rope.theta == 10_000.0
+    assert config.rope.type is RopeType.DEFAULT
+    assert not config.tie_word_embeddings
+    assert config.windows == ()
+    assert config.dtype is None
+    assert parse("Qwen3").head_dim == 128
+    assert parse("Qwen3").qk_norm
+    assert parse("Qwen2").qkv_bias
+    assert not parse("Qwen2").out_bias
+    assert parse("Mistral").window(3) == 4096
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_agrees_with_transformers_about_its_own_defaults(family: str) -> None:
+    theirs = tiny_config(family)
+    config = parse_model_config({**theirs.to_dict(), "architectures": [f"{family}ForCausalLM"]})
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 12)
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.windows == ()
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_old_and_new_spelling_of_rope(kind: str) -> None:
+    new = dict(ROPES[kind])
+    old = {key: value for key, value in new.items() if key not in ("rope_theta", "rope_type")}
+    for key in ("rope_type", "type"):
+        written = parse(rope_theta=new["rope_theta"], rope_scaling={**old, key: kind})
+        assert written.rope == parse(rope_parameters=new).rope
+    assert parse(rope_theta=500.0, rope_scaling=None).rope.theta == 500.0
+
+
+def test_yarn_lengthens_the_context_that_it_was_scaled_from() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse(rope_scaling=scaling).max_position_embeddings == 1024
+    assert parse(rope_scaling={"type": "yarn", "factor": 4.0}).max_position_embeddings == 256
+
+
+def test_windows() -> None:
+    assert parse("Mistral", sliding_window=None).windows == ()
+    assert parse("Mistral", sliding_window=16).windows == (16,) * 4
+    assert parse("Qwen2", sliding_window=16).windows == ()
+    upper = parse("Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=3)
+    assert upper.windows == (None, None, None, 16)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    mixed = parse("Qwen3", use_sliding_window=True, sliding_window=16, layer_types=kinds)
+    assert [mixed.window(layer) for layer in range(4)] == [16, None, 16, None]
+    assert parse(sliding_window=16).windows == ()  # Llama has no such key
+
+
+def test_end_tokens_of_generation_config_come_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 7, "bos_token_id": 1}))
+    assert read_model_config(tmp_path).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    config = read_model_config(tmp_path)
+    assert config.eos_token_ids == (7, 9)
+    assert config.bos_token_id == 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not supported"),
+    "no architecture": ({"architectures": None}, "architecture unnamed is not supported"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "bias in the MLP": ({"mlp_bias": True}, "mlp_bias is not supported"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+    "code": ({"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
+    "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic' is not supported"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+    "rope per layer": ({"rope_parameters": {"full_attention": {}}}, "differ between layer types"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor is missing"),
+    "heads": ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+    "odd head": ({"head_dim": 9}, "head_dim is 9, but"),
+    "missing size": ({"hidden_size": None}, "hidden_size is missing"),
+    "wrong type": ({"vocab_size": "many"}, "vocab_size is 'many' but must be a positive integer"),
+    "zero": ({"num_hidden_layers": 0}, "num_hidden_layers is 0 but must be"),
+    "end token": ({"eos_token_id": "x"}, "eos_token_id is 'x' but must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_model_config({**BASE, **changes}, where="/models/x")
+    assert str(caught.value).startswith("/models/x: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_layer_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layer type 'chunked_attention' is not supported"):
+        parse("Qwen3", use_sliding_window=True, layer_types=["chunked_attention"] * 4)
+    with pytest.raises(ConfigError, match="layer_types has 3 entries for 4 layers"):
+        parse("Qwen3", use_sliding_window=True, layer_types=["full_attention"] * 3)
+    with pytest.raises(ConfigError, match="layer_types that differ"):
+        parse("Mistral", layer_types=["full_attention", "sliding_attention"] * 2)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_model_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        read_model_config(tmp_path)

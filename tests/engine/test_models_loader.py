@@ -1,0 +1,154 @@
+"""Strict loading: every tensor used, every weight filled, nothing pickled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_checkpoints import PagedRun, save_tiny, tiny_config
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model, model_revision
+from kernels.reference import ReferenceKernels
+
+
+def load(folder: Path, dtype: torch.dtype | str = "auto") -> Decoder:
+    return load_model(folder, ReferenceKernels(), dtype, "cpu")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def logits(decoder: Decoder) -> Tensor:
+    return PagedRun(decoder, [torch.arange(12)]).step([12])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny(tmp_path, "Llama", attention_bias=True)
+    return tmp_path
+
+
+def test_an_extra_tensor_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.ones(4)}))
+    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.0\.self_attn\.sinks"):
+        load(folder)
+
+
+def test_a_layer_too_many_is_refused(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 1}))
+    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.1.* and \d+ more"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.bias", "lm_head.weight"]
+)
+def test_a_missing_tensor_is_refused(folder: Path, name: str) -> None:
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=f"tensor {name} is missing"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_refused(folder: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(80, 47)}))
+    with pytest.raises(ConfigError, match=r"up_proj\.weight has shape \[80, 47\] .* asks for \[80, 48\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(80, 48).to(dtype)}))
+    with pytest.raises(ConfigError, match="quantized weights are not supported"):
+        load(folder)
+
+
+def test_tables_of_older_checkpoints_are_ignored(folder: Path) -> None:
+    before = logits(load(folder))
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    rewrite(folder, lambda tensors: tensors.update(table))
+    assert torch.equal(logits(load(folder)), before)
+
+
+def test_only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors file"):
+        load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"only pickled weights \(pytorch_model\.bin\)"):
+        load(folder)
+
+
+def test_a_damaged_file_is_refused(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
+        load(folder)
+
+
+def test_shards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    whole = logits(load(folder))
+    other = tmp_path_factory.mktemp("sharded")
+    shutil.copy(folder / "config.json", other)
+    tensors = sorted(load_file(folder / "model.safetensors").items())
+    parts = {"model-1.safetensors": dict(tensors[::2]), "model-2.safetensors": dict(tensors[1::2])}
+    for name, part in parts.items():
+        save_file(part, other / name)
+    weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(logits(load(other)), whole)
+    (other / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors is named in .* but missing"):
+        load(other)
+
+
+def test_a_tied_head_that_is_stored_as_well(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", tie_word_embeddings=True)
+    before = logits(load(tmp_path))
+    head = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert torch.equal(logits(load(tmp_path)), before)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head + 1}))
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        load(tmp_path)
+
+
+def test_auto_takes_the_dtype_of_the_checkpoint(folder: Path) -> None:
+    assert load(folder).dtype == torch.float32
+    assert load(folder, "bfloat16").dtype == torch.bfloat16
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "dtype": "float16"}))
+    assert load(folder).dtype == torch.float16
+    del settings["dtype"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert load(folder).dtype == torch.float32
+    (folder / "config.json").write_text(json.dumps({**settings, "dtype": "float64"}))
+    with pytest.raises(ConfigError, match="dtype float64 is not supported; set dtype to one of bfloat16"):
+        load(folder)
+
+
+def test_revision_names_the_contents(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    revision = model_revision(folder)
+    assert len(revision) == 16
+    copy = tmp_path_factory.mktemp("copy") / "elsewhere"
+    shutil.copytree(folder, copy)
+    assert model_revision(copy) == revision
+
+    # A fine-tuned model has the same configuration, names and shapes.
+    rewrite(copy, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
+    assert model_revision(copy) != revision
+    tiny_config("Llama", vocab_size=98).save_pretrained(folder)
+    assert model_revision(folder) != revision
