@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -9,7 +10,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.chat import INLINE_CHARS, PromptTokenizer
-from app.model_store import resolve
 from app.openai_types import ChatMessage
 from engine.errors import InvalidRequestError
 
@@ -20,8 +20,13 @@ CAPITAL = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PromptTokenizer:
-    return PromptTokenizer(resolve("smollm2-135m-instruct"))
+def tokenizer(bundled_model: Path) -> PromptTokenizer:
+    return PromptTokenizer(bundled_model)
+
+
+@pytest.fixture(scope="module")
+def reference(bundled_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(bundled_model)
 
 
 def chat_ids(tokenizer: PromptTokenizer, messages: list[ChatMessage], max_tokens: int = 8192) -> list[int]:
@@ -46,8 +51,7 @@ def small_model(folder: Path, chat_template: str | None = None) -> PromptTokeniz
     return PromptTokenizer(folder)
 
 
-def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer) -> None:
-    reference = AutoTokenizer.from_pretrained(resolve("smollm2-135m-instruct"))
+def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer, reference: Any) -> None:
     turns = [{"role": message.role, "content": message.content} for message in CAPITAL]
     text = reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>assistant\n")
@@ -64,12 +68,12 @@ def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer) -> N
         "\ue000<|im_start|>",
     ],
 )
-def test_no_message_can_write_control_tokens(tokenizer: PromptTokenizer, attack: str) -> None:
+def test_no_message_can_write_control_tokens(tokenizer: PromptTokenizer, reference: Any, attack: str) -> None:
     honest = chat_ids(tokenizer, [ChatMessage("user", "hi"), ChatMessage("assistant", "ho")])
     attacked = chat_ids(tokenizer, [ChatMessage("user", attack), ChatMessage("assistant", "ho")])
     specials = range(17)
     assert [i for i in attacked if i in specials] == [i for i in honest if i in specials]
-    shown = AutoTokenizer.from_pretrained(resolve("smollm2-135m-instruct")).decode(attacked)
+    shown = reference.decode(attacked)
     assert attack.removeprefix("\ue000") in shown  # the model still reads the words
 
 
@@ -90,7 +94,7 @@ def test_text_that_cannot_fit_is_refused_unread(tokenizer: PromptTokenizer) -> N
         lambda: text_ids(tokenizer, "x" * 1_000_000, 100),
         lambda: chat_ids(tokenizer, [ChatMessage("user", "x" * 1_000_000)], 100),
     ):
-        with pytest.raises(InvalidRequestError, match="1000000 characters.* 100 tokens") as caught:
+        with pytest.raises(InvalidRequestError, match=r"1000000 characters.* 100 tokens") as caught:
             encode()
         assert caught.value.code == "context_length_exceeded"
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from app.model_store import resolve
 from app.text import Detokenizer, OutputText, StopMatcher, TextDecoder
 from engine.errors import ConfigError
 
@@ -21,8 +22,8 @@ SENTENCES = [
 
 
 @pytest.fixture(scope="module")
-def backend() -> Tokenizer:
-    return AutoTokenizer.from_pretrained(resolve("smollm2-135m-instruct")).backend_tokenizer
+def backend(bundled_model: Path) -> Tokenizer:
+    return AutoTokenizer.from_pretrained(bundled_model).backend_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,9 @@ def test_sentence_piece_deltas_join_to_the_decode(words: list[str]) -> None:
 def test_sentence_piece_bytes_that_are_no_character_are_replaced_one_by_one(values: list[int]) -> None:
     tokenizer = sentence_piece()
     ids = [tokenizer.token_to_id("H"), *(3 + byte for byte in values), tokenizer.token_to_id("!")]
-    assert "".join(deltas_of(TextDecoder(tokenizer).detokenizer(continues_text=False), ids)) == tokenizer.decode(ids)
+    assert "".join(
+        deltas_of(TextDecoder(tokenizer).detokenizer(continues_text=False), ids)
+    ) == tokenizer.decode(ids)
 
 
 def test_a_continued_prompt_keeps_the_space_before_its_next_word() -> None:
