@@ -19,6 +19,7 @@ class Connection:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.left = asyncio.Event()
+        self._more = asyncio.Event()
 
     async def receive(self) -> Any:
         await self.left.wait()
@@ -26,6 +27,12 @@ class Connection:
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
+        self._more.set()
+
+    async def until_sent(self, messages: int) -> None:
+        while len(self.sent) < messages:
+            self._more.clear()
+            await self._more.wait()
 
     @property
     def status(self) -> int:
@@ -112,8 +119,7 @@ def test_headers_and_comments_come_while_the_first_event_does_not(monkeypatch: p
         gate = asyncio.Event()
         events, connection = Events(gate, b"a", UnavailableError("gone")), Connection()
         running = asyncio.create_task(exchange(EventStream(events.stream()), connection))
-        while len(connection.sent) < 3:
-            await asyncio.sleep(0.001)
+        await connection.until_sent(3)
         gate.set()
         await running
         assert connection.status == 200
@@ -129,8 +135,7 @@ def test_events_are_closed_when_the_client_leaves_or_the_server_cancels(how: str
     async def main() -> None:
         events, connection = Events(b"a", asyncio.Event()), Connection()
         running = asyncio.create_task(exchange(EventStream(events.stream()), connection))
-        while len(connection.sent) < 2:
-            await asyncio.sleep(0.001)
+        await connection.until_sent(2)
         if how == "disconnect":
             connection.left.set()
             await running
