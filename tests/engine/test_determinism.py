@@ -1,0 +1,210 @@
+"""A row's logits depend on its tokens alone: bit for bit in float32, whatever else happened.
+
+Every case compares the bits of all logits that a request saw with those of the same request run alone, cold,
+with its prompt in one chunk, on one thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY_MODELS, made, make_request, run_to_end, tiny_engine_config
+from model_checkpoints import save_tiny
+
+from engine.engine import Engine
+from engine.request import Request
+from kernels.cpu.build import BuildError, find_compiler
+
+try:
+    find_compiler()
+except BuildError as error:
+    pytest.skip(f"only the CPU kernels promise this: {error}", allow_module_level=True)
+
+Bits = dict[int, torch.Tensor]  # logits by the position of the token that was sampled from them
+MakeEngine = Callable[..., Engine]
+
+PROMPT = random.Random(0).choices(range(2, 97), k=37)
+TOKENS = 12
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "seed": 5,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+}
+
+families = pytest.mark.parametrize("model", TINY_MODELS)
+
+
+def target(name: str = "target", prompt: list[int] = PROMPT, **params: Any) -> Request:
+    return make_request(name, prompt, **{**SAMPLING, **params})
+
+
+def record(engine: Engine, name: str = "target") -> Bits:
+    """From now on keep the logits of the request called ``name``."""
+    seen: Bits = {}
+
+    def keep(requests: Any, logits: torch.Tensor) -> None:
+        for request, row in zip(requests, logits, strict=True):
+            if request.request_id == name:
+                seen[len(request.token_ids)] = row.clone()
+
+    engine.runner.on_logits = keep
+    return seen
+
+
+def run(engine: Engine, *others: Request, prompt: list[int] = PROMPT) -> tuple[list[int], Bits]:
+    seen = record(engine)
+    tokens = made(run_to_end(engine, *others, target(prompt=prompt))["target"])
+    return tokens, seen
+
+
+def assert_same(a: tuple[list[int], Bits], b: tuple[list[int], Bits]) -> None:
+    assert a[0] == b[0]
+    assert a[1].keys() == b[1].keys()
+    for position, logits in a[1].items():
+        assert torch.equal(logits.view(torch.int32), b[1][position].view(torch.int32)), f"position {position}"
+
+
+@pytest.fixture
+def alone(make_engine: MakeEngine) -> Callable[[str], tuple[list[int], Bits]]:
+    return lambda model: run(make_engine(model))
+
+
+def others(count: int, seed: int = 1) -> list[Request]:
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(2, 97), k=rng.randint(1, 40)) for _ in range(count)]
+    return [
+        make_request(f"other{index:02d}", prompt, max_tokens=rng.randint(1, 20), temperature=0.7)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+@families
+def test_warm(model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]) -> None:
+    engine = make_engine(model)
+    run_to_end(engine, make_request("first", PROMPT, max_tokens=2))
+    seen = record(engine)
+    deltas = run_to_end(engine, target())["target"]
+    assert deltas[-1].cached_tokens == 36
+    assert_same((made(deltas), seen), alone(model))
+
+
+@families
+@pytest.mark.parametrize("budget", [1, 3, 7, 16, 36])
+def test_chunked(
+    model: str, budget: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
+) -> None:
+    assert_same(run(make_engine(model, token_budget=budget)), alone(model))
+
+
+@families
+@pytest.mark.parametrize("rows", [2, 3, 4, 8, 33, 64])
+def test_among_others(
+    model: str, rows: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
+) -> None:
+    engine = make_engine(model, num_blocks=1024, token_budget=256, max_num_seqs=64)
+    assert_same(run(engine, *others(rows - 1)), alone(model))
+
+
+@families
+def test_two_threads(
+    model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert_same(run(make_engine(model, num_threads=2, num_blocks=512), *others(20)), alone(model))
+    finally:
+        torch.set_num_threads(before)
+
+
+@families
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_other_block_sizes(
+    model: str, block_size: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
+) -> None:
+    engine = make_engine(model, block_size=block_size, num_blocks=512)
+    assert_same(run(engine, *others(5)), alone(model))
+
+
+@families
+def test_after_preemption(
+    model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
+) -> None:
+    engine = make_engine(model, num_blocks=23)
+    seen = record(engine)
+    older = make_request("older", PROMPT[::-1], max_tokens=30)
+    request = target()
+    deltas = run_to_end(engine, older, request)
+    assert request.num_preemptions > 0
+    assert_same((made(deltas["target"]), seen), alone(model))
+
+
+@families
+@pytest.mark.parametrize("after", [1, 5, TOKENS - 1])
+def test_moved_to_another_replica(
+    model: str, after: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
+) -> None:
+    tokens, bits = alone(model)
+    engine = make_engine(model, token_budget=16)
+    seen = record(engine)
+    request = target(prompt=PROMPT + tokens[:after])
+    request.generated_before = after
+    deltas = run_to_end(engine, request, *others(3))["target"]
+    assert deltas[0].index == after
+    assert made(deltas) == tokens[after:]
+    rest = {position: logits for position, logits in bits.items() if position >= len(PROMPT) + after}
+    assert_same((made(deltas), seen), (tokens[after:], rest))
+
+
+def test_long_contexts_that_are_split(tmp_path: Path) -> None:
+    """Over 2,000 tokens, where attention is cut into splits, whole and in chunks, alone and in company."""
+    save_tiny(tmp_path, "Llama", max_position_embeddings=4096)
+    prompt = random.Random(2).choices(range(2, 97), k=2070)
+
+    def engine(budget: int, threads: int) -> Engine:
+        return Engine(
+            tiny_engine_config(
+                tmp_path,
+                block_size=16,
+                num_blocks=256,
+                token_budget=budget,
+                num_threads=threads,
+                check_invariants=False,
+            )
+        )
+
+    whole = run(engine(4096, 1), prompt=prompt)
+    before = torch.get_num_threads()
+    try:
+        for budget, threads, company in ((500, 2, 0), (333, 1, 5)):
+            assert_same(run(engine(budget, threads), *others(company), prompt=prompt), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_bundled_model(bundled_model: Path) -> None:
+    """Real sizes: 30 layers, 9 heads over 3, a vocabulary of 49,152."""
+
+    def engine(**options: Any) -> Engine:
+        defaults = {"block_size": 16, "num_blocks": 64, "token_budget": 256, "check_invariants": False}
+        return Engine(tiny_engine_config(bundled_model, **{**defaults, **options}))
+
+    def few(engine: Engine, *company: Request) -> tuple[list[int], Bits]:
+        seen = record(engine)
+        request = target(prompt=[token * 400 for token in PROMPT], max_tokens=4)
+        return made(run_to_end(engine, *company, request)["target"]), seen
+
+    one = engine()
+    cold = few(one)
+    assert_same(few(one), cold)
+    before = torch.get_num_threads()
+    try:
+        assert_same(few(engine(num_threads=2, token_budget=24), *others(6)), cold)
+    finally:
+        torch.set_num_threads(before)
