@@ -112,23 +112,21 @@ def test_it_knows_the_capital_of_france(folder: Path, config: ModelConfig, token
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": "What is the capital of France?"},
     ]
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    prompt = len(tokens)
-    decoder = load_model(folder, get_kernels("reference"), torch.float32, "cpu")
-    pool = torch.zeros(kv_pool_shape(5, config.num_layers, 16, config.num_kv_heads, config.head_dim))
-    computed = 0
-    while tokens[-1] not in config.eos_token_ids and len(tokens) < 80 or computed == 0:
-        new = torch.arange(computed, len(tokens))
-        metadata = AttentionMetadata(
-            query_start=torch.tensor([0, len(new)], dtype=torch.int32),
-            context_lens=torch.tensor([len(tokens)], dtype=torch.int32),
-            block_tables=torch.arange(5, dtype=torch.int32)[None],
-            positions=new,
-            slot_mapping=new,
-            max_query_len=len(new),
-            max_context_len=len(tokens),
-        )
-        logits = decoder.forward(torch.tensor(tokens)[new], pool, metadata, torch.tensor([len(new) - 1]))
-        computed = len(tokens)
-        tokens.append(int(logits.argmax()))
-    assert tokenizer.decode(tokens[prompt:]) == "The capital of France is Paris.<|im_end|>"
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    answer = tokenizer.encode("The capital of France is Paris.<|im_end|>")
+    # Greedy generation in one step: each token of the answer must be the likeliest after those before it.
+    tokens = torch.tensor(prompt + answer)
+    num_tokens, num_blocks = len(tokens), -(-len(tokens) // 16)
+    decoder = load_model(folder, get_kernels("auto"), torch.float32, "cpu")
+    pool = torch.zeros(kv_pool_shape(num_blocks, config.num_layers, 16, config.num_kv_heads, config.head_dim))
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
+        context_lens=torch.tensor([num_tokens], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+        positions=torch.arange(num_tokens),
+        slot_mapping=torch.arange(num_tokens),
+        max_query_len=num_tokens,
+        max_context_len=num_tokens,
+    )
+    rows = torch.arange(len(prompt) - 1, num_tokens - 1)
+    assert decoder.forward(tokens, pool, metadata, rows).argmax(-1).tolist() == answer
