@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app import config
+from app import config, serving
 from app.routing.fleet import DEPLOYMENT
 
 INGRESS = "ingress"
@@ -26,7 +26,7 @@ HEALTH_TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-def build(args: dict[str, Any], replica_class: type | None = None) -> Application:
+def build(args: dict[str, Any]) -> Application:
     """The application with the options of ``args``; see ``AppConfig``.
 
     Raises:
@@ -34,6 +34,16 @@ def build(args: dict[str, Any], replica_class: type | None = None) -> Applicatio
     """
     options = config.load(args)
     options.engine_config("", 1)  # refuses wrong values here rather than in each replica
+    if serving.haproxy_expected() and not serving.haproxy_enabled():
+        logger.warning(
+            "this Serve was started without HAProxy, so tokens pass through its slower stock proxy; "
+            "run `serve shutdown`, then `serve deploy serve_config.yaml`"
+        )
+    return assemble(options)
+
+
+def assemble(options: config.AppConfig, replica_class: type | None = None) -> Application:
+    """Both deployments, bound; ``replica_class`` is ``EngineReplica`` unless given."""
     from app.ingress import Ingress
 
     live = options.live.model_dump()

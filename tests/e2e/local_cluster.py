@@ -142,9 +142,7 @@ class LocalCluster:
         with contextlib.suppress(Exception):
             serve.shutdown()
         children = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if process.pid not in self._before
+            process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
         ]
         ray.shutdown()
         for process in psutil.wait_procs(children, timeout=5)[1]:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MODEL = "smollm2-135m-instruct"
-WORDS = "river stone lamp garden copper violin harbour winter pocket ladder meadow engine paper window".split()
+WORDS = ("river", "stone", "lamp", "garden", "copper", "violin", "harbour", "winter", "pocket", "ladder")
 
 
 @dataclass

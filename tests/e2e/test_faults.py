@@ -111,9 +111,7 @@ def test_engine_killed_amid_streams(cluster: LocalCluster, undisturbed: list[Out
 def test_hung_engine_loses_its_requests(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
     victim = cluster.inspect()[0]
     try:
-        outcomes = asyncio.run(
-            while_streaming(cluster, lambda: cluster.kill(victim["pid"], signal.SIGSTOP))
-        )
+        outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"], signal.SIGSTOP)))
     finally:
         cluster.kill(victim["pid"], signal.SIGCONT)
     check_same(outcomes, undisturbed)

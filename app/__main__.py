@@ -1,0 +1,46 @@
+"""``python -m app [option=value ...]``: serve on this machine until interrupted; ``make serve`` runs this."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from app.config import AppConfig
+from app.launch import serve_here
+from engine.errors import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 after an interrupt, 1 with one line on standard error when it cannot start."""
+    parser = argparse.ArgumentParser(
+        prog="python -m app",
+        description="Serve a language model on this machine.",
+        epilog=f"options: {', '.join(sorted(AppConfig.model_fields))}",
+    )
+    parser.add_argument("options", nargs="*", metavar="option=value")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", default="8000", help="port to listen on (default %(default)s)")
+    parsed = parser.parse_args(arguments)
+    try:
+        pairs = [option.partition("=") for option in parsed.options]
+        wrong = [name for name, equals, _ in pairs if not equals]
+        if wrong:
+            raise ConfigError(f"{wrong[0]!r} is no option=value")
+        values = {name: value for name, _, value in pairs}
+        host, port = values.pop("host", parsed.host), values.pop("port", parsed.port)
+        if not str(port).isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"port={port!r} is no port; choose one from 1 to 65535")
+        serve_here(values, host, int(port), say)
+    except ConfigError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def say(line: str) -> None:
+    """A line for the terminal, at once."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
