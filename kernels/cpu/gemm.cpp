@@ -70,13 +70,13 @@ void micro(const W* w, int64_t panel_stride, const float* x, int64_t depth, floa
     }
   }
   auto step = [&](const W* wk, const float* xk) __attribute__((always_inline)) {
-    Vec low[kPanels], high[kPanels];
-    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) load_pair(wk + p * panel_stride, low[p], high[p]);
-    QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
-      const Vec xr = broadcast(xk[r]);
-      QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
-        acc[r][p][0] = fma(xr, low[p], acc[r][p][0]);
-        acc[r][p][1] = fma(xr, high[p], acc[r][p][1]);
+    QUIRE_UNROLL for (int p = 0; p < kPanels; ++p) {
+      Vec low, high;
+      load_pair(wk + p * panel_stride, low, high);
+      QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const Vec xr = broadcast(xk[r]);
+        acc[r][p][0] = fma(xr, low, acc[r][p][0]);
+        acc[r][p][1] = fma(xr, high, acc[r][p][1]);
       }
     }
   };
