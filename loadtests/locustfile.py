@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from locust import FastHttpUser, between, events, task
@@ -25,6 +26,16 @@ MAX_TOKENS = int(os.environ.get("QUIRE_LOAD_MAX_TOKENS", "64"))
 MODEL = os.environ.get("QUIRE_LOAD_MODEL", "")
 
 _users = itertools.count()
+
+
+def events_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The data of each server-sent event in a body that comes in blocks of any size."""
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + bytes(block)).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ").strip()
 
 
 class ChatStream:
@@ -41,15 +52,14 @@ class ChatStream:
 
     def read(self, response: Any) -> str | None:
         """Consume ``response``; returns what is wrong with it, if anything."""
-        for raw in response.stream:
-            line = bytes(raw).strip()
-            if not line.startswith(b"data: "):
-                continue
-            data = line.removeprefix(b"data: ")
-            if data == b"[DONE]":
+        for event in events_of(response.stream):
+            if event == b"[DONE]":
                 self.done = True
                 continue
-            chunk = json.loads(data)
+            try:
+                chunk = json.loads(event)
+            except ValueError:
+                return f"a chunk that is no JSON: {event[:100]!r}"
             if "error" in chunk:
                 return f"error chunk: {chunk['error']['message']}"
             self._add(chunk)

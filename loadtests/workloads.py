@@ -38,7 +38,7 @@ _PLACES = (
 
 
 class Zipf:
-    """Ranks ``0..size - 1``, rank ``k`` drawn with a probability proportional to ``1 / (k + 1) ** exponent``."""
+    """Ranks ``0..size - 1``; rank ``k`` comes with a probability proportional to ``(k + 1) ** -exponent``."""
 
     def __init__(self, size: int, exponent: float = 1.0) -> None:
         if size < 1:
