@@ -11,10 +11,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from app import wire
-from engine.errors import QuireError
-from engine.request import TokenDelta
+from engine.errors import EngineDeadError, InvalidRequestError, QuireError
+from engine.request import Request, TokenDelta
 
 LEASE_S = 5.0
 """A channel ends after this long without a beat from its ingress."""
@@ -62,6 +63,16 @@ class Channel:
     def blocked(self) -> bool:
         """Whether too many frames are unacknowledged."""
         return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
+
+
+class AttemptEngine(Protocol):
+    """What an attempt needs of the engine; ``EngineThread`` has it."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state."""
 
 
 class ChannelHub:
@@ -245,3 +256,38 @@ class ChannelHub:
         self._abort(attempt.engine_id)
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
+
+
+async def run_attempt(
+    hub: ChannelHub, engine: AttemptEngine, cid: str, epoch: int, payload: bytes
+) -> dict[str, Any]:
+    """Run one attempt until it ends; its tokens leave on the channel. Cancelling it aborts it.
+
+    Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}`` and ``{"refused": why}``: plain
+    values, since exceptions of own types would need the same code at the other end.
+    """
+    try:
+        submission = wire.unpack_submission(payload)
+        engine_id = f"{cid}:{submission.attempt}"
+        attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
+        try:
+            engine.submit(
+                Request(
+                    request_id=engine_id,
+                    token_ids=submission.token_ids,
+                    params=submission.params,
+                    namespace=submission.namespace,
+                    priority=submission.priority,
+                    arrival=time.monotonic() - submission.age_s,
+                    generated_before=submission.generated_before,
+                )
+            )
+            return {"made": await attempt.done}
+        finally:
+            # Also when Serve cancels this call, the client being gone.
+            if hub.detach(attempt):
+                engine.abort(engine_id)
+    except InvalidRequestError as error:
+        return {"invalid": (error.message, error.param, error.code)}
+    except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
+        return {"refused": str(error)}

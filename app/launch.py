@@ -49,7 +49,7 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
 
 
 def check_memory(options: config.AppConfig, folder: Path, available: int | None = None) -> None:
-    """Whether weights and KV pools of all replicas can fit in ``available`` bytes (asked of the system if not given).
+    """Whether weights and KV pools of all replicas fit in ``available`` bytes (the system says if not given).
 
     Raises:
         ConfigError: they cannot.

@@ -28,6 +28,9 @@ UNAVAILABLE_AFTER_S = 60.0
 MAX_FAULTS = 4
 """Replicas that may fail under one request before it is taken for the cause."""
 
+MAX_ATTEMPTS = 64
+"""Of one request, moves away from replicas that were told to stop included."""
+
 EXPECTED_TOKENS = 256
 """Booked for the output of a request that may make more: most stop by themselves."""
 
@@ -196,8 +199,8 @@ class EngineClient:
 
     async def _drive(self, live: _Live) -> None:
         """Attempt after attempt until the request has ended."""
-        while not live.ended:
-            if not await self._routable(live):
+        for _ in range(MAX_ATTEMPTS):
+            if live.ended or not await self._routable(live):
                 return
             live.interrupt.clear()
             attempt = next(self._attempts)
@@ -222,6 +225,8 @@ class EngineClient:
                     live,
                     GenerationError(f"given up after {live.faults} replicas failed; last: {live.last_fault}"),
                 )
+
+        self._fail(live, GenerationError(f"given up after {MAX_ATTEMPTS} replicas; last: {live.last_fault}"))
 
     def _retire(self, live: _Live, attempt: int) -> None:
         assert self._fleet is not None

@@ -6,18 +6,17 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
 
 from app import config, metrics, wire
-from app.channel_engine import ChannelHub, UnknownEpochError
+from app.channel_engine import ChannelHub, run_attempt
 from app.model_store import resolve
 from engine.engine import EngineThread
-from engine.errors import EngineDeadError, InvalidRequestError
-from engine.request import Request, TokenDelta
+from engine.errors import EngineDeadError
+from engine.request import TokenDelta
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may keep the interpreter from the event loop; at Python's 5 ms frames wait."""
@@ -60,36 +59,8 @@ class EngineReplica:
             await stream.aclose()  # type: ignore[attr-defined]
 
     async def generate(self, cid: str, payload: bytes, *, meta: dict[str, Any]) -> dict[str, Any]:
-        """Run one attempt; its tokens leave on the channel.
-
-        Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}`` and ``{"refused": why}``:
-        plain values, since exceptions of own types would need the same code at the other end.
-        """
-        try:
-            submission = wire.unpack_submission(payload)
-            engine_id = f"{cid}:{submission.attempt}"
-            attempt = self._hub.attach(cid, meta["epoch"], submission.attempt, engine_id)
-            try:
-                self._engine.submit(
-                    Request(
-                        request_id=engine_id,
-                        token_ids=submission.token_ids,
-                        params=submission.params,
-                        namespace=submission.namespace,
-                        priority=submission.priority,
-                        arrival=time.monotonic() - submission.age_s,
-                        generated_before=submission.generated_before,
-                    )
-                )
-                return {"made": await attempt.done}
-            finally:
-                # Also when Serve cancels this call, the client being gone.
-                if self._hub.detach(attempt):
-                    self._engine.abort(engine_id)
-        except InvalidRequestError as error:
-            return {"invalid": (error.message, error.param, error.code)}
-        except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
-            return {"refused": str(error)}
+        """Run one attempt; see ``run_attempt``."""
+        return await run_attempt(self._hub, self._engine, cid, meta["epoch"], payload)
 
     async def beat(self, cid: str, epoch: int, acknowledged: int, stale: list[int], *, target: str) -> bool:
         """Lease and acknowledgement; see ``ChannelHub.beat``."""

@@ -1,0 +1,234 @@
+"""One engine's channels: leases, epochs, bounds, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from loopback import LIMITS
+
+from app import wire
+from app.channel_engine import MAX_UNACKNOWLEDGED, Channel, ChannelHub, UnknownEpochError
+from engine.request import FinishReason, TokenDelta
+
+LEASE_S = 5.0
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Setting:
+    """A hub under a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.aborted: list[str] = []
+        self.hub = ChannelHub(
+            wire.Hello(LIMITS), self.aborted.append, clock=self.clock, lease_s=LEASE_S, beat_s=0.02
+        )
+
+    async def open(self, cid: str = "ingress", epoch: int = 1) -> AsyncIterator[bytes]:
+        stream = self.hub.stream(cid, epoch)
+        frame = wire.unpack_frame(await anext(stream))
+        assert frame.hello == wire.Hello(LIMITS)
+        assert (frame.epoch, frame.sequence) == (epoch, 0)
+        return stream
+
+    def token(self, number: int, index: int, token: int, end: FinishReason | None = None) -> None:
+        self.hub.deliver([TokenDelta(f"e{number}", index, (token,), end)])
+
+
+def run(test: Callable[[Setting], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await test(Setting())
+
+    asyncio.run(main())
+
+
+async def next_records(stream: AsyncIterator[bytes]) -> list[wire.Record]:
+    while True:
+        frame = wire.unpack_frame(await anext(stream))
+        if frame.records:
+            return frame.records
+
+
+def test_records_of_one_step_share_a_frame_and_waiting_tokens_merge() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        for number in (1, 2):
+            setting.hub.attach("ingress", 1, number, f"e{number}")
+        setting.hub.deliver([TokenDelta("e1", 0, (10,)), TokenDelta("e2", 0, (20,))])
+        setting.token(1, 1, 11)
+        records = await next_records(stream)
+        assert [(r.attempt, r.index, r.token_ids) for r in records] == [(1, 0, [10, 11]), (2, 0, [20])]
+        setting.token(2, 1, 21, FinishReason.STOP)
+        (record,) = await next_records(stream)
+        assert (record.index, record.token_ids, record.end) == (1, [21], FinishReason.STOP)
+
+    run(test)
+
+
+def test_end_gives_the_count_and_frees_the_attempt() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.token(1, 0, 10)
+        setting.token(1, 1, 11, FinishReason.LENGTH)
+        assert await attempt.done == 2
+        assert not setting.hub.detach(attempt)
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.aborted == []
+
+    run(test)
+
+
+def test_silence_is_broken_by_empty_frames() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        setting.clock.now = 1.0
+        frame = wire.unpack_frame(await anext(stream))
+        assert (frame.records, frame.sequence) == ([], 1)
+
+    run(test)
+
+
+def test_lease_ends_without_beats_and_aborts_what_runs() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.clock.now = LEASE_S - 0.1
+        assert setting.hub.beat("ingress", 1, 0)
+        setting.clock.now = 2 * LEASE_S - 0.2
+        await asyncio.sleep(0.1)
+        assert setting.aborted == []
+        setting.clock.now = 2 * LEASE_S
+        with pytest.raises(UnknownEpochError, match="no beat for 5 s"):
+            await attempt.done
+        assert setting.aborted == ["e1"]
+        assert not setting.hub.beat("ingress", 1, 0)
+        with pytest.raises(StopAsyncIteration):
+            while True:
+                await anext(stream)
+
+    run(test)
+
+
+def test_newer_epoch_replaces_the_older_one() -> None:
+    async def test(setting: Setting) -> None:
+        older = await setting.open(epoch=1)
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        await setting.open(epoch=2)
+        with pytest.raises(UnknownEpochError, match="epoch 2 replaced it"):
+            await attempt.done
+        assert setting.aborted == ["e1"]
+        with pytest.raises(StopAsyncIteration):
+            await anext(older)
+        with pytest.raises(UnknownEpochError):
+            setting.hub.attach("ingress", 1, 2, "e2")
+        with pytest.raises(UnknownEpochError, match="not older"):
+            await anext(setting.hub.stream("ingress", 2))
+        assert not setting.hub.beat("ingress", 1, 0)
+        assert setting.hub.beat("ingress", 2, 0)
+
+    run(test)
+
+
+def test_channels_of_two_ingresses_are_apart() -> None:
+    async def test(setting: Setting) -> None:
+        first, second = await setting.open("one"), await setting.open("two")
+        setting.hub.attach("one", 1, 1, "e1")
+        setting.hub.attach("two", 1, 1, "e2")
+        setting.token(1, 0, 10)
+        setting.token(2, 0, 20)
+        assert [record.token_ids for record in await next_records(first)] == [[10]]
+        assert [record.token_ids for record in await next_records(second)] == [[20]]
+        await first.aclose()  # type: ignore[attr-defined]
+        assert setting.aborted == ["e1"]
+        assert set(setting.hub.snapshot()) == {"two"}
+
+    run(test)
+
+
+def test_unacknowledged_frames_are_bounded_and_nothing_is_lost() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        setting.hub.attach("ingress", 1, 1, "e1")
+        tokens: list[int] = []
+        frames = 1
+        for index in range(3000):
+            setting.token(1, index, index)
+            if frames < MAX_UNACKNOWLEDGED:
+                (record,) = await next_records(stream)
+                tokens += record.token_ids
+                frames += 1
+        waiting = asyncio.ensure_future(next_records(stream))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        snapshot = setting.hub.snapshot()["ingress"]
+        assert (snapshot["frames"], snapshot["unsent"]) == (MAX_UNACKNOWLEDGED, 1)
+        assert setting.hub.beat("ingress", 1, frames)
+        (record,) = await waiting
+        assert record.index == len(tokens)
+        assert tokens + record.token_ids == list(range(3000))
+
+    run(test)
+
+
+def test_attempts_unknown_to_the_ingress_are_aborted() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        lost = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.hub.attach("ingress", 1, 2, "e2")
+        assert setting.hub.beat("ingress", 1, 0, stale=[1, 77])
+        assert setting.aborted == ["e1"]
+        with pytest.raises(UnknownEpochError, match="forgot"):
+            await lost.done
+
+    run(test)
+
+
+def test_last_tokens_leave_before_a_dying_engines_channel_ends() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.token(1, 0, 10)
+        setting.hub.close_all("the engine died")
+        assert [record.token_ids for record in await next_records(stream)] == [[10]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        with pytest.raises(UnknownEpochError, match="the engine died"):
+            await attempt.done
+        with pytest.raises(UnknownEpochError, match="the engine died"):
+            await anext(setting.hub.stream("ingress", 5))
+
+    run(test)
+
+
+def test_detached_attempt_leaves_nothing_behind() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.token(1, 0, 10)
+        assert setting.hub.detach(attempt)
+        setting.token(1, 1, 11)
+        snapshot = setting.hub.snapshot()["ingress"]
+        assert (snapshot["attempts"], snapshot["unsent"]) == (0, 0)
+
+    run(test)
+
+
+def test_blocked_property_counts_frames_in_flight() -> None:
+    channel = Channel("c", 1, 0.0, sequence=MAX_UNACKNOWLEDGED - 1)
+    assert not channel.blocked
+    channel.sequence += 1
+    assert channel.blocked

@@ -1,0 +1,103 @@
+"""Options: where they come from, how they are written, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app import config, serving
+from engine.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_defaults() -> None:
+    options = config.load({}, {})
+    assert (options.model, options.engine_replicas, options.ingress_replicas) == ("smollm2-135m-instruct", 2, 1)
+    assert options.model_name == "smollm2-135m-instruct"
+
+
+def test_words_are_read_as_their_type() -> None:
+    options = config.load(
+        {"engine_replicas": "3", "prefix_caching": "false", "kv_memory": "2GiB", "max_model_len": "auto"}, {}
+    )
+    assert options.engine_replicas == 3
+    assert options.prefix_caching is False
+    assert options.kv_memory == 2 * 2**30
+    assert options.max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1024", 1024), ("1.5 GiB", 3 * 2**29), ("500MB", 500_000_000), ("2kib", 2048), (4096, 4096)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert config.load({"kv_memory": text}, {}).kv_memory == size
+
+
+def test_environment_wins() -> None:
+    environment = {"QUIRE_MAX_NUM_SEQS": "7", "QUIRE_CACHE": "/somewhere", "OTHER": "1"}
+    assert config.load({"max_num_seqs": 9}, environment).max_num_seqs == 7
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"modell": "x"}, ["modell", "there are:", "model", "block_size"]),
+        ({"engine_replicas": 0}, ["engine_replicas=0", "greater than or equal to 1"]),
+        ({"engine_replicas": "many"}, ["engine_replicas='many'", "integer"]),
+        ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
+        ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "less than or equal to 1"]),
+        ({"log_level": "LOUD"}, ["log_level='LOUD'"]),
+    ],
+)
+def test_wrong_options_are_named_in_one_line(args: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(args, {})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_unknown_environment_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="enginereplicas"):
+        config.load({}, {"QUIRE_ENGINEREPLICAS": "2"})
+
+
+def test_engine_refuses_unknown_dtypes() -> None:
+    with pytest.raises(ConfigError, match="dtype='int3'"):
+        config.load({"dtype": "int3"}, {}).engine_config("folder", 1)
+
+
+def test_engine_gets_every_option_of_its_own() -> None:
+    engine = config.load({"block_size": 32, "num_blocks": 50, "seed": 3}, {}).engine_config("folder", 2)
+    assert (engine.model, engine.block_size, engine.num_blocks, engine.seed) == ("folder", 32, 50, 3)
+    assert engine.num_threads == 2
+
+
+def test_live_options() -> None:
+    assert config.load_live({"max_live_requests": 3}).max_live_requests == 3
+    with pytest.raises(ConfigError, match="block_size"):
+        config.load_live({"block_size": 3})
+    with pytest.raises(ConfigError, match="max_live_requests=0"):
+        config.load_live({"max_live_requests": 0})
+    assert config.load({"max_live_requests": 5}, {}).live.max_live_requests == 5
+
+
+def test_model_name_of_a_folder_is_its_last_part() -> None:
+    assert config.load({"model": "/models/tiny/"}, {}).model_name == "tiny"
+    assert config.load({"model": "/models/tiny", "served_model_name": "small"}, {}).model_name == "small"
+
+
+def test_config_file_says_what_the_launcher_does() -> None:
+    document = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    args = document["applications"][0]["args"]
+    config.load(args, {})
+    expected = serving.deploy_config(args)
+    if serving.haproxy_expected():
+        assert document == expected
+    else:
+        assert document["applications"] == expected["applications"]
