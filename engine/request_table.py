@@ -17,7 +17,7 @@ class Entry:
     request: Request
     root: tuple[object, ...]  # of its prefix tree
     order: tuple[int, float, str]
-    node: PrefixNode | None = None  # running: of its last findable block; waiting: its last match
+    node: PrefixNode | None = None  # running: of its last findable block; waiting: where the next match starts
     findable: int = 0  # blocks handed to the index
     overtakes: int = 0  # admissions past it while it did not fit
 
@@ -79,8 +79,6 @@ class RequestTable:
     def _drop_blocks(self, entry: Entry) -> None:
         self._pool.release(entry.request.block_table)
         entry.request.block_table = []
-        entry.node = None
-        entry.findable = 0
 
     def check(self) -> None:
         """Verify lists, states and tables; O(blocks), for tests and debugging.

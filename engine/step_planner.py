@@ -119,8 +119,6 @@ class StepPlanner:
             victim = self._table.running[-1]
             if victim is entry and len(self._table.running) == 1:
                 raise InvariantError(f"request {request.request_id!r} runs alone and does not fit the pool")
-            if victim is not entry and victim.remaining == 1:
-                step.decodes -= 1
             self._preempt_last(step)
             if victim is entry:
                 return 0

@@ -392,6 +392,28 @@ def test_in_flight_sharing_does_not_hold_up_others_or_outlive_the_owner() -> Non
     assert shape(scheduler.schedule()) == [("b", 0, 3, False)]
 
 
+def test_only_the_same_block_after_the_same_text_is_waited_for() -> None:
+    scheduler = make_scheduler(64, 4, token_budget=64)
+    simulation = KVSimulation(4)
+    for name, first in [("x", 10), ("y", 20)]:
+        scheduler.add(make_request(name, tokens(5, first), 1))
+    simulation.drain(scheduler)
+    scheduler.add(make_request("after x", [*tokens(4, 10), *tokens(5)], arrival=1.0))
+    scheduler.add(make_request("after y", [*tokens(4, 20), *tokens(5)], arrival=2.0))
+    scheduler.add(make_request("tenant", [*tokens(4, 10), *tokens(5)], arrival=3.0, salt="t"))
+    scheduler.add(make_request("after x too", [*tokens(4, 10), *tokens(5)], arrival=4.0))
+    assert shape(simulation.step(scheduler)) == [
+        ("after x", 4, 5, True),
+        ("after y", 4, 5, True),
+        ("tenant", 0, 9, True),
+    ]
+
+    scheduler = make_scheduler(64, 4, token_budget=64)
+    for salt in ("", "t"):
+        scheduler.add(make_request(f"cold{salt}", tokens(5), salt=salt))
+    assert len(scheduler.schedule().chunks) == 2
+
+
 # Aborts
 
 
@@ -474,17 +496,43 @@ def test_the_last_in_order_is_preempted_and_recovers_with_the_same_tokens() -> N
 
 
 def test_fewer_tokens_are_better_than_a_preemption() -> None:
-    scheduler = make_scheduler(6, 4, token_budget=10)
+    scheduler = make_scheduler(12, 4, token_budget=4)
     simulation = KVSimulation(4, lambda request: 7)
-    scheduler.add(make_request("decodes", tokens(6), 8, arrival=1.0))
+    young = make_request("young", tokens(4), 40, arrival=2.0)
+    scheduler.add(young)
     simulation.step(scheduler)
-    scheduler.add(make_request("prefills", tokens(14, 20), 2, arrival=0.5))
-    steps = [shape(simulation.step(scheduler)) for _ in range(3)]
-    assert steps[0] == [
-        ("decodes", 6, 1, True)
-    ]  # one block is kept for its growth, so 14 + 1 tokens do not fit
-    simulation.drain(scheduler)
-    assert scheduler.stats().preemptions == 0
+    scheduler.add(make_request("old", tokens(34, 20), 2, arrival=1.0))
+    plans = []
+    while not young.num_preemptions:
+        plans.append(shape(simulation.step(scheduler)))
+    # Two of three tokens still fit the last block; only for the third is there a preemption.
+    assert plans[-3:] == [
+        [("old", 27, 3, False), ("young", 13, 1, True)],
+        [("old", 30, 2, False), ("young", 14, 1, True)],
+        [("old", 32, 2, True)],
+    ]
+
+
+def test_shortage_makes_admission_more_careful() -> None:
+    def admitted(shortage: bool) -> bool:
+        scheduler = make_scheduler(8, 4)
+        simulation = KVSimulation(4, lambda request: 7)
+        scheduler.add(old := make_request("old", tokens(7), 25, arrival=1.0))
+        simulation.step(scheduler)
+        young = make_request("young", tokens(14, 20), 10, arrival=2.0)
+        if shortage:
+            scheduler.add(young)
+            run_until_preempted(scheduler, simulation, young)
+            scheduler.abort("young")
+        while len(old.token_ids) < 14:
+            simulation.step(scheduler)
+        assert len(old.block_table) == 4
+        scheduler.add(make_request("new", tokens(8, 30), 1, arrival=3.0))
+        return len(simulation.step(scheduler).admitted) == 1
+
+    # Of 4 blocks left the new one needs 3; one, and after a shortage two, are kept for growth.
+    assert admitted(shortage=False)
+    assert not admitted(shortage=True)
 
 
 def test_preempted_requests_find_what_survived() -> None:
@@ -545,7 +593,7 @@ def test_nothing_passes_a_preempted_request_into_blocks_that_it_needs() -> None:
 
 
 def test_priority_decides_and_takes_blocks_or_a_seat_from_lower_ones() -> None:
-    for options in ({"max_num_seqs": 1}, {"num_blocks": 4}):
+    for options in ({"max_num_seqs": 1}, {"num_blocks": 4}, {"token_budget": 1}):
         scheduler = make_scheduler(**{"num_blocks": 16, "block_size": 4, **options})
         simulation = KVSimulation(4, lambda request: 7)
         low = make_request("low", tokens(8), 6, arrival=1.0, priority=1)
@@ -569,6 +617,18 @@ def test_priority_preempts_nobody_in_vain() -> None:
     scheduler.add(make_request("low", tokens(2, 10), 3, arrival=2.0, priority=1))
     simulation.step(scheduler)
     scheduler.add(make_request("high", tokens(16, 20), 6, arrival=3.0, priority=0))
+    assert simulation.step(scheduler).preempted == []
+
+
+def test_priority_counts_a_victims_blocks_once() -> None:
+    scheduler = make_scheduler(6, 4)
+    simulation = KVSimulation(4, lambda request: 7)
+    scheduler.add(make_request("same", tokens(7, 10), 5, arrival=1.0, priority=0))
+    scheduler.add(make_request("low", tokens(7), 5, arrival=2.0, priority=1))
+    simulation.step(scheduler)
+    # Blocks: 2 for each of them, one kept for growth of the first, one more free. The new one needs 4 and would
+    # find one of the victim's: preempting frees one that it does not count on already.
+    scheduler.add(make_request("high", [*tokens(4), *tokens(9, 30)], 3, arrival=3.0, priority=0))
     assert simulation.step(scheduler).preempted == []
 
 
