@@ -71,7 +71,6 @@ class LoopbackReplica:
         self.engine.hub = self.hub
         self.dead = False
         self.calls: set[asyncio.Task[Any]] = set()
-        self.lost_ends = 0  # end records to swallow: a bug of ours that must not hang a request
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -96,7 +95,7 @@ class LoopbackResponse(Awaitable[Any]):
         return self._wait().__await__()
 
     async def _wait(self) -> Any:
-        done, _ = await asyncio.wait({self._task})
+        await asyncio.wait({self._task})
         if self._task.cancelled():
             raise ConnectionError("the replica is unavailable")
         return self._task.result()
@@ -120,7 +119,7 @@ class LoopbackStream:
         except asyncio.CancelledError:
             self.queue.put_nowait(ConnectionError("the stream broke"))
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (carried to the reader)
             self.queue.put_nowait(error)
         finally:
             await stream.aclose()  # type: ignore[attr-defined]

@@ -73,6 +73,7 @@ class LocalCluster:
     def start(self) -> None:
         """Ray and Serve, without any application."""
         os.environ.pop("RAY_ADDRESS", None)
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else busy neighbours starve the replicas
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         ray.init(
             address="local",

@@ -57,7 +57,9 @@ def undisturbed(deployed: LocalCluster) -> list[Outcome]:
     return outcomes
 
 
-async def while_streaming(cluster: LocalCluster, act: Callable[[], object], tokens: int = TOKENS) -> list[Outcome]:
+async def while_streaming(
+    cluster: LocalCluster, act: Callable[[], object], tokens: int = TOKENS
+) -> list[Outcome]:
     """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes."""
     streams = asyncio.ensure_future(complete_all(cluster.url, prompts(STREAMS), tokens))
 

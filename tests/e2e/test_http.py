@@ -1,0 +1,133 @@
+"""The routes as a client sees them, through Serve's proxy, ingress, channel and engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from local_cluster import LocalCluster, wait_for
+from streams import MODEL
+
+CAPITAL: Any = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "What is the capital of France?"},
+]
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture
+def sdk(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def http(base_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=base_url, timeout=120) as client:
+        yield client
+
+
+def test_chat_streams_the_answer_and_stops_by_itself(sdk: openai.OpenAI) -> None:
+    chunks = list(
+        sdk.chat.completions.create(
+            model=MODEL, messages=CAPITAL, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-2:] == [None, "stop"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_both_routes_answer_whole_and_streamed_alike(sdk: openai.OpenAI) -> None:
+    chat = sdk.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=0)
+    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (ANSWER, "stop")
+    asked: Any = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 12, "temperature": 0}
+    whole = sdk.completions.create(**asked)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 12
+    streamed = sdk.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
+
+
+def test_lists_of_prompts_come_back_in_order(sdk: openai.OpenAI) -> None:
+    prompts = ["One, two, three,", "The sky is", "Once upon a time"]
+    together = sdk.completions.create(model=MODEL, prompt=prompts, max_tokens=8, temperature=0)
+    alone = [sdk.completions.create(model=MODEL, prompt=p, max_tokens=8, temperature=0) for p in prompts]
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert [choice.text for choice in together.choices] == [one.choices[0].text for one in alone]
+
+
+def test_a_stop_string_ends_the_stream_and_the_engines_work(cluster: LocalCluster, http: httpx.Client) -> None:
+    body = {"messages": CAPITAL, "temperature": 0, "stop": "is Par", "stream": True, "ignore_eos": True}
+    lines = http.post("/v1/chat/completions", json=body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "The capital of France "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    wait_for(lambda: all(s["live_requests"] == 0 for s in cluster.inspect()), 20, "the request still runs")
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "code"),
+    [
+        ("/v1/completions", b'{"prompt": ""}', 400, "empty_prompt"),
+        ("/v1/completions", b'{"prompt": [99999999]}', 400, "invalid_value"),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 99999999}', 400, "context_length_exceeded"),
+        ("/v1/completions", b'{"prompt": "a", "model": "gpt-5"}', 404, "model_not_found"),
+        ("/v1/completions", b"{", 400, "invalid_json"),
+        ("/v1/chat/completions", b'{"messages": [], "stream": true}', 400, "invalid_value"),
+        ("/v1/nothing", b"{}", 404, None),
+    ],
+)
+def test_errors_pass_the_proxy_unchanged(
+    http: httpx.Client, path: str, content: bytes, status: int, code: str | None
+) -> None:
+    response = http.post(path, content=content, headers={"x-request-id": "mine"})
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_many_clients_at_once_all_get_their_own_answer(sdk: openai.OpenAI) -> None:
+    def ask(number: int) -> str:
+        prompt = f"{number}, {number + 1}, {number + 2}," * 3
+        reply = sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0)
+        return reply.choices[0].text
+
+    alone = [ask(number) for number in range(12)]
+    with ThreadPoolExecutor(12) as clients:
+        assert list(clients.map(ask, range(12))) == alone
+
+
+def test_the_engines_figures_are_in_rays_prometheus_endpoint(cluster: LocalCluster, http: httpx.Client) -> None:
+    prompt = list(range(2000, 2064))
+    for _ in range(3):  # on whichever replica: one of two has it twice
+        http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status()
+
+    def figures() -> dict[str, float] | None:
+        text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=10).text
+        found: dict[str, float] = {}
+        for name, labels, value in re.findall(r"^ray_(quire_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+            state = re.search(r'(?:^|,)state="(\w+)"', labels)
+            key = f"{name}:{state[1]}" if state else name
+            found[key] = found.get(key, 0.0) + float(value)
+        wanted = {f"quire_kv_blocks:{state}" for state in ("referenced", "cached", "free")}
+        wanted |= {f"quire_requests:{state}" for state in ("running", "waiting")}
+        wanted |= {
+            "quire_prefix_query_tokens_total",
+            "quire_prefix_hit_tokens_total",
+            "quire_generated_tokens_total",
+        }
+        return found if wanted <= set(found) and found["quire_prefix_hit_tokens_total"] >= 48 else None
+
+    found = wait_for(figures, 60, "the metrics are not there")
+    assert found["quire_kv_blocks:cached"] > 0
+    assert found["quire_generated_tokens_total"] >= 6
