@@ -216,7 +216,9 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     if not fields.boolean("use_sliding_window", False):
         window = None
     if layer_types is None:
-        first = fields.optional_integer("max_window_layers", 28) or 0
+        if window is None:
+            return ()
+        first = fields.count("max_window_layers", 28)
         layer_types = ["full_attention"] * min(first, num_layers)
         layer_types += ["sliding_attention"] * (num_layers - len(layer_types))
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
@@ -249,28 +251,29 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
         raise fields.error(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
 
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if theta <= 1.0:
+        raise fields.error(f"rope_theta is {theta} but must be above 1")
     if rope_type is RopeType.DEFAULT:
         return RopeConfig(theta=theta), max_position
+    factor = rope.optional_number("factor")
+    if (factor is None and rope_type is not RopeType.YARN) or (factor is not None and factor <= 0.0):
+        raise fields.error(f"rope_parameters.factor is {factor} but must be a number above 0")
     if rope_type is RopeType.LINEAR:
-        return RopeConfig(rope_type, theta, rope.number("factor")), max_position
+        return RopeConfig(rope_type, theta, factor or 1.0), max_position
 
     # A value beside the parameters goes before one among them, as in transformers.
     outer = fields.optional_integer("original_max_position_embeddings", None)
     inner = rope.optional_integer("original_max_position_embeddings", None)
     original = outer or inner or max_position
     if rope_type is RopeType.LLAMA3:
-        return (
-            RopeConfig(
-                rope_type,
-                theta,
-                rope.number("factor"),
-                original,
-                low_freq_factor=rope.number("low_freq_factor"),
-                high_freq_factor=rope.number("high_freq_factor"),
-            ),
-            max_position,
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not 0.0 < low < high:
+            raise fields.error(f"low_freq_factor {low} must be above 0 and below high_freq_factor {high}")
+        llama3 = RopeConfig(
+            rope_type, theta, factor or 1.0, original, low_freq_factor=low, high_freq_factor=high
         )
-    factor = rope.number("factor", max_position / original)
+        return llama3, max_position
+    factor = max_position / original if factor is None else factor
     yarn = RopeConfig(
         rope_type,
         theta,

@@ -39,6 +39,10 @@ class Fields:
             raise self.error(f"{self.prefix}{key} is {value!r} but must be a positive integer")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """An integer from 0."""
+        return 0 if self.raw.get(key) == 0 else self.integer(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.optional_number(key)

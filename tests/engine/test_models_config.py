@@ -74,6 +74,8 @@ def test_windows() -> None:
     assert parse("Qwen2", sliding_window=16).windows == ()
     upper = parse("Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=3)
     assert upper.windows == (None, None, None, 16)
+    everywhere = parse("Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    assert everywhere.windows == (16,) * 4
     kinds = ["sliding_attention", "full_attention"] * 2
     mixed = parse("Qwen3", use_sliding_window=True, sliding_window=16, layer_types=kinds)
     assert [mixed.window(layer) for layer in range(4)] == [16, None, 16, None]
@@ -100,7 +102,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic' is not supported"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
     "rope per layer": ({"rope_parameters": {"full_attention": {}}}, "differ between layer types"),
-    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor is missing"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor is None but"),
+    "factor": ({"rope_scaling": {"type": "yarn", "factor": -1.0}}, "rope_parameters.factor is -1.0 but"),
+    "theta": ({"rope_theta": 1}, "rope_theta is 1.0 but must be above 1"),
+    "llama3 without a band": (
+        {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "low_freq_factor 4.0 must be above 0 and below high_freq_factor 4.0",
+    ),
     "heads": ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
     "odd head": ({"head_dim": 9}, "head_dim is 9, but"),
     "missing size": ({"hidden_size": None}, "hidden_size is missing"),
