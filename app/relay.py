@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import dataclasses
 import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from app import wire
-from app.channel_ingress import IngressChannel
-from app.routing import fleet
-from app.routing.ledger import Route
+from app.channel_set import ChannelSet
+from app.generation import Delta, GenerateRequest, GenerationError, UnavailableError
+from app.routing.ledger import Ledger, Route
 from engine.errors import InvalidRequestError, QuireError
-from engine.request import CacheNamespace, FinishReason, ModelLimits, validate
-from engine.sampling_params import SamplingParams
+from engine.request import FinishReason, ModelLimits, validate
+
+__all__ = ["Delta", "EngineClient", "GenerateRequest", "GenerationError", "UnavailableError"]
 
 UNAVAILABLE_AFTER_S = 60.0
 """A request that finds no routable replica for this long ends with ``UnavailableError``."""
@@ -40,44 +40,6 @@ END_RECORD_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class UnavailableError(QuireError):
-    """No engine replica could take the request within the bounded time; becomes a 503 with Retry-After."""
-
-
-class GenerationError(QuireError):
-    """The engine gave the request up because of a fault in its computation; becomes a 500."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One sequence to generate.
-
-    ``request_id`` is for logs; it need not be unique.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    params: SamplingParams
-    namespace: CacheNamespace = field(default_factory=CacheNamespace)
-    priority: int = 0  # lower runs first
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Tokens that arrived for one request.
-
-    ``index`` is the offset of the first token in the whole output. Only the last delta has a
-    ``finish_reason`` (``"stop"``, ``"length"`` or ``"abort"``); it may carry no token, and with ``"stop"``
-    its last token may be the end-of-sequence or stop token. ``cached_tokens`` is the exact number of prompt
-    tokens that the prefix cache supplied at the first admission.
-    """
-
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    cached_tokens: int
-    index: int
-
-
 @dataclass(slots=True, eq=False)
 class _Live:
     """One request on its way. Its output is what has arrived here, whichever replica made it."""
@@ -86,7 +48,6 @@ class _Live:
     arrived: float
     output: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
-    attempt: int = 0  # the one whose records count; 0: none
     ended: bool = False
     complete: bool = False  # the end record has come
     deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
@@ -106,43 +67,29 @@ class EngineClient:
     def __init__(self, handle: Any, unavailable_after_s: float = UNAVAILABLE_AFTER_S) -> None:
         self._handle = handle
         self._unavailable_after_s = unavailable_after_s
-        self._cid = secrets.token_hex(8)
-        self._epochs = itertools.count(1)
         self._attempts = itertools.count(1)
         self._live: dict[int, _Live] = {}  # by attempt
         self._requests: set[_Live] = set()
         self._lingering: set[asyncio.Future[Any]] = set()
-        self._channels: dict[str, IngressChannel] = {}
-        self._leaving: set[str] = set()
         self._limits: ModelLimits | None = None
         self._routes_changed = asyncio.Event()
-        self._fleet: fleet.Fleet | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: ChannelSet | None = None
         self._generate: Any = None
 
     async def start(self) -> None:
         """Open channels to the replicas, now and as they come; awaits no replica. Later calls do nothing."""
-        if self._fleet is not None:
-            return
-        self._loop = asyncio.get_running_loop()
-        self._fleet = fleet.of(self._handle.deployment_id.app_name, self._handle.deployment_id.name)
-        self._fleet.listen(self._members_from_router)
-        # The first options() makes Serve create the router, which reports its members.
-        self._generate = self._handle.options(_by_reference=False).generate
+        if self._started is None:
+            self._started = ChannelSet(self._handle, self)
+            # The first options() makes Serve create the router, which reports its members.
+            self._generate = self._handle.options(_by_reference=False).generate
 
     async def stop(self) -> None:
         """Close every channel; live requests end with ``UnavailableError``."""
-        if self._fleet is None:
+        if self._started is None:
             return
-        self._fleet.unlisten(self._members_from_router)
         for live in list(self._requests):
             self._fail(live, UnavailableError("the server is shutting down; send the request again"))
-        channels = list(self._channels.values())
-        self._channels.clear()
-        for channel in channels:
-            channel.stop()
-        for channel in channels:
-            await channel.stopped()
+        await self._started.stop()
 
     def limits(self) -> ModelLimits | None:
         """Of the model, from the replicas' first frames; ``None`` until one has answered."""
@@ -150,13 +97,14 @@ class EngineClient:
 
     def status(self) -> dict[str, Any]:
         """For /health: known replicas, those with an open channel, live requests, each channel's state."""
-        ledger = self._fleet.ledger if self._fleet is not None else None
+        if self._started is None:
+            return {"replicas": 0, "routable": 0, "live_requests": 0, "channels": {}, "booked_tokens": {}}
         return {
-            "replicas": len(self._channels) - len(self._leaving),
-            "routable": len(ledger.routable()) if ledger is not None else 0,
+            "replicas": self._channels.num_members,
+            "routable": len(self._ledger.routable()),
             "live_requests": len(self._requests),
-            "channels": {name: channel.state.value for name, channel in self._channels.items()},
-            "booked_tokens": ledger.load() if ledger is not None else {},
+            "channels": self._channels.states(),
+            "booked_tokens": self._ledger.load(),
         }
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -178,9 +126,8 @@ class EngineClient:
             request = dataclasses.replace(request, params=params)
         live = _Live(request, time.monotonic())
         self._requests.add(live)
-        assert self._loop is not None
         # An empty context: Serve must not take the attempts for children of one HTTP request.
-        live.driver = self._loop.create_task(self._drive(live), context=contextvars.Context())
+        live.driver = asyncio.get_running_loop().create_task(self._drive(live), context=contextvars.Context())
         try:
             while True:
                 delta = await live.deltas.get()
@@ -195,6 +142,15 @@ class EngineClient:
             if not live.complete:
                 live.driver.cancel()
 
+    @property
+    def _channels(self) -> ChannelSet:
+        assert self._started is not None, "start() comes first"
+        return self._started
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._channels.fleet.ledger
+
     # ---- attempts
 
     async def _drive(self, live: _Live) -> None:
@@ -204,10 +160,8 @@ class EngineClient:
                 return
             live.interrupt.clear()
             attempt = next(self._attempts)
-            live.attempt = attempt
             self._live[attempt] = live
-            assert self._fleet is not None
-            self._fleet.ledger.expect(attempt)
+            self._ledger.expect(attempt)
             try:
                 fault = await self._attempt(live, attempt)
             finally:
@@ -229,15 +183,12 @@ class EngineClient:
         self._fail(live, GenerationError(f"given up after {MAX_ATTEMPTS} replicas; last: {live.last_fault}"))
 
     def _retire(self, live: _Live, attempt: int) -> None:
-        assert self._fleet is not None
-        live.attempt = 0
         del self._live[attempt]
-        booking = self._fleet.ledger.booking(attempt)
+        booking = self._ledger.booking(attempt)
         if booking is not None:
             live.avoid = booking.route.replica
-        self._fleet.ledger.release(attempt)
-        if self._leaving:
-            self._evacuate()
+        self._ledger.release(attempt)
+        self._channels.settle()
 
     async def _attempt(self, live: _Live, attempt: int) -> str:
         """Run one attempt; returns why it failed, or "" when the request has ended or was asked to move."""
@@ -261,7 +212,7 @@ class EngineClient:
             "decode": max(left, 1),
             "avoid": live.avoid,
         }
-        response = self._generate.remote(self._cid, wire.pack_submission(submission), meta=meta)
+        response = self._generate.remote(self._channels.cid, wire.pack_submission(submission), meta=meta)
         answer = asyncio.ensure_future(_await(response))
         interrupted = asyncio.ensure_future(live.interrupt.wait())
         try:
@@ -283,8 +234,7 @@ class EngineClient:
 
     def _linger(self, answer: asyncio.Future[Any], response: Any) -> None:
         """The end record overtook the engine's answer, due any moment: to cancel that would cost more."""
-        assert self._loop is not None
-        limit = self._loop.call_later(END_RECORD_S, _cancel, answer, response)
+        limit = asyncio.get_running_loop().call_later(END_RECORD_S, _cancel, answer, response)
 
         def done(answer: asyncio.Future[Any]) -> None:
             limit.cancel()
@@ -310,9 +260,8 @@ class EngineClient:
 
     async def _routable(self, live: _Live) -> bool:
         """Wait for a replica with an open channel; fails the request when none comes."""
-        assert self._fleet is not None
         deadline = time.monotonic() + self._unavailable_after_s
-        while not self._fleet.ledger.routable(self._fleet.members):
+        while not self._channels.routable():
             self._routes_changed.clear()
             left = deadline - time.monotonic()
             try:
@@ -333,74 +282,46 @@ class EngineClient:
 
     # ---- channels
 
-    def _members_from_router(self, members: frozenset[str]) -> None:
-        """Called on the router's thread."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending
-            self._loop.call_soon_threadsafe(self._update_members, members, context=contextvars.Context())
+    def replicas_in_use(self) -> Collection[str]:
+        """See ``ChannelOwner``."""
+        bookings = (self._ledger.booking(attempt) for attempt, live in self._live.items() if not live.ended)
+        return {booking.route.replica for booking in bookings if booking is not None}
 
-    def _update_members(self, members: frozenset[str]) -> None:
-        assert self._fleet is not None
-        for replica in members - self._channels.keys():
-            self._fleet.pin(replica, True)
-            self._channels[replica] = IngressChannel(
-                self._handle, self._cid, replica, lambda: next(self._epochs), self
-            )
-        self._leaving = {replica for replica in self._channels if replica not in members}
-        if self._leaving:
-            self._evacuate()
-
-    def _evacuate(self) -> None:
-        """Move the requests of replicas that leave, where there is another one; close channels without any."""
-        assert self._fleet is not None
-        elsewhere = bool(self._fleet.ledger.routable(self._fleet.members))
-        busy: set[str] = set()
-        for attempt, live in list(self._live.items()):
-            booking = self._fleet.ledger.booking(attempt)
-            if booking is not None and booking.route.replica in self._leaving and not live.ended:
-                if elsewhere:
-                    live.interrupt.set()
-                else:
-                    busy.add(booking.route.replica)
-        for replica in self._leaving - busy:
-            channel = self._channels.pop(replica)
-            channel.stop()
-            self._fleet.pin(replica, False)
-        self._leaving &= self._channels.keys()
+    def move_away(self, replicas: Collection[str]) -> None:
+        """See ``ChannelOwner``."""
+        for attempt, live in self._live.items():
+            booking = self._ledger.booking(attempt)
+            if booking is not None and booking.route.replica in replicas:
+                live.interrupt.set()
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
         """See ``ChannelEvents``."""
-        assert self._fleet is not None
         self._limits = hello.limits
-        self._fleet.ledger.open(route)
+        self._ledger.open(route)
         self._routes_changed.set()
-        if self._leaving:
-            self._evacuate()
+        self._channels.settle()
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """See ``ChannelEvents``."""
-        assert self._fleet is not None
-        self._fleet.ledger.suspect(route.replica, suspected)
+        self._ledger.suspect(route.replica, suspected)
         if not suspected:
             self._routes_changed.set()
+            self._channels.settle()
 
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there go on elsewhere."""
-        assert self._fleet is not None
-        for attempt in self._fleet.ledger.close(route):
+        for attempt in self._ledger.close(route):
             live = self._live.get(attempt)
             if live is not None and not live.ended:
-                if route.replica in self._channels and route.replica not in self._leaving:
+                if self._channels.known(route.replica):
                     live.faults += 1
                     live.last_fault = reason
                 live.interrupt.set()
                 logger.info("request %s moves on: %s", live.request.request_id, reason)
-        if self._leaving:
-            self._evacuate()
+        self._channels.settle()
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """See ``ChannelEvents``."""
-        assert self._fleet is not None
         stale = []
         for record in records:
             live = self._live.get(record.attempt)
@@ -408,7 +329,7 @@ class EngineClient:
                 if live is None and record.end is None:
                     stale.append(record.attempt)
                 continue
-            booking = self._fleet.ledger.booking(record.attempt)
+            booking = self._ledger.booking(record.attempt)
             if booking is None or booking.route != route:
                 continue
             if record.index != len(live.output):
@@ -425,7 +346,6 @@ class EngineClient:
         return stale
 
     def _accept(self, live: _Live, record: wire.Record) -> None:
-        assert self._fleet is not None
         if record.end is FinishReason.ERROR:
             self._fail(live, GenerationError(record.message or "the engine gave the request up"))
             return
@@ -434,7 +354,7 @@ class EngineClient:
             live.interrupt.set()
             return
         if record.token_ids:
-            self._fleet.ledger.first_token(record.attempt)
+            self._ledger.first_token(record.attempt)
         if live.cached_tokens is None:
             live.cached_tokens = record.cached_tokens
         index = len(live.output)

@@ -1,0 +1,47 @@
+"""What the HTTP surface asks of the engines, and what it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import QuireError
+from engine.request import CacheNamespace
+from engine.sampling_params import SamplingParams
+
+
+class UnavailableError(QuireError):
+    """No engine replica could take the request within the bounded time; becomes a 503 with Retry-After."""
+
+
+class GenerationError(QuireError):
+    """The engine gave the request up because of a fault in its computation; becomes a 500."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to generate.
+
+    ``request_id`` is for logs; it need not be unique.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    namespace: CacheNamespace = field(default_factory=CacheNamespace)
+    priority: int = 0  # lower runs first
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that arrived for one request.
+
+    ``index`` is the offset of the first token in the whole output. Only the last delta has a
+    ``finish_reason`` (``"stop"`` or ``"length"``); it may carry no token, and with ``"stop"`` its last token
+    may be the end-of-sequence or stop token. ``cached_tokens`` is the exact number of prompt tokens that the
+    prefix cache supplied at the first admission.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    cached_tokens: int
+    index: int
