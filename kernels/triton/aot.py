@@ -1,17 +1,18 @@
 """Compile the kernels ahead of time, without a GPU, and say what each takes of one.
 
 ``python -m kernels.triton.aot`` prints a table for every target and exits with 1 if a kernel spills registers
-or needs more shared memory than the target has.
+or needs more shared memory than the target has; ``--full`` compiles more variants.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,17 +95,15 @@ class Resources:
 
 
 def variants(hip: bool, *, full: bool = False) -> list[Variant]:
-    """What to compile; ``full`` crosses group sizes, head sizes and dtypes instead of taking a few of each."""
+    """What to compile; ``full`` takes more of the group sizes, head sizes and dtypes there are."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     cases = [(bf16, 8, 128, 0), (bf16, 1, 64, 0), (fp16, 4, 128, 4096), (fp32, 4, 128, 0)]
     if full:
-        cases = [
-            (dtype, group, head_dim, window)
-            for dtype in ELEMENT
-            for group in (1, 3, 4, 8)
-            for head_dim in (64, 128)
-            for window in (0, 4096)
+        cases = [(bf16, group, head_dim, 0) for group in (1, 3, 4, 8, 16) for head_dim in (64, 128)]
+        cases += [
+            (dtype, 4, head_dim, window) for dtype in ELEMENT for head_dim in (64, 256) for window in (0, 512)
         ]
+        cases += [(fp32, group, 128, 0) for group in (1, 8)]
     found = []
     for dtype, group, head_dim, window in cases:
         found.append(_attention(dtype, group, head_dim, window, hip, short=True, partial=True))
@@ -117,7 +116,12 @@ def variants(hip: bool, *, full: bool = False) -> list[Variant]:
 
 
 def compile_all(target: str, *, full: bool = False) -> list[Resources]:
-    """Compile every variant for ``target``, a key of :data:`TARGETS`.
+    """Compile every variant for ``target``, a key of :data:`TARGETS`; see :func:`compile_each`."""
+    return list(compile_each(target, full=full))
+
+
+def compile_each(target: str, *, full: bool = False) -> Iterator[Resources]:
+    """Compile every variant for ``target``, each when it is asked for.
 
     Triton caches by source and target; set ``TRITON_CACHE_DIR`` to keep that out of the user's cache. Raises
     ``RuntimeError`` under ``TRITON_INTERPRET=1``, where nothing is compiled.
@@ -125,7 +129,8 @@ def compile_all(target: str, *, full: bool = False) -> list[Resources]:
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them")
     hip = TARGETS[target].backend == "hip"
-    return [_compile(variant, target) for variant in variants(hip, full=full)]
+    for variant in variants(hip, full=full):
+        yield _compile(variant, target)
 
 
 def _attention(
@@ -231,12 +236,15 @@ def _number(pattern: str, text: str) -> int:
 
 
 def main() -> int:
-    """Print the full table; the exit status."""
+    """Print the table; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.triton.aot", description="Compile without a GPU.")
+    parser.add_argument("--full", action="store_true", help="compile more variants; takes minutes")
+    full = parser.parse_args().full
     all_fit = True
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("TRITON_CACHE_DIR", cache)
         for target in TARGETS:
-            for resources in compile_all(target, full=True):
+            for resources in compile_each(target, full=full):
                 sys.stdout.write(f"{resources}\n")
                 sys.stdout.flush()
                 all_fit = all_fit and resources.fits

@@ -217,32 +217,30 @@ def paged_attention_kernel(
         tl.store(out + out_row[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=tile_mask)
 
 
-@jit(varying=("num_requests", "partial_rows", "num_splits"))
+@jit(varying=("partial_rows", "num_splits"))
 def merge_splits_kernel(
     out: tl.tensor,
     partial_acc: tl.tensor,
     partial_stats: tl.tensor,
     query_start: tl.tensor,
     context_lens: tl.tensor,
-    num_requests: tl.tensor,
     partial_rows: tl.tensor,
     num_splits: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    SHORT: tl.constexpr,
     SHORT_QUERY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid ``(tiles, kv_heads, partial_rows)``: merge one row's splits in ascending order.
+    """Grid ``(requests, kv_heads, partial_rows)``: merge one row's splits in ascending order.
 
     From the first split in which the row sees a key to its own, so it reads neither an empty one nor one that
     was never written.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    _, first, base, tokens = locate_tile(query_start, context_lens, num_requests, BLOCK_Q, SHORT, SHORT_QUERY)
+    _, first, base, tokens = locate_tile(query_start, context_lens, 0, BLOCK_Q, True, SHORT_QUERY)
     row = tl.program_id(2)
     if row // GROUP >= tokens:
         return

@@ -27,8 +27,9 @@ def triton_kernels() -> TritonKernels:
 
 
 @pytest.fixture(autouse=True)
-def _poison_uninitialized_memory() -> Iterator[None]:
-    """``torch.empty`` returns NaN: reading what no kernel wrote shows."""
+def _same_numbers_and_poisoned_memory() -> Iterator[None]:
+    """Seed torch; ``torch.empty`` returns NaN, so that reading what no kernel wrote shows."""
+    torch.manual_seed(3)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -197,7 +198,7 @@ def test_rope_and_write_kv(
     close(queries[0], queries[1])
     close(pools[0], pools[1])
     assert torch.equal(pools[0][:, 0], batch.pool[1:, 0])  # the other layer
-    written = (pools[0][:, 1] != batch.pool[1:, 1]).all(-1)
+    written = (pools[0][:, 1] != batch.pool[1:, 1]).any(-1)
     assert written.sum() == 2 * kv_heads * batch.qkv.shape[0]
 
 
