@@ -1,22 +1,21 @@
-"""The HTTP entry: routes, request ids, and the deployment that Serve runs them in."""
+"""The HTTP entry: the routes, and the deployment that Serve runs them in.
+
+Serve itself answers with the caller's ``x-request-id``, or a new one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import re
-import uuid
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from app import config
 from app.chat import PromptTokenizer
@@ -26,8 +25,6 @@ from app.model_store import resolve
 from app.openai_service import OpenAIService
 from app.relay import EngineClient
 from app.request_body import read_json_object
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 async def health(request: Request) -> Response:
@@ -55,27 +52,6 @@ def _service(request: Request) -> OpenAIService:
     return service
 
 
-class RequestIds:
-    """ASGI middleware: answers carry the caller's ``x-request-id`` if it is harmless, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        await self._app(scope, receive, partial(_send_with_id, send, request_id.encode()))
-
-
-async def _send_with_id(send: Send, request_id: bytes, message: Message) -> None:
-    if message["type"] == "http.response.start":
-        message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
-    await send(message)
-
-
 def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
     """The HTTP application; ``service_of`` is asked at each request."""
     api = Starlette(
@@ -86,7 +62,6 @@ def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         ],
-        middleware=[Middleware(RequestIds)],
         exception_handlers=ERROR_HANDLERS,
     )
     api.state.service_of = service_of

@@ -200,16 +200,6 @@ def test_ignore_eos_and_min_tokens_go_on(http: httpx.Client) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_request_ids_are_echoed_if_harmless(http: httpx.Client) -> None:
-    assert http.get("/health", headers={"x-request-id": "a-B_1.2:3"}).headers["x-request-id"] == "a-B_1.2:3"
-    for harmful in ("a b", "x" * 129, "a\tb"):
-        answer = http.get("/health", headers={"x-request-id": harmful}).headers["x-request-id"]
-        assert answer != harmful
-        assert len(answer) == 32
-    streamed = http.post("/v1/completions", json={**COUNT, "stream": True}, headers={"x-request-id": "mine"})
-    assert streamed.headers["x-request-id"] == "mine"
-
-
 def test_a_client_that_leaves_frees_the_engine(server: LocalServer, http: httpx.Client) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
     aborted = len(server.client.aborted)

@@ -96,6 +96,15 @@ def test_errors_pass_the_proxy_unchanged(
     assert response.headers.get_list("x-request-id") == ["mine"]
 
 
+def test_every_answer_has_one_request_id(http: httpx.Client) -> None:
+    first, second = (http.get("/v1/models").headers.get_list("x-request-id") for _ in range(2))
+    assert len(first) == len(second) == 1
+    assert first != second
+    body = {"prompt": "a", "max_tokens": 2, "stream": True}
+    streamed = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert streamed.headers.get_list("x-request-id") == ["mine"]
+
+
 def test_many_clients_at_once_all_get_their_own_answer(sdk: openai.OpenAI) -> None:
     def ask(number: int) -> str:
         prompt = f"{number}, {number + 1}, {number + 2}," * 3
