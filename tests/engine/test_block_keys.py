@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_keys import block_keys, root_key
@@ -42,6 +42,7 @@ def test_equal_tokens_after_different_ones_have_different_keys() -> None:
     assert len(set(block_keys(ROOT, [7] * 64, 2))) == 32
 
 
+@settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 5), st.integers(0, 5))
 def test_keys_of_a_beginning_are_a_beginning_of_the_keys(tokens: list[int], size: int, blocks: int) -> None:
     keys = block_keys(ROOT, tokens, size)
