@@ -15,7 +15,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from loadtests import report
@@ -48,7 +48,11 @@ def target(url: str | None, options: list[str]) -> Iterator[str]:
         from loadtests.http_path import application
 
         print("starting the application ...", flush=True)
-        with application(options) as started:
+        with ExitStack() as stack:
+            try:
+                started = stack.enter_context(application(options))
+            except RuntimeError as error:
+                sys.exit(str(error))
             yield f"http://127.0.0.1:{started.port}"
 
 
