@@ -78,7 +78,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(lib: ctypes.CDLL, dtype: torch.d
     packed = panels(lib, random(131, 601, dtype=dtype), random(131, dtype=dtype, seed=1))
     x = random(70, 601, dtype=dtype, seed=2)
     alone = torch.cat([linear(lib, x[i : i + 1], packed, 1) for i in range(70)])
-    for threads in (1, 2, 3):
+    for threads in (1, 2):
         for rows in range(1, 71):
             assert torch.equal(linear(lib, x[:rows], packed, threads), alone[:rows]), (rows, threads)
         for first in range(1, 70, 5):
