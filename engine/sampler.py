@@ -27,6 +27,8 @@ from engine.sampling_params import SamplingParams
 GROUPS_OF = 64
 """Tokens of one group; a power of two."""
 
+_FIRST_CUT, _LAST_CUT = 2.0**-6, 2.0**-30  # weights; the most likely token has 1
+
 _GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every token id
 
 
@@ -133,10 +135,12 @@ def _nucleus_threshold(weights: NDArray[np.float32], threshold: float, top_p: fl
         total = float(likely.sum(dtype=np.float64))
     else:
         total = float(weights.sum(dtype=np.float64))
-        # All tokens below this share weigh less than 1 - top_p together: top-p drops them, so none of them
-        # needs sorting. The most likely token always stays.
-        share = min((1.0 - top_p) * total / weights.shape[0], 1.0)
-        likely = weights[weights >= np.float32(share)]
+        # Sort no more than needed: lower the cut until what lies above it holds the nucleus.
+        cut = np.float32(_FIRST_CUT)
+        likely = weights[weights >= cut]
+        while likely.sum(dtype=np.float64) < top_p * total and cut > 0:
+            cut = cut / np.float32(16) if cut > _LAST_CUT else np.float32(0)
+            likely = weights[weights >= cut]
     likely = np.sort(likely)[::-1]
     place = int(np.searchsorted(np.cumsum(likely, dtype=np.float64), top_p * total))
     return float(likely[min(place, len(likely) - 1)])
