@@ -74,7 +74,9 @@ class LocalCluster:
         """Ray and Serve, without any application."""
         os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_worker_niceness", "0")  # else busy neighbours starve the replicas
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else busy neighbours starve the replicas
+        paths = [str(ROOT), str(ROOT / "tests" / "e2e"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         ray.init(
             address="local",
             _temp_dir=str(self._folder / "ray"),
@@ -91,19 +93,20 @@ class LocalCluster:
     def deploy(self, **options: Any) -> None:
         """Deploy, or change the application; returns when every replica runs and has an open channel."""
         self.options = options
-        config = serving.deploy_config(options, "127.0.0.1", self.port)
-        config["controller_options"] = {"runtime_env": {"env_vars": self._environment}}
-        client = _get_global_client()
-        client.deploy_apps(ServeDeploySchema.model_validate(config))
+        self._apply(self._config())
         wait_for(self._running, START_TIMEOUT_S, "the application does not run")
         self.wait_routable(options.get("engine_replicas", 2))
 
     def scale(self, replicas: int) -> None:
         """Tell Serve another number of engine replicas; returns at once."""
-        config = serving.deploy_config(self.options, "127.0.0.1", self.port)
-        config["controller_options"] = {"runtime_env": {"env_vars": self._environment}}
+        config = self._config()
         config["applications"][0]["deployments"] = [{"name": "engine", "num_replicas": replicas}]
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+        self._apply(config)
+
+    def break_engine(self, replica: str) -> None:
+        """Make the loop of a replica's engine raise."""
+        handle = serve.get_deployment_handle("engine", serving.APP_NAME)
+        handle.break_engine.remote(target=replica).result(timeout_s=30)
 
     def wait_routable(self, replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the ingress that answers has exactly this many open channels."""
@@ -150,6 +153,15 @@ class LocalCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _config(self) -> dict[str, Any]:
+        config = serving.deploy_config(self.options, "127.0.0.1", self.port)
+        config["controller_options"] = {"runtime_env": {"env_vars": self._environment}}
+        config["applications"][0]["import_path"] = "breakable_application:build"
+        return config
+
+    def _apply(self, config: dict[str, Any]) -> None:
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
 
     def _running(self) -> bool:
         application = serve.status().applications.get(serving.APP_NAME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
 
 import psutil
@@ -13,8 +12,9 @@ from local_cluster import LocalCluster, wait_for
 from streams import Outcome, complete, complete_all, prompts, vanish
 
 STREAMS = 16
-TOKENS = 96
-LONG = 400  # tokens; more than a minute's work for all streams together would be too slow
+TOKENS = 64
+FEW = 6
+LONG = 300  # tokens of a few streams; enough that a stopping replica is gone before they end
 
 
 def idle(cluster: LocalCluster) -> bool:
@@ -41,11 +41,13 @@ def gone(pid: int) -> bool:
 
 
 def check_same(outcomes: list[Outcome], undisturbed: list[Outcome]) -> None:
-    for outcome, expected in zip(outcomes, undisturbed, strict=True):
+    """All ended well, and said the same or, with more tokens, began with it."""
+    for outcome, expected in zip(outcomes, undisturbed, strict=False):
         assert outcome.errors == []
         assert outcome.done
         assert outcome.finish_reason == "length"
-        assert outcome.text == expected.text
+        assert outcome.text[: len(expected.text)] == expected.text
+        assert len(outcome.text) >= len(expected.text)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +60,14 @@ def undisturbed(deployed: LocalCluster) -> list[Outcome]:
 
 
 async def while_streaming(
-    cluster: LocalCluster, act: Callable[[], object], tokens: int = TOKENS
+    cluster: LocalCluster, act: Callable[[], object], count: int = STREAMS, tokens: int = TOKENS
 ) -> list[Outcome]:
     """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes."""
-    streams = asyncio.ensure_future(complete_all(cluster.url, prompts(STREAMS), tokens))
+    streams = asyncio.ensure_future(complete_all(cluster.url, prompts(STREAMS)[:count], tokens))
 
     def all_busy() -> bool:
         states = cluster.inspect()
-        return sum(state["live_requests"] for state in states) == STREAMS and all(
+        return sum(state["live_requests"] for state in states) == count and all(
             state["running"] > 0 for state in states
         )
 
@@ -107,6 +109,15 @@ def test_engine_killed_amid_streams(cluster: LocalCluster, undisturbed: list[Out
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
     check_same(outcomes, undisturbed)
+    cluster.wait_routable(2, timeout_s=60)
+    assert idle(cluster)
+
+
+def test_engine_that_dies_inside_is_replaced(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+    victim = cluster.inspect()[0]
+    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.break_engine(victim["replica"])))
+    check_same(outcomes, undisturbed)
+    wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica without an engine")
     cluster.wait_routable(2, timeout_s=60)
     assert idle(cluster)
 
@@ -156,23 +167,21 @@ def test_idle_replica_stops_at_once(cluster: LocalCluster) -> None:
         cluster.scale(2)
 
 
-def test_stopping_replica_hands_its_streams_over(cluster: LocalCluster) -> None:
-    expected = asyncio.run(complete_all(cluster.url, prompts(STREAMS), LONG))
+def test_stopping_replica_hands_its_streams_over(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
     before = cluster.engine_pids()
-    stopped_after = []
+    still_running = []
 
     def stop_one() -> None:
         cluster.scale(1)
         wait_for(lambda: len(cluster.inspect()) == 1, 30.0, "no replica was told to stop")
-        told = time.monotonic()
         (left,) = (state["pid"] for state in cluster.inspect())
         (stopped,) = (pid for pid in before if pid != left)
         wait_for(lambda: gone(stopped), 30.0, "the replica is still there")
-        stopped_after.append(time.monotonic() - told)
+        still_running.extend(state["live_requests"] for state in cluster.inspect())
 
     try:
-        outcomes = asyncio.run(while_streaming(cluster, stop_one, LONG))
+        outcomes = asyncio.run(while_streaming(cluster, stop_one, FEW, LONG))
     finally:
         cluster.scale(2)
-    check_same(outcomes, expected)
-    assert stopped_after
+    check_same(outcomes, undisturbed)
+    assert still_running == [FEW], "the replica waited for its streams"
