@@ -97,13 +97,13 @@ class Resources:
 def variants(hip: bool, *, full: bool = False) -> list[Variant]:
     """What to compile; ``full`` takes more of the group sizes, head sizes and dtypes there are."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    cases = [(bf16, 8, 128, 0), (bf16, 1, 64, 0), (fp16, 4, 128, 4096), (fp32, 4, 128, 0)]
+    cases = [(bf16, 8, 128, 0), (bf16, 1, 64, 0), (bf16, 7, 128, 0), (fp16, 4, 128, 4096), (fp32, 1, 128, 0)]
     if full:
-        cases = [(bf16, group, head_dim, 0) for group in (1, 3, 4, 8, 16) for head_dim in (64, 128)]
+        cases = [(bf16, group, head_dim, 0) for group in (1, 3, 4, 7, 8, 16) for head_dim in (64, 128)]
         cases += [
             (dtype, 4, head_dim, window) for dtype in ELEMENT for head_dim in (64, 256) for window in (0, 512)
         ]
-        cases += [(fp32, group, 128, 0) for group in (1, 8)]
+        cases += [(fp32, group, 128, 0) for group in (4, 8)]
     found = []
     for dtype, group, head_dim, window in cases:
         found.append(_attention(dtype, group, head_dim, window, hip, short=True, partial=True))

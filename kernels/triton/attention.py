@@ -46,6 +46,9 @@ def tile_for(group: int, head_dim: int, dtype: torch.dtype, *, short: bool, hip:
     block_n = 64 if block_d <= 128 else 32
     if full:
         block_n //= 2
+    # Rows of an uneven group take more registers to address, and so do float32's operands.
+    if not short and (full or group & (group - 1)):
+        block_n = max(16, block_n // 2)
     num_warps = 4 if short else 8
     num_stages = 1 if full else 3 if short and not hip else 2
     return Tile(block_m, block_n, block_d, num_warps, num_stages)
