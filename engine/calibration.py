@@ -14,8 +14,12 @@ GPU_BUDGET = 2048
 OFFLINE_CPU_BUDGET = 512
 """Offline nobody waits for a single step; larger chunks prefill faster."""
 
+DECODE_SHARE = 0.75
+"""Most of a calibrated budget that decoding requests may take, so that prompts always get on."""
+
 _TRIAL_TOKENS = (16, 64, 256)
-_TRIAL_SECONDS = 0.15  # go on to a longer trial only if the last one took less
+_REPEAT_BELOW = 0.1  # seconds
+_LONGEST_TRIAL = 0.4  # seconds expected; a longer trial is not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Calibration:
 def calibrate(
     prefill: Callable[[int], None], most_tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> Calibration:
-    """Time ``prefill(tokens)`` for growing numbers of tokens up to ``most_tokens``; well under a second.
+    """Time ``prefill(tokens)`` for growing numbers of tokens up to ``most_tokens``; about half a second.
 
     The first call of each size warms caches up; where it is quick the second one counts.
     """
@@ -37,12 +41,21 @@ def calibrate(
     for tokens in _TRIAL_TOKENS:
         tokens = min(tokens, most_tokens)
         seconds = _timed(prefill, tokens, clock)
-        if seconds < _TRIAL_SECONDS:
+        if seconds < _REPEAT_BELOW:
             seconds = min(seconds, _timed(prefill, tokens, clock))
         rate = max(rate, tokens / seconds)
-        if seconds * 4 > _TRIAL_SECONDS or tokens == most_tokens:
+        if seconds * 4 > _LONGEST_TRIAL or tokens == most_tokens:
             break
     return Calibration(rate, budget_for(rate))
+
+
+def processor_clock(num_threads: int) -> Callable[[], float]:
+    """Seconds that ``num_threads`` busy threads would have taken on idle cores.
+
+    Replicas start together and load their models on the same cores: by the wall, each would find a machine
+    several times slower than the one it serves on.
+    """
+    return lambda: time.process_time() / num_threads
 
 
 def budget_for(rate: float) -> int:

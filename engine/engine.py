@@ -12,7 +12,14 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from engine.calibration import GPU_BUDGET, OFFLINE_CPU_BUDGET, Calibration, calibrate
+from engine.calibration import (
+    DECODE_SHARE,
+    GPU_BUDGET,
+    OFFLINE_CPU_BUDGET,
+    Calibration,
+    calibrate,
+    processor_clock,
+)
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.model_runner import ModelRunner
@@ -53,8 +60,9 @@ class Engine:
         calibration = self._calibrate(offline)
         self.token_budget = calibration.token_budget
         self._prefill_rate = calibration.prefill_rate
-        # A decode row takes one token of the budget, so more rows than that could not all run.
         max_num_seqs = min(config.max_num_seqs, self.token_budget)
+        if self._prefill_rate:
+            max_num_seqs = min(max_num_seqs, int(self.token_budget * DECODE_SHARE))
         self.scheduler = Scheduler.create(
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
@@ -172,7 +180,7 @@ class Engine:
         def prefill(tokens: int) -> None:
             self.runner.forward_alone([0] * tokens, cache)
 
-        return calibrate(prefill, self.limits.max_tokens)
+        return calibrate(prefill, self.limits.max_tokens, processor_clock(self.runner.num_threads))
 
 
 class EngineThread:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.calibration import MAX_BUDGET, MIN_BUDGET, budget_for, calibrate
+from engine.calibration import MAX_BUDGET, MIN_BUDGET, budget_for, calibrate, processor_clock
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.memory import available_memory, cgroup_available, format_bytes, plan_pool
@@ -157,6 +158,17 @@ def test_overhead_counts_less_in_longer_trials() -> None:
     machine = Machine(10_000, overhead=0.005)
     measured = calibrate(machine.prefill, 100_000, clock=lambda: machine.now)
     assert 7_000 < measured.prefill_rate < 10_000
+
+
+def test_the_processor_clock_does_not_run_while_others_do() -> None:
+    clock = processor_clock(2)
+    before, start = clock(), time.process_time()
+    time.sleep(0.05)
+    slept = clock() - before
+    while time.process_time() < start + 0.1:
+        pass
+    assert slept < 0.02
+    assert clock() - before >= 0.05
 
 
 def test_a_small_context_limits_the_trial() -> None:
