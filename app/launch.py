@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.error
@@ -24,7 +23,6 @@ from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 10.0
 PROCESS_BYTES = 600 * 2**20
 """Of an engine replica's process before its weights and KV: interpreter, torch, Ray."""
 
@@ -132,7 +130,8 @@ class LocalServer:
         import ray
         from ray import serve
 
-        logging.getLogger("ray").setLevel(logging.WARNING)
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         context = ray.init(
             address="local",
             dashboard_host="127.0.0.1",
@@ -186,18 +185,15 @@ class LocalServer:
         )
 
     def stop(self) -> None:
-        """End the application, Serve, Ray and whatever process is left of them."""
+        """End Ray and whatever process is left of it."""
         import ray
-        from ray import serve
 
         if not ray.is_initialized():
             return
+        # Serve's own shutdown would wait for streams; whoever stops this server wants it gone.
         children = [
             process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
         ]
-        ending = threading.Thread(target=_suppressed(serve.shutdown), daemon=True)
-        ending.start()
-        ending.join(STOP_TIMEOUT_S)
         ray.shutdown()
         for process in psutil.wait_procs(children, timeout=5)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -240,12 +236,3 @@ def _cause(application: Any) -> str:
     telling = [line for line in lines if "Error" in line] or lines or ["unknown cause"]
     return f"the application cannot start: {telling[-1]}"
 
-
-def _suppressed(function: Callable[[], Any]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            function()
-        except Exception as error:  # noqa: BLE001  (everything is about to be killed anyway)
-            print(f"while stopping: {error}", file=sys.stderr)  # noqa: T201
-
-    return run

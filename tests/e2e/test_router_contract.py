@@ -51,7 +51,7 @@ def test_burst_is_booked_evenly_and_pinned_calls_keep_their_replica(cluster: Loc
         client = EngineClient(handle)
         await client.start()
         async with asyncio.timeout(30):
-            while client.status()["routable"] < 2:
+            while client.status()["routable"] < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         members = fleet.of(serving.APP_NAME).members
         wanted = [
