@@ -20,6 +20,9 @@ from engine.errors import InvalidRequestError
 INLINE_CHARS = 2000
 """Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread."""
 
+MESSAGE_CHARS = 50
+"""Rendering a message costs as much as tokenizing about so many characters."""
+
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF8FF)]
 
 T = TypeVar("T")
@@ -53,10 +56,11 @@ class PromptTokenizer:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
 
-    async def encode_text(self, text: str, max_tokens: int) -> list[int]:
-        """A raw prompt: special tokens written in it count as such; the tokenizer adds its own (BOS) once."""
-        self._check_length(len(text), max_tokens, "prompt")
-        return await self._run(len(text), lambda: self._encode_raw(text))
+    async def encode_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """Raw prompts: special tokens written in them count as such; the tokenizer adds its own (BOS) once."""
+        for text in texts:
+            self._check_length(len(text), max_tokens, "prompt")
+        return await self._run(sum(map(len, texts)), lambda: [self._encode_raw(text) for text in texts])
 
     async def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
         """Messages through the chat template, with the opening of the assistant's turn.
@@ -71,7 +75,8 @@ class PromptTokenizer:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
         length = sum(len(message.content) for message in messages)
         self._check_length(length, max_tokens, "messages")
-        return await self._run(length, lambda: self._encode_messages(messages))
+        work = length + MESSAGE_CHARS * len(messages)
+        return await self._run(work, lambda: self._encode_messages(messages))
 
     def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
         least = -(-chars // self._longest_token)

@@ -104,12 +104,9 @@ class OpenAIService:
         request = parse_completion(body)
         self._check_model(request.options.model)
         limits = await self._limits()
-        prompts = [
-            prompt
-            if isinstance(prompt, list)
-            else await self._tokenizer.encode_text(prompt, limits.max_model_len)
-            for prompt in request.prompts
-        ]
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
+        prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
         return self._respond(Job(request.options, prompts, chat=False), limits)
 
     async def chat(self, body: dict[str, Any]) -> ASGIApp:

@@ -1,7 +1,8 @@
 """A streaming chat user for Locust.
 
 Statistics besides the request itself: ``TTFT`` (milliseconds to the first token), ``TPOT`` (milliseconds per
-later token) and ``tokens/s`` (of one stream; Locust labels every column as milliseconds). A request fails
+later token) and ``tokens/s`` (of one stream, the wait for its first token included; Locust labels every column
+as milliseconds). A request fails
 unless its stream is whole: status 200, no error chunk, a finish reason, ``[DONE]``.
 
 Options come from the environment: QUIRE_LOAD_SEED, QUIRE_LOAD_MAX_TOKENS, QUIRE_LOAD_MODEL.
@@ -124,8 +125,7 @@ class ChatUser(FastHttpUser):  # type: ignore[misc]
         if stream.num_tokens > 1:
             seconds = stream.last_token - stream.first_token
             self._fire("TPOT", seconds * 1000 / (stream.num_tokens - 1))
-            if seconds > 0:
-                self._fire("tokens/s", (stream.num_tokens - 1) / seconds)
+        self._fire("tokens/s", stream.num_tokens / (stream.last_token - stream.began))
         self._fire("output tokens", stream.num_tokens)
 
     def _fire(self, name: str, value: float) -> None:

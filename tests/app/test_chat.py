@@ -34,7 +34,7 @@ def chat_ids(tokenizer: PromptTokenizer, messages: list[ChatMessage], max_tokens
 
 
 def text_ids(tokenizer: PromptTokenizer, text: str, max_tokens: int = 8192) -> list[int]:
-    return asyncio.run(tokenizer.encode_text(text, max_tokens))
+    return asyncio.run(tokenizer.encode_texts([text], max_tokens))[0]
 
 
 def small_model(folder: Path, chat_template: str | None = None) -> PromptTokenizer:
