@@ -1,9 +1,9 @@
 """A streaming chat user for Locust.
 
 Statistics besides the request itself: ``TTFT`` (milliseconds to the first token), ``TPOT`` (milliseconds per
-later token) and ``tokens/s`` (of one stream, the wait for its first token included; Locust labels every column
-as milliseconds). A request fails
-unless its stream is whole: status 200, no error chunk, a finish reason, ``[DONE]``.
+later token) and ``tokens/s`` (of one stream, the wait for its first token included; Locust labels every
+column as milliseconds). A request fails unless its stream is whole: status 200, no error chunk, a finish
+reason, ``[DONE]``.
 
 Options come from the environment: QUIRE_LOAD_SEED, QUIRE_LOAD_MAX_TOKENS, QUIRE_LOAD_MODEL.
 """
@@ -11,14 +11,12 @@ Options come from the environment: QUIRE_LOAD_SEED, QUIRE_LOAD_MAX_TOKENS, QUIRE
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 from locust import FastHttpUser, between, events, task
 
+from loadtests.chat_stream import ChatStream
 from loadtests.workloads import ChatTraffic
 
 PATH = "/v1/chat/completions"
@@ -27,58 +25,6 @@ MAX_TOKENS = int(os.environ.get("QUIRE_LOAD_MAX_TOKENS", "64"))
 MODEL = os.environ.get("QUIRE_LOAD_MODEL", "")
 
 _users = itertools.count()
-
-
-def events_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of each server-sent event in a body that comes in blocks of any size."""
-    rest = b""
-    for block in blocks:
-        *lines, rest = (rest + bytes(block)).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: "):
-                yield line.removeprefix(b"data: ").strip()
-
-
-class ChatStream:
-    """What one streamed answer brought, and when."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.first_token = 0.0
-        self.last_token = 0.0
-        self.text = ""
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
-        self.done = False
-
-    def read(self, response: Any) -> str | None:
-        """Consume ``response``; returns what is wrong with it, if anything."""
-        for event in events_of(response.stream):
-            if event == b"[DONE]":
-                self.done = True
-                continue
-            try:
-                chunk = json.loads(event)
-            except ValueError:
-                return f"a chunk that is no JSON: {event[:100]!r}"
-            if "error" in chunk:
-                return f"error chunk: {chunk['error']['message']}"
-            self._add(chunk)
-        if not self.done:
-            return "the stream ended without [DONE]"
-        if self.finish_reason is None:
-            return "the stream ended without a finish reason"
-        return None
-
-    def _add(self, chunk: dict[str, Any]) -> None:
-        if chunk.get("usage"):
-            self.num_tokens = chunk["usage"]["completion_tokens"]
-        for choice in chunk["choices"]:
-            self.finish_reason = choice["finish_reason"] or self.finish_reason
-            if "role" not in choice["delta"]:
-                self.last_token = time.perf_counter()
-                self.first_token = self.first_token or self.last_token
-                self.text += choice["delta"].get("content", "")
 
 
 class ChatUser(FastHttpUser):  # type: ignore[misc]
@@ -105,7 +51,7 @@ class ChatUser(FastHttpUser):  # type: ignore[misc]
         stream = ChatStream()
         with self.client.post(PATH, json=body, stream=True, catch_response=True) as response:
             if response.status_code == 200:
-                fault = stream.read(response)
+                fault = stream.read(response.stream)
             else:
                 fault = f"status {response.status_code}: {(response.text or str(response.error))[:300]}"
             response.request_meta["response_time"] = (time.perf_counter() - stream.began) * 1000
