@@ -84,7 +84,8 @@ static void silu_mul(const T* gate_up, int64_t stride, T* y, int64_t rows, int64
         for (int64_t i = 0; i < size; i += LANES) {
             const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
             const vf g = load_some(gate + i, n);
-            const vf silu = g / (splat(1.0f) + exp2(g * splat(-1.4426950408889634f)));
+            const vf power = g * splat(-1.4426950408889634f), most = splat(128.0f);
+            const vf silu = g / (splat(1.0f) + exp2(power > most ? most : power));
             store_some(y + r * size + i, rounded<T>(silu) * load_some(up + i, n), n);
         }
     });

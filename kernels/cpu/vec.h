@@ -66,45 +66,41 @@ static inline vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-static inline vf select(vi mask, vf yes, vf no) {
-    return bit_cast<vf>((bit_cast<vi>(yes) & mask) | (bit_cast<vi>(no) & ~mask));
-}
 // A NaN in `a` is kept, as in torch.
-static inline vf max(vf a, vf b) { return select(bit_cast<vi>(a < b), b, a); }
-static inline vf min(vf a, vf b) { return select(bit_cast<vi>(b < a), b, a); }
+static inline vf max(vf a, vf b) { return b > a ? b : a; }
 
+// Folds the lanes of a vector in halves: a fixed order.
+template <class Op>
+static inline float fold(vf v, const Op& op) {
+    typedef float v4 __attribute__((vector_size(16)));
+    v4 quarter[LANES / 4];
+    std::memcpy(quarter, &v, sizeof(v));
+    for (int n = LANES / 8; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) quarter[i] = op(quarter[i], quarter[i + n]);
+    const v4 pair = op(quarter[0], __builtin_shufflevector(quarter[0], quarter[0], 2, 3, 0, 1));
+    return op(pair, __builtin_shufflevector(pair, pair, 1, 0, 3, 2))[0];
+}
 static inline float sum(vf v) {
-    float lane[LANES];
-    std::memcpy(lane, &v, sizeof(v));
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
-    return lane[0];
+    return fold(v, [](auto a, auto b) { return a + b; });
 }
 static inline float max(vf v) {
-    float lane[LANES];
-    std::memcpy(lane, &v, sizeof(v));
-    for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; ++i) lane[i] = lane[i] < lane[i + n] ? lane[i + n] : lane[i];
-    return lane[0];
+    return fold(v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
-// 2 ** x to about 1e-7 relative: exact scaling by the nearest integer, a degree-5 minimax polynomial for the
-// rest. Below -126 the result is 0, at 128 and above it is infinite, NaN stays NaN.
+// 2 ** x to about 1e-7 relative, for x <= 128: exact scaling by the nearest integer, a minimax polynomial of
+// degree 5 for the rest. Below -126 the result is 0, at 128 it is infinite, NaN stays NaN.
 static inline vf exp2(vf x) {
     const vi tiny = bit_cast<vi>(x < splat(-126.0f));
-    x = min(max(x, splat(-126.0f)), splat(128.0f));
-    const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
-    const vf whole = (x + shift) - shift;
-    const vf part = x - whole;
+    x = max(x, splat(-126.0f));
+    const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the lowest bits
+    const vf shifted = x + shift, part = x - (shifted - shift);
     vf y = splat(1.326472725e-3f);
     y = fma(y, part, splat(9.671512786e-3f));
     y = fma(y, part, splat(5.550733744e-2f));
     y = fma(y, part, splat(2.402224208e-1f));
     y = fma(y, part, splat(6.931469776e-1f));
     y = fma(y, part, splat(1.0f));
-    const vi exponent = __builtin_convertvector(whole, vi) + 127;
-    const vf scaled = y * bit_cast<vf>(exponent << 23);
-    return select(tiny, vf{}, scaled);
+    return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & ~tiny);
 }
 static inline float exp2(float x) { return exp2(splat(x))[0]; }
 
