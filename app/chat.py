@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
 
 from app.openai_types import ChatMessage
 from app.text import TextDecoder
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
+from engine.tokenizer import load_tokenizer
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread."""
@@ -33,11 +33,19 @@ class PromptTokenizer:
 
     ``folder`` holds the tokenizer's files. Every method that takes text also takes ``max_tokens``, the longest
     sequence that can run: text that certainly exceeds it is refused before any work is done for it.
+
+    Raises:
+        ConfigError: there is no usable tokenizer.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._hf = AutoTokenizer.from_pretrained(str(folder))
-        self._backend = copy.deepcopy(self._hf.backend_tokenizer)
+        self._hf: Any = load_tokenizer(folder)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(
+                f"the tokenizer in {folder} has no fast form (tokenizer.json), which serving needs"
+            )
+        self._backend = copy.deepcopy(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
         self._plain = copy.deepcopy(self._backend)  # reads special tokens' names as ordinary text
