@@ -74,6 +74,9 @@ def test_copied_blocks_carry_every_layer() -> None:
     )
     cache = KVCache(model, num_blocks=5, block_size=3, dtype=torch.float32, device=CPU)
     assert cache.pool.shape == (5, 2, 2, 3, 1, 4)
+    assert cache.pool.is_contiguous()
+    assert cache.pool.data_ptr() % 64 == 0
+    assert not cache.pool.any()
     cache.pool.copy_(torch.arange(5.0).view(5, 1, 1, 1, 1, 1).expand_as(cache.pool))
     cache.copy_blocks([(0, 3), (4, 1)])
     assert [block.unique().tolist() for block in cache.pool] == [[0.0], [4.0], [2.0], [0.0], [4.0]]
