@@ -94,7 +94,8 @@ class IngressReplica:
             PromptTokenizer(folder),
             options.model_name,
             fingerprint(folder),
-            options.max_live_requests,
+            max_live_requests=options.max_live_requests,
+            unavailable_after_s=options.unavailable_after_s,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

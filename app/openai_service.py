@@ -24,9 +24,6 @@ from app.text import OutputText
 from engine.errors import InvalidRequestError
 from engine.request import CacheNamespace, ModelLimits, validate
 
-LIMITS_WITHIN_S = 10.0
-"""A request that comes before any engine has answered waits this long for one."""
-
 LIMITS_POLL_S = 0.05
 
 
@@ -63,7 +60,8 @@ class Piece:
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` at a time are refused.
+    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` at a time are refused; requests
+    that come before any engine has answered wait ``unavailable_after_s`` seconds for one.
     """
 
     def __init__(
@@ -72,7 +70,9 @@ class OpenAIService:
         tokenizer: PromptTokenizer,
         model: str,
         fingerprint: str,
+        *,
         max_live_requests: int = 4096,
+        unavailable_after_s: float = 60.0,
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
@@ -80,6 +80,7 @@ class OpenAIService:
         self._fingerprint = fingerprint
         self._started = int(time.time())
         self.max_live_requests = max_live_requests
+        self.unavailable_after_s = unavailable_after_s
 
     def health(self) -> Response:
         """200 while a request would find an engine, else 503."""
@@ -202,7 +203,7 @@ class OpenAIService:
         raise GenerationError("the engine ended this request without saying why")
 
     async def _limits(self) -> ModelLimits:
-        deadline = time.monotonic() + LIMITS_WITHIN_S
+        deadline = time.monotonic() + self.unavailable_after_s
         while (limits := self._source.limits()) is None:
             if time.monotonic() >= deadline:
                 raise UnavailableError("no engine replica has started yet; try again in a moment")

@@ -224,6 +224,18 @@ def test_more_requests_than_allowed_are_put_off(server: LocalServer, http: httpx
     assert "max_live_requests" in response.json()["error"]["message"]
 
 
+def test_before_any_engine_has_answered_requests_wait_and_then_get_a_503(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.client, "limits", lambda: None)
+    monkeypatch.setattr(server.service, "unavailable_after_s", 0.1)
+    assert http.get("/health").status_code == 503
+    response = http.post("/v1/completions", json=COUNT)
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert response.json()["error"]["code"] == "unavailable"
+
+
 # --- the openai client -------------------------------------------------------------------------------------
 
 
