@@ -68,7 +68,6 @@ class Hello:
     """First frame of a channel: what the engine serves."""
 
     limits: ModelLimits
-    model_revision: str = ""
 
 
 @dataclass(slots=True)
@@ -122,9 +121,7 @@ def pack_records(epoch: int, sequence: int, records: Iterable[Record]) -> bytes:
 
 def pack_hello(epoch: int, sequence: int, hello: Hello) -> bytes:
     """The first frame of a channel."""
-    body = json.dumps(
-        {"limits": dataclasses.asdict(hello.limits), "model_revision": hello.model_revision}
-    ).encode()
+    body = json.dumps({"limits": dataclasses.asdict(hello.limits)}).encode()
     return _HEADER.pack(VERSION, FrameKind.HELLO, epoch, sequence, len(body)) + body
 
 
@@ -139,7 +136,7 @@ def unpack_frame(data: bytes) -> Frame:
         _check_version(version)
         if kind == FrameKind.HELLO:
             body = json.loads(data[_HEADER.size : _HEADER.size + count])
-            hello = Hello(ModelLimits(**body["limits"]), body["model_revision"])
+            hello = Hello(ModelLimits(**body["limits"]))
             return Frame(epoch, sequence, hello=hello)
         records, end = _unpack_records(data, _HEADER.size, count)
     except (struct.error, ValueError, KeyError, TypeError) as error:

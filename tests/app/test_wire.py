@@ -46,7 +46,7 @@ def test_long_message_is_cut_at_the_limit() -> None:
 
 
 def test_hello_round_trip() -> None:
-    hello = wire.Hello(LIMITS, "abc123")
+    hello = wire.Hello(LIMITS)
     frame = wire.unpack_frame(wire.pack_hello(3, 0, hello))
     assert (frame.epoch, frame.sequence, frame.hello, frame.records) == (3, 0, hello, [])
 
