@@ -60,8 +60,8 @@ class Piece:
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` at a time are refused; requests
-    that come before any engine has answered wait ``unavailable_after_s`` seconds for one.
+    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` at a time are refused;
+    requests that come before any engine has answered wait ``unavailable_after_s`` seconds for one.
     """
 
     def __init__(

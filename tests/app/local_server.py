@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ from app.relay import Delta, GenerateRequest, GenerationError
 from engine.config import EngineConfig
 from engine.engine import EngineThread
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta
+
+MODEL = "smollm2-135m-instruct"
+CONTEXT = 512  # tokens
+POOL = 24 * 16  # tokens; less than the context, so that a request can be too long for it alone
+COUNT = {"prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
 
 
 class LocalClient:
@@ -103,3 +108,20 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
         thread.join(10)
         client.engine.stop()
         listener.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def is_idle(server: LocalServer) -> bool:
+    stats = server.client.engine.stats().scheduler
+    return (
+        server.client.engine.num_live == 0
+        and server.client.status()["live_requests"] == 0
+        and stats.referenced_blocks == 0
+        and stats.running + stats.waiting == 0
+    )

@@ -1,49 +1,19 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from local_server import LocalServer, serve_locally
+from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
 
-from app.request_body import MAX_BODY_BYTES
-from engine.config import EngineConfig
-
-MODEL = "smollm2-135m-instruct"
-CONTEXT = 512
-POOL = 24 * 16
 CAPITAL = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "What is the capital of France?"},
 ]
 ANSWER = "The capital of France is Paris."
-COUNT = {"prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def server(bundled_model: Path) -> Iterator[LocalServer]:
-    folder = bundled_model
-    config = EngineConfig(
-        model=str(folder),
-        dtype="float32",
-        num_blocks=24,
-        max_model_len=CONTEXT,
-        token_budget=256,
-        num_threads=1,
-    )
-    with serve_locally(folder, config, MODEL) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: LocalServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -59,26 +29,6 @@ def events_of(response: httpx.Response) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
-
-
-def is_idle(server: LocalServer) -> bool:
-    stats = server.client.engine.stats().scheduler
-    return (
-        server.client.engine.num_live == 0
-        and server.client.status()["live_requests"] == 0
-        and stats.referenced_blocks == 0
-        and stats.running + stats.waiting == 0
-    )
-
-
-# --- what is right -----------------------------------------------------------------------------------------
 
 
 def test_health_and_models(http: httpx.Client) -> None:
@@ -267,229 +217,3 @@ def test_openai_client_understands_the_errors(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         sdk.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=9)  # type: ignore[arg-type]
     assert wrong.value.param == "temperature"
-
-
-# --- bad input ---------------------------------------------------------------------------------------------
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = [
-    (COMPLETIONS, {}, 400, "prompt", "empty_prompt", []),
-    (COMPLETIONS, {"prompt": ""}, 400, "prompt", "empty_prompt", []),
-    (COMPLETIONS, {"prompt": []}, 400, "prompt", "empty_prompt", []),
-    (COMPLETIONS, {"prompt": [[]]}, 400, "prompt", "empty_prompt", ["prompt[0]"]),
-    (COMPLETIONS, {"prompt": ["a", ""]}, 400, "prompt", "empty_prompt", ["prompt[1]"]),
-    (COMPLETIONS, {"prompt": 5}, 400, "prompt", "invalid_value", ["5", "string"]),
-    (COMPLETIONS, {"prompt": {"a": 1}}, 400, "prompt", "invalid_value", ["object"]),
-    (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt", "invalid_value", ["prompt[1]", "'a'"]),
-    (COMPLETIONS, {"prompt": [1.5]}, 400, "prompt", "invalid_value", ["1.5"]),
-    (COMPLETIONS, {"prompt": [True]}, 400, "prompt", "invalid_value", ["true"]),
-    (COMPLETIONS, {"prompt": ["a"] * 257}, 400, "prompt", "invalid_value", ["257", "256"]),
-    (COMPLETIONS, {"prompt": [49152]}, 400, "prompt", "invalid_value", ["49152", "49151"]),
-    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "invalid_value", ["-1"]),
-    (COMPLETIONS, {"prompt": [10**30]}, 400, "prompt", "invalid_value", ["49151"]),
-    (COMPLETIONS, {"prompt": "\ud800"}, 400, "prompt", "invalid_value", ["surrogate"]),
-    (COMPLETIONS, {"prompt": [7] * 513}, 400, "prompt", "context_length_exceeded", ["513", "512"]),
-    (COMPLETIONS, {"prompt": "a " * 100_000}, 400, "prompt", "context_length_exceeded", ["512"]),
-    (
-        COMPLETIONS,
-        {"prompt": [7] * 100, "max_tokens": 413},
-        400,
-        "max_tokens",
-        "context_length_exceeded",
-        ["100", "413", "512"],
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": [7] * 100, "max_tokens": 400},
-        400,
-        "prompt",
-        "kv_pool_exceeded",
-        ["400", str(POOL)],
-    ),
-    (CHAT, {"messages": CAPITAL, "max_tokens": 10**30}, 400, "max_tokens", "context_length_exceeded", ["512"]),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "a " * 2000}]},
-        400,
-        "messages",
-        "context_length_exceeded",
-        [],
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "a " * 450}]},
-        400,
-        "messages",
-        "kv_pool_exceeded",
-        [str(POOL)],
-    ),
-    (CHAT, {"messages": CAPITAL, "min_tokens": 5000}, 400, "min_tokens", "context_length_exceeded", ["5000"]),
-    (CHAT, {}, 400, "messages", "invalid_value", ["list"]),
-    (CHAT, {"messages": []}, 400, "messages", "invalid_value", ["list"]),
-    (
-        CHAT,
-        {"messages": [{"role": "robot", "content": "a"}]},
-        400,
-        "messages[0].role",
-        "invalid_value",
-        ["'robot'"],
-    ),
-    (COMPLETIONS, {"prompt": "a", "model": "gpt-5"}, 404, "model", "model_not_found", ["'gpt-5'", MODEL]),
-    (CHAT, {"messages": CAPITAL, "model": "gpt-5"}, 404, "model", "model_not_found", ["'gpt-5'"]),
-    (COMPLETIONS, {"prompt": "a", "model": 5}, 400, "model", "invalid_value", ["5", "string"]),
-    *(
-        (COMPLETIONS, {"prompt": "a", name: value}, 400, name, "invalid_value", [name, limit])
-        for name, value, limit in [
-            ("max_tokens", 0, "1"),
-            ("max_tokens", -5, "1"),
-            ("max_tokens", 1.5, "integer"),
-            ("max_tokens", "5", "integer"),
-            ("max_tokens", True, "integer"),
-            ("max_completion_tokens", 0, "1"),
-            ("min_tokens", -1, "0"),
-            ("min_tokens", 17, "16"),
-            ("temperature", -0.1, "0"),
-            ("temperature", 2.1, "2"),
-            ("temperature", "hot", "number"),
-            ("temperature", True, "number"),
-            ("temperature", 10**400, "large"),
-            ("top_p", 0, "0"),
-            ("top_p", 1.1, "1"),
-            ("top_p", [], "number"),
-            ("min_p", -1, "0"),
-            ("min_p", 2, "1"),
-            ("top_k", -1, "0"),
-            ("top_k", 1.0, "integer"),
-            ("seed", 2**63, "between"),
-            ("seed", "a", "integer"),
-            ("stop", 5, "string"),
-            ("stop", [5], "string"),
-            ("stop", "", "1 to"),
-            ("stop", ["a"] * 17, "16"),
-            ("stop", ["x" * 257], "256"),
-            ("stop_token_ids", [49152], "49151"),
-            ("stop_token_ids", [-1], "0"),
-            ("stop_token_ids", 5, "list"),
-            ("stop_token_ids", list(range(129)), "128"),
-            ("ignore_eos", 1, "true or false"),
-            ("stream", "yes", "true or false"),
-            ("user", 5, "string"),
-            ("cache_salt", 5, "string"),
-            ("cache_salt", "x" * 257, "256"),
-        ]
-    ),
-    *(
-        (CHAT, {"messages": CAPITAL, name: value}, 400, name, "unsupported_parameter", [name, "not supported"])
-        for name, value in [
-            ("n", 2),
-            ("best_of", 2),
-            ("logprobs", True),
-            ("logprobs", 0),
-            ("top_logprobs", 2),
-            ("logit_bias", {"5": 1}),
-            ("presence_penalty", 0.5),
-            ("frequency_penalty", -0.5),
-            ("repetition_penalty", 1.1),
-            ("response_format", {"type": "json_object"}),
-            ("tools", [{"type": "function"}]),
-            ("tool_choice", "required"),
-            ("suffix", "b"),
-            ("echo", True),
-        ]
-    ),
-    (CHAT, {"messages": CAPITAL, "temprature": 0.5}, 400, "temprature", "unknown_parameter", ["'temprature'"]),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stream": False, "stream_options": {"include_usage": True}},
-        400,
-        "stream_options",
-        "invalid_value",
-        ["stream"],
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stream": True, "stream_options": {"usage": True}},
-        400,
-        "stream_options",
-        "unknown_parameter",
-        ["'usage'"],
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}},
-        400,
-        "stream_options.include_usage",
-        "invalid_value",
-        ["true or false"],
-    ),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body", "status", "param", "code", "words"), BAD)
-def test_bad_input_gets_an_openai_shaped_error(
-    http: httpx.Client,
-    path: str,
-    body: dict[str, Any],
-    status: int,
-    param: str | None,
-    code: str | None,
-    words: list[str],
-    stream: bool,
-) -> None:
-    response = http.post(path, content=json.dumps({"stream": stream, **body}))
-    check_error(response, status, param, code, words)
-
-
-def check_error(
-    response: httpx.Response, status: int, param: str | None, code: str | None, words: list[str]
-) -> None:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-    for word in words:
-        assert word in error["message"]
-    assert len(error["message"]) < 400
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b'"prompt"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 100_000],
-)
-def test_malformed_bodies(http: httpx.Client, content: bytes) -> None:
-    check_error(http.post(COMPLETIONS, content=content), 400, None, "invalid_json", ["body"])
-
-
-def test_a_body_that_is_too_large_is_refused_with_and_without_its_length(http: httpx.Client) -> None:
-    response = http.post(COMPLETIONS, content=b" " * (MAX_BODY_BYTES + 1))
-    check_error(response, 413, None, "request_too_large", [str(MAX_BODY_BYTES)])
-    pieces = (b" " * 2**20 for _ in range(9))
-    check_error(http.post(COMPLETIONS, content=pieces), 413, None, "request_too_large", [])
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "words"),
-    [
-        ("GET", "/v2/nothing", 404, ["/v2/nothing"]),
-        ("GET", COMPLETIONS, 405, ["GET"]),
-        ("DELETE", "/health", 405, ["DELETE"]),
-        ("POST", "/v1/models", 405, ["POST"]),
-    ],
-)
-def test_wrong_routes_and_methods(
-    http: httpx.Client, method: str, path: str, status: int, words: list[str]
-) -> None:
-    check_error(http.request(method, path), status, None, None, words)
-
-
-def test_an_unknown_model_is_not_retrieved(http: httpx.Client) -> None:
-    check_error(http.get("/v1/models/org/gpt-5"), 404, "model", "model_not_found", ["'org/gpt-5'"])
-
-
-def test_bad_input_left_nothing_behind(server: LocalServer, http: httpx.Client) -> None:
-    wait_until(lambda: is_idle(server))
-    assert http.post("/v1/completions", json=COUNT).status_code == 200

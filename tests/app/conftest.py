@@ -1,0 +1,35 @@
+"""Fixtures of the HTTP tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from local_server import CONTEXT, MODEL, POOL, LocalServer, serve_locally
+
+from engine.config import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def server(bundled_model: Path) -> Iterator[LocalServer]:
+    """The bundled model in this process, fp32, with a pool smaller than its context."""
+    config = EngineConfig(
+        model=str(bundled_model),
+        dtype="float32",
+        block_size=16,
+        num_blocks=POOL // 16,
+        max_model_len=CONTEXT,
+        token_budget=256,
+        num_threads=1,
+    )
+    with serve_locally(bundled_model, config, MODEL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: LocalServer) -> Iterator[httpx.Client]:
+    """A client of ``server``."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
