@@ -32,7 +32,7 @@ class ReferenceKernels(Kernels):
         return ReferenceLinear(weight, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """As the interface says; at least 4 rows go in, since fewer take other paths in torch with other bits."""
+        """As the interface says; at least 4 rows go in: fewer take other paths in torch, with other bits."""
         if not isinstance(packed, ReferenceLinear):
             raise TypeError(f"a weight packed as {type(packed).__name__} belongs to other kernels")
         rows = x.shape[0]
@@ -89,11 +89,12 @@ class ReferenceKernels(Kernels):
         for r, context in enumerate(metadata.context_lens.tolist()):
             rows = slice(starts[r], starts[r + 1])
             num_queries = starts[r + 1] - starts[r]
-            blocks = metadata.block_tables[r, : -(-context // block_size)].long()
-            if sliding_window is not None:  # blocks before every query's window may be gone
-                blocks[: max(0, context - num_queries - sliding_window + 1) // block_size] = blocks[-1]
-            k, v = kv_layer[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()
-            k_position = torch.arange(context, device=q.device)
+            first = 0  # blocks before every query's window may be gone
+            if sliding_window is not None:
+                first = max(0, context - num_queries - sliding_window + 1) // block_size * block_size
+            blocks = metadata.block_tables[r, first // block_size : -(-context // block_size)].long()
+            k, v = kv_layer[blocks].transpose(0, 1).flatten(1, 2)[:, : context - first].float()
+            k_position = torch.arange(first, context, device=q.device)
             q_position = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)
             visible = k_position <= q_position
             if sliding_window is not None:

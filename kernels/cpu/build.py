@@ -78,8 +78,9 @@ def load_library() -> ctypes.CDLL:
                     _compile(compiler, sources, target)
         return ctypes.CDLL(str(target))
     except OSError as error:
-        raise BuildError(f"cannot keep or load the compiled kernels in {folder}: {error}; "
-                         "QUIRE_CACHE names another folder") from error
+        raise BuildError(
+            f"cannot keep or load the compiled kernels in {folder}: {error}; QUIRE_CACHE names another folder"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -143,7 +144,7 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
 
 
 def _openmp_flags(compiler: str, scratch: Path) -> list[str]:
-    """``-fopenmp`` where the compiler can link it (Apple's clang cannot); without it kernels run on one thread."""
+    """``-fopenmp`` where the compiler can link it (Apple's clang cannot); else kernels run on one thread."""
     source = scratch / "openmp.cpp"
     source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
     probe = _run([compiler, "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(scratch / "openmp.so")])

@@ -135,7 +135,14 @@ class CpuKernels(Kernels):
         _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
         tables = metadata.block_tables
         self._attention(
-            *(_DTYPE_CODES[q.dtype], q.data_ptr(), q.stride(0), kv_layer.data_ptr(), block_stride, value_offset),
+            *(
+                _DTYPE_CODES[q.dtype],
+                q.data_ptr(),
+                q.stride(0),
+                kv_layer.data_ptr(),
+                block_stride,
+                value_offset,
+            ),
             *(out.data_ptr(), metadata.query_start.data_ptr(), metadata.context_lens.data_ptr()),
             *(tables.data_ptr(), tables.stride(0), tables.shape[0], shape[1], num_kv_heads, head_dim),
             *(block_size, sliding_window or 0, scale, self.num_threads),

@@ -1,0 +1,153 @@
+"""The kernels' library: built once by however many processes, replaced where no compiler is, and harmless."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import cpu
+from kernels.cpu import BuildError, CpuKernels, build, load_or_reference
+from kernels.reference import ReferenceKernels
+from kernels.registry import get_kernels
+
+ROOT = Path(__file__).parents[2]
+
+# A library that compiles in no time; the lock, the key and the move are those of the real one.
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+LOAD = """
+import sys
+from pathlib import Path
+from kernels.cpu import build
+build.SOURCE_FOLDER = Path(sys.argv[1])
+assert build.load_library().answer() == 42
+"""
+
+
+@pytest.fixture
+def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
+    return folder
+
+
+def libraries(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache" / "kernels").iterdir() if path.suffix != ".lock")
+
+
+def test_several_processes_build_one_library(tmp_path: Path, small_source: Path) -> None:
+    command = [sys.executable, "-c", LOAD, str(small_source)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    names = libraries(tmp_path)
+    assert len(names) == 1
+    assert names[0].endswith(".so")
+
+
+def test_is_built_once_and_again_when_a_source_changes(
+    tmp_path: Path, small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.load_library().answer() == 42
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_compile", lambda *_: pytest.fail("compiled a second time"))
+        assert build.load_library().answer() == 42
+    (small_source / "answer.cpp").write_text(SOURCE.replace("42", "43"))
+    assert build.load_library().answer() == 43
+    assert len(libraries(tmp_path)) == 2
+
+
+def test_flags_and_cpu_are_part_of_the_name(small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [small_source / "answer.cpp"]
+    compiler = build.find_compiler()
+    keys = {build._key(compiler, sources)}
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+        keys.add(build._key(compiler, sources))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_cpu_flags", lambda: "another CPU")
+        keys.add(build._key(compiler, sources))
+    assert len(keys) == 3
+
+
+def test_a_source_that_does_not_compile_names_itself(tmp_path: Path, small_source: Path) -> None:
+    (small_source / "answer.cpp").write_text("not C++\n")
+    with pytest.raises(BuildError, match=r"cannot compile answer\.cpp"):
+        build.load_library()
+    assert libraries(tmp_path) == []  # nothing half-made stays
+
+
+def test_without_a_compiler_the_reference_runs_after_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    cpu._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler on this machine.*Install g\+\+") as caught:
+        assert isinstance(load_or_reference(2), ReferenceKernels)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_kernels("auto", "cpu").name == "reference"
+    with pytest.raises(BuildError, match="no C"):
+        CpuKernels(1)
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="CXX='no-such-compiler'"):
+        build.find_compiler()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(
+    small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(small_source / "answer.cpp"))
+    with pytest.raises(BuildError, match="QUIRE_CACHE names another folder"):
+        build.load_library()
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("QUIRE_CACHE", "/q")
+    assert build.cache_folder() == Path("/q")
+    monkeypatch.delenv("QUIRE_CACHE")
+    assert build.cache_folder() == Path("/x/quire")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert build.cache_folder() == Path.home() / ".cache" / "quire"
+
+
+def test_denormals_survive_the_loading() -> None:
+    CpuKernels(2).silu_mul(torch.randn(64, 4096))  # on both threads
+    tiny = torch.full((300_000,), 1e-40)
+    assert (tiny * 0.5 != 0).all()
+    assert float(torch.tensor(2.0**-149)) / 1.0 != 0.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's map")
+def test_there_is_one_openmp_runtime_in_the_process() -> None:
+    """Ours resolves to torch's: two pools would fight for the cores."""
+    code = (
+        "from kernels.cpu import CpuKernels; import torch\n"
+        "CpuKernels(2).silu_mul(torch.randn(64, 4096))\n"
+        "paths = {line.split()[-1] for line in open('/proc/self/maps')}\n"
+        "print(sum(name in path for path in paths for name in ('libgomp', 'libomp', 'libiomp')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 1
+
+
+def test_the_number_of_threads_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="num_threads is 0"):
+        CpuKernels(0)

@@ -1,0 +1,153 @@
+"""Norms, SiLU, RoPE and the KV write in C++ against the plain ones, and their bits against themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import make_metadata, same_bits
+from torch import Tensor
+
+from kernels.cpu import CpuKernels
+from kernels.interface import SUPPORTED_DTYPES, HeadLayout, QKNorm, kv_pool_shape
+from kernels.reference import ReferenceKernels
+
+# A rounding may go the other way where float32 sums differ in their last bits: one unit of the type, twice.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+DTYPES = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+SIZES = [1, 5, 16, 31, 64, 80, 576]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuKernels:
+    return CpuKernels(2)
+
+
+@pytest.fixture
+def reference() -> ReferenceKernels:
+    return ReferenceKernels()
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(ours: Tensor, right: Tensor) -> None:
+    assert ours.dtype == right.dtype
+    torch.testing.assert_close(ours, right, atol=TOLERANCE[ours.dtype], rtol=TOLERANCE[ours.dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm(cpu: CpuKernels, reference: ReferenceKernels, size: int, dtype: torch.dtype) -> None:
+    weight = draw(size, dtype=dtype, seed=1)
+    for rows in (0, 1, 3, 200):
+        x = draw(rows, size + 3, dtype=dtype, seed=rows)[:, :size]
+        assert_close(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+@DTYPES
+@pytest.mark.parametrize("size", SIZES)
+def test_add_rms_norm(cpu: CpuKernels, reference: ReferenceKernels, size: int, dtype: torch.dtype) -> None:
+    weight = draw(size, dtype=dtype, seed=1)
+    for rows in (0, 1, 7, 200):
+        x, residual = draw(rows, size, dtype=dtype, seed=2), draw(rows, size, dtype=dtype, seed=3)
+        onto = residual.clone()
+        ours = cpu.add_rms_norm(x, onto, weight, 1e-6)
+        assert_close(ours, reference.add_rms_norm(x, residual, weight, 1e-6))
+        assert same_bits(onto, residual)  # one addition, one rounding
+
+
+@DTYPES
+@pytest.mark.parametrize("size", SIZES)
+def test_silu_mul(cpu: CpuKernels, reference: ReferenceKernels, size: int, dtype: torch.dtype) -> None:
+    for rows in (0, 1, 3, 300):
+        gate_up = draw(rows, 2 * size, dtype=dtype, seed=rows) * 8
+        assert_close(cpu.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@DTYPES
+def test_silu_of_extreme_values(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-3e4, -200.0, -89.0, -0.0, 0.0, 89.0, 3e4, float("inf"), float("nan")]], dtype=dtype)
+    y = cpu.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    expected = torch.nn.functional.silu(gate.double()).to(dtype)
+    torch.testing.assert_close(y, expected, atol=1e-30, rtol=TOLERANCE[dtype], equal_nan=True)
+
+
+def rope_table(positions: int, rotary_dim: int) -> Tensor:
+    frequency = 10000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angle = torch.arange(positions).unsqueeze(1) * frequency
+    return torch.stack((angle.cos(), angle.sin()), dim=1)
+
+
+@DTYPES
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "rotary_dim"),
+    [
+        (HeadLayout(9, 3, 64), 64),
+        (HeadLayout(4, 4, 128), 64),
+        (HeadLayout(7, 1, 80), 80),
+        (HeadLayout(2, 1, 6), 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_rope_and_write_kv(
+    cpu: CpuKernels,
+    reference: ReferenceKernels,
+    layout: HeadLayout,
+    rotary_dim: int,
+    block_size: int,
+    normed: bool,
+    dtype: torch.dtype,
+) -> None:
+    metadata, blocks = make_metadata([(0, 20), (33, 34), (60, 90)], block_size, 0)
+    qkv = draw(51, layout.qkv_dim + 4, dtype=dtype)[:, : layout.qkv_dim]
+    norm = None
+    if normed:
+        q_weight, k_weight = (1 + 0.1 * draw(layout.head_dim, dtype=dtype, seed=i) for i in (1, 2))
+        norm = QKNorm(q_weight, k_weight, 1e-6)
+    table = rope_table(90, rotary_dim)
+    pools = [
+        torch.zeros(kv_pool_shape(blocks, 3, block_size, layout.num_kv_heads, layout.head_dim), dtype=dtype)
+        for _ in range(2)
+    ]
+    ours = cpu.rope_and_write_kv(qkv.clone(), layout, table, pools[0][:, 1], metadata, norm)
+    right = reference.rope_and_write_kv(qkv.clone(), layout, table, pools[1][:, 1], metadata, norm)
+    assert ours.shape == (51, layout.num_heads, layout.head_dim)
+    assert_close(ours, right)
+    assert_close(pools[0], pools[1])
+    assert not pools[0][:, ::2].any()  # other layers are left alone
+    strided = cpu.rope_and_write_kv(qkv, layout, table, pools[0][:, 1], metadata, norm)
+    assert same_bits(strided, ours)
+
+
+@DTYPES
+def test_a_rows_bits_do_not_depend_on_the_others_or_the_threads(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    one_thread = CpuKernels(1)
+    weight = draw(576, dtype=dtype, seed=1)
+    x = draw(300, 576, dtype=dtype)
+    many = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x), cpu.add_rms_norm(x, x.clone(), weight, 1e-5)
+    for row in (0, 1, 150, 299):
+        alone = x[row : row + 1]
+        single = (
+            one_thread.rms_norm(alone, weight, 1e-5),
+            one_thread.silu_mul(alone),
+            one_thread.add_rms_norm(alone, alone.clone(), weight, 1e-5),
+        )
+        for one, all_rows in zip(single, many, strict=True):
+            assert same_bits(one, all_rows[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_value_rounds_as_in_torch(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    """``residual + 0`` passes each of the 65,536 values through a load and a store."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(64, -1)
+    every = every.nan_to_num(nan=1.0, posinf=2.0, neginf=3.0)
+    residual = every.clone()
+    cpu.add_rms_norm(torch.zeros_like(every), residual, torch.ones(every.shape[1], dtype=dtype), 1e-5)
+    assert torch.equal(residual, every)
+    halves = every.flip(1)
+    residual = every.clone()
+    cpu.add_rms_norm(halves, residual, torch.ones(every.shape[1], dtype=dtype), 1e-5)
+    assert torch.equal(residual, every + halves)
