@@ -62,7 +62,7 @@ class ReferenceKernels(Kernels):
         metadata: AttentionMetadata,
         qk_norm: QKNorm | None,
     ) -> Tensor:
-        heads = qkv.unflatten(-1, (-1, layout.head_dim))
+        heads = qkv.view(qkv.shape[0], layout.num_heads + 2 * layout.num_kv_heads, layout.head_dim)
         q, k, v = heads.split((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), dim=1)
         if qk_norm is not None:
             q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)

@@ -49,7 +49,7 @@ class Step:
 
 
 def make_metadata(chunks: list[tuple[int, int]], block_size: int, seed: int) -> tuple[AttentionMetadata, int]:
-    """Metadata of requests with queries ``begin..end`` each, on blocks in random order; the number of blocks."""
+    """Metadata of requests with queries ``begin..end`` each, on blocks in random order; their number."""
     counts = [-(-end // block_size) for _, end in chunks]
     total = sum(counts)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).int()
