@@ -136,7 +136,11 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
             "messages[0].content",
             ["'image_url'", "'text'"],
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", ["null"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            ["null"],
+        ),
         (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
             "messages[0].tool_calls",
@@ -153,7 +157,9 @@ def test_wrong_messages_are_named(body: dict[str, Any], param: str, words: list[
         assert word in caught.value.message
 
 
-@pytest.mark.parametrize("text", ["{", "nope", "[1]", '"a"', "NaN", '{"a": Infinity}', '{"a": 1' + "0" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "text", ["{", "nope", "[1]", '"a"', "NaN", '{"a": Infinity}', '{"a": 1' + "0" * 5000 + "}"]
+)
 def test_malformed_json_is_a_400(text: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse_json_object(text.encode())
