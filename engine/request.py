@@ -18,7 +18,7 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a request ended; the first two are OpenAI's words."""
 
     STOP = "stop"
@@ -117,7 +117,9 @@ class TokenDelta:
     error: str | None = None  # with FinishReason.ERROR
 
 
-def validate(token_ids: list[int], params: SamplingParams, limits: ModelLimits, generated_before: int = 0) -> int:
+def validate(
+    token_ids: list[int], params: SamplingParams, limits: ModelLimits, generated_before: int = 0
+) -> int:
     """Check a request against the model and the pool; return the longest length it may reach, in tokens.
 
     Raises:
@@ -128,7 +130,8 @@ def validate(token_ids: list[int], params: SamplingParams, limits: ModelLimits, 
     for token in token_ids:
         if not 0 <= token < limits.vocab_size:
             raise InvalidRequestError(
-                f"token id {token} is outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}", "prompt"
+                f"token id {token} is outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}",
+                "prompt",
             )
     for token in params.stop_token_ids:
         if token >= limits.vocab_size:
@@ -150,8 +153,8 @@ def validate(token_ids: list[int], params: SamplingParams, limits: ModelLimits, 
         )
     if total > limits.max_tokens:
         raise InvalidRequestError(
-            f"prompt of {original_prompt} tokens with {1 if wanted is None else wanted} more can never fit the KV "
-            f"pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
+            f"prompt of {original_prompt} tokens with {1 if wanted is None else wanted} more can never fit the "
+            f"KV pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
             f"{limits.block_size}); raise kv_memory or shorten the request",
             "prompt",
             "kv_pool_exceeded",

@@ -47,7 +47,8 @@ class SamplingParams:
         _int_range("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens} but must be at most max_tokens ({self.max_tokens})", "min_tokens"
+                f"min_tokens is {self.min_tokens} but must be at most max_tokens ({self.max_tokens})",
+                "min_tokens",
             )
         _float_range("temperature", self.temperature, 0.0, 2.0)
         _int_range("top_k", self.top_k, 0, None)
@@ -57,7 +58,8 @@ class SamplingParams:
             _int_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries but at most {MAX_STOP_TOKEN_IDS} are allowed",
+                f"stop_token_ids has {len(self.stop_token_ids)} entries but at most "
+                f"{MAX_STOP_TOKEN_IDS} are allowed",
                 "stop_token_ids",
             )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -72,7 +74,11 @@ class SamplingParams:
 
 def _int_range(name: str, value: object, low: int, high: int | None) -> None:
     bound = f"at least {low}" if high is None else f"between {low} and {high}"
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+    wrong = not isinstance(value, int) or isinstance(value, bool)
+    if not wrong:
+        assert isinstance(value, int)
+        wrong = value < low or (high is not None and value > high)
+    if wrong:
         raise InvalidRequestError(f"{name} is {value!r} but must be an integer, {bound}", name)
 
 
