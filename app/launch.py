@@ -235,4 +235,3 @@ def _cause(application: Any) -> str:
     lines = [line.strip() for message in messages if message for line in message.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line] or lines or ["unknown cause"]
     return f"the application cannot start: {telling[-1]}"
-

@@ -10,15 +10,16 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from app import wire
 from app.channel_set import ChannelSet
 from app.generation import Delta, GenerateRequest, GenerationError, UnavailableError
-from app.routing.ledger import Ledger, Route
+from app.live_request import LiveRequest
+from app.routing.ledger import Ledger, NoRouteError, Route
 from engine.errors import InvalidRequestError, QuireError
-from engine.request import FinishReason, ModelLimits, validate
+from engine.request import ModelLimits, validate
 
 __all__ = ["Delta", "EngineClient", "GenerateRequest", "GenerationError", "UnavailableError"]
 
@@ -31,31 +32,18 @@ MAX_FAULTS = 4
 MAX_ATTEMPTS = 64
 """Of one request, moves away from replicas that were told to stop included."""
 
-EXPECTED_TOKENS = 256
-"""Booked for the output of a request that may make more: most stop by themselves."""
-
 END_RECORD_S = 5.0
 """The end record follows the engine's answer on the channel within this, else the request moves on."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Live:
-    """One request on its way. Its output is what has arrived here, whichever replica made it."""
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """Why an attempt came to nothing; ``fault`` if a replica failed under it, not if it never began."""
 
-    request: GenerateRequest
-    arrived: float
-    output: list[int] = field(default_factory=list)
-    cached_tokens: int | None = None
-    ended: bool = False
-    complete: bool = False  # the end record has come
-    deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
-    interrupt: asyncio.Event = field(default_factory=asyncio.Event)  # the attempt is dead or must move
-    faults: int = 0
-    last_fault: str = ""
-    avoid: str = ""  # the replica of the attempt before
-    driver: asyncio.Task[None] | None = None
+    reason: str
+    fault: bool
 
 
 class EngineClient:
@@ -68,8 +56,8 @@ class EngineClient:
         self._handle = handle
         self._unavailable_after_s = unavailable_after_s
         self._attempts = itertools.count(1)
-        self._live: dict[int, _Live] = {}  # by attempt
-        self._requests: set[_Live] = set()
+        self._live: dict[int, LiveRequest] = {}  # by attempt
+        self._requests: set[LiveRequest] = set()
         self._lingering: set[asyncio.Future[Any]] = set()
         self._limits: ModelLimits | None = None
         self._routes_changed = asyncio.Event()
@@ -88,7 +76,7 @@ class EngineClient:
         if self._started is None:
             return
         for live in list(self._requests):
-            self._fail(live, UnavailableError("the server is shutting down; send the request again"))
+            live.fail(UnavailableError("the server is shutting down; send the request again"))
         await self._started.stop()
 
     def limits(self) -> ModelLimits | None:
@@ -124,7 +112,7 @@ class EngineClient:
             # Drawn here, so that the draws go on the same on another replica.
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
-        live = _Live(request, time.monotonic())
+        live = LiveRequest(request)
         self._requests.add(live)
         # An empty context: Serve must not take the attempts for children of one HTTP request.
         live.driver = asyncio.get_running_loop().create_task(self._drive(live), context=contextvars.Context())
@@ -153,9 +141,9 @@ class EngineClient:
 
     # ---- attempts
 
-    async def _drive(self, live: _Live) -> None:
+    async def _drive(self, live: LiveRequest) -> None:
         """Attempt after attempt until the request has ended."""
-        for _ in range(MAX_ATTEMPTS):
+        for count in range(1, MAX_ATTEMPTS + 1):
             if live.ended or not await self._routable(live):
                 return
             live.interrupt.clear()
@@ -163,26 +151,27 @@ class EngineClient:
             self._live[attempt] = live
             self._ledger.expect(attempt)
             try:
-                fault = await self._attempt(live, attempt)
+                setback = await self._attempt(live, attempt)
             finally:
                 self._retire(live, attempt)
-            if fault and not live.ended:
-                live.faults += 1
-                live.last_fault = fault
+            if setback is not None and not live.ended:
+                if setback.fault:
+                    live.fault(setback.reason)
                 logger.warning(
-                    "request %s moves on after %d tokens: %s", live.request.request_id, len(live.output), fault
+                    "request %s tries again after %d tokens: %s",
+                    live.request.request_id,
+                    len(live.output),
+                    setback.reason,
                 )
                 # A call may fail a little before the channel of its replica does.
-                await asyncio.sleep(0.05 * live.faults)
+                await asyncio.sleep(min(0.05 * count, 1.0))
             if live.faults > MAX_FAULTS:
-                self._fail(
-                    live,
-                    GenerationError(f"given up after {live.faults} replicas failed; last: {live.last_fault}"),
+                live.fail(
+                    GenerationError(f"given up after {live.faults} replicas failed; last: {live.last_fault}")
                 )
+        live.fail(UnavailableError(f"no engine replica took the request in {MAX_ATTEMPTS} attempts"))
 
-        self._fail(live, GenerationError(f"given up after {MAX_ATTEMPTS} replicas; last: {live.last_fault}"))
-
-    def _retire(self, live: _Live, attempt: int) -> None:
+    def _retire(self, live: LiveRequest, attempt: int) -> None:
         del self._live[attempt]
         booking = self._ledger.booking(attempt)
         if booking is not None:
@@ -190,40 +179,24 @@ class EngineClient:
         self._ledger.release(attempt)
         self._channels.settle()
 
-    async def _attempt(self, live: _Live, attempt: int) -> str:
-        """Run one attempt; returns why it failed, or "" when the request has ended or was asked to move."""
-        request = live.request
-        submission = wire.Submission(
-            request_id=request.request_id,
-            attempt=attempt,
-            token_ids=request.token_ids + live.output,
-            params=request.params,
-            namespace=request.namespace,
-            priority=request.priority,
-            generated_before=len(live.output),
-            age_s=time.monotonic() - live.arrived,
-        )
-        wanted = request.params.max_tokens
-        left = EXPECTED_TOKENS if wanted is None else min(wanted - len(live.output), EXPECTED_TOKENS)
-        meta = {
-            "request_id": request.request_id,
-            "attempt": attempt,
-            "prefill": len(submission.token_ids),
-            "decode": max(left, 1),
-            "avoid": live.avoid,
-        }
-        response = self._generate.remote(self._channels.cid, wire.pack_submission(submission), meta=meta)
+    async def _attempt(self, live: LiveRequest, attempt: int) -> Setback | None:
+        """Run one attempt; ``None`` when the request has ended or was asked to move."""
+        payload = wire.pack_submission(live.submission(attempt))
+        response = self._generate.remote(self._channels.cid, payload, meta=live.routing_meta(attempt))
         answer = asyncio.ensure_future(_await(response))
         interrupted = asyncio.ensure_future(live.interrupt.wait())
         try:
             await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                return ""
+                return None
             try:
                 outcome = answer.result()
+            except NoRouteError as error:
+                return Setback(str(error), fault=False)
             except Exception as error:  # noqa: BLE001  (any failure of a call moves the request on)
-                # A lost replica shows on its channel, too, whose end counts the move.
-                return "" if live.interrupt.is_set() else f"{type(error).__name__}: {_first_line(error)}"
+                # A lost replica shows on its channel, too, whose end counts the fault.
+                lost = live.interrupt.is_set()
+                return None if lost else Setback(f"{type(error).__name__}: {_first_line(error)}", fault=True)
             return await self._conclude(live, outcome, interrupted)
         finally:
             interrupted.cancel()
@@ -245,20 +218,22 @@ class EngineClient:
         self._lingering.add(answer)
         answer.add_done_callback(done)
 
-    async def _conclude(self, live: _Live, outcome: dict[str, Any], interrupted: asyncio.Future[Any]) -> str:
+    async def _conclude(
+        self, live: LiveRequest, outcome: dict[str, Any], interrupted: asyncio.Future[Any]
+    ) -> Setback | None:
         """The engine's answer; only the channel's end record, which may still be behind, ends the request."""
         if "invalid" in outcome:
-            self._fail(live, InvalidRequestError(*outcome["invalid"]))
-            return ""
+            live.fail(InvalidRequestError(*outcome["invalid"]))
+            return None
         if "refused" in outcome:
-            return str(outcome["refused"])
+            return Setback(str(outcome["refused"]), fault=False)
         if not live.ended:
             await asyncio.wait((interrupted,), timeout=END_RECORD_S)
             if not live.ended and not live.interrupt.is_set():
-                return "the end record did not come"
-        return ""
+                return Setback("the end record did not come", fault=True)
+        return None
 
-    async def _routable(self, live: _Live) -> bool:
+    async def _routable(self, live: LiveRequest) -> bool:
         """Wait for a replica with an open channel; fails the request when none comes."""
         deadline = time.monotonic() + self._unavailable_after_s
         while not self._channels.routable():
@@ -267,18 +242,11 @@ class EngineClient:
             try:
                 await asyncio.wait_for(self._routes_changed.wait(), max(left, 0.0))
             except TimeoutError:
-                self._fail(
-                    live,
-                    UnavailableError(f"no engine replica became ready within {self._unavailable_after_s:g} s"),
+                live.fail(
+                    UnavailableError(f"no engine replica became ready within {self._unavailable_after_s:g} s")
                 )
                 return False
         return True
-
-    def _fail(self, live: _Live, error: QuireError) -> None:
-        if not live.ended:
-            live.ended = True
-            live.deltas.put_nowait(error)
-            live.interrupt.set()
 
     # ---- channels
 
@@ -314,8 +282,7 @@ class EngineClient:
             live = self._live.get(attempt)
             if live is not None and not live.ended:
                 if self._channels.known(route.replica):
-                    live.faults += 1
-                    live.last_fault = reason
+                    live.fault(reason)
                 live.interrupt.set()
                 logger.info("request %s moves on: %s", live.request.request_id, reason)
         self._channels.settle()
@@ -339,37 +306,13 @@ class EngineClient:
                     record.index,
                     len(live.output),
                 )
-                live.faults += 1
+                live.fault("tokens were lost on the way")
                 live.interrupt.set()
                 continue
-            self._accept(live, record)
+            if record.token_ids:
+                self._ledger.first_token(record.attempt)
+            live.accept(record)
         return stale
-
-    def _accept(self, live: _Live, record: wire.Record) -> None:
-        if record.end is FinishReason.ERROR:
-            self._fail(live, GenerationError(record.message or "the engine gave the request up"))
-            return
-        if record.end is FinishReason.ABORT:
-            # Nobody here asked for it: the engine is closing the channel.
-            live.interrupt.set()
-            return
-        if record.token_ids:
-            self._ledger.first_token(record.attempt)
-        if live.cached_tokens is None:
-            live.cached_tokens = record.cached_tokens
-        index = len(live.output)
-        live.output.extend(record.token_ids)
-        live.deltas.put_nowait(
-            Delta(
-                tuple(record.token_ids),
-                record.end.value if record.end is not None else None,
-                live.cached_tokens,
-                index,
-            )
-        )
-        if record.end is not None:
-            live.ended = live.complete = True
-            live.interrupt.set()
 
 
 async def _await(response: Any) -> Any:
