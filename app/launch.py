@@ -88,12 +88,12 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     folder = model_store.pull() if bundled else model_store.resolve(options.model)
     check_memory(options, folder)
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    _on_interrupt(stop)
     say(f"starting Ray and {options.engine_replicas} engine replica(s) with {options.model_name} ...")
     server = LocalServer(host, port)
     try:
         server.start()
+        _on_interrupt(stop)  # Ray has put a handler of its own in place
         server.deploy(args, stop)
         if not stop.is_set():
             _announce(server, options, say)
@@ -214,6 +214,11 @@ class LocalServer:
                 return bool(json.load(response).get("routable", 0) > 0)
         except (urllib.error.URLError, ValueError, OSError):
             return False
+
+
+def _on_interrupt(stop: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
 
 
 def _announce(server: LocalServer, options: config.AppConfig, say: Say) -> None:
