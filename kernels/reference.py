@@ -63,7 +63,8 @@ class ReferenceKernels(Kernels):
         qk_norm: QKNorm | None,
     ) -> Tensor:
         heads = qkv.view(qkv.shape[0], layout.num_heads + 2 * layout.num_kv_heads, layout.head_dim)
-        q, k, v = heads.split((layout.num_heads, layout.num_kv_heads, layout.num_kv_heads), dim=1)
+        q, kv = heads[:, : layout.num_heads], heads[:, layout.num_heads :]
+        k, v = kv.chunk(2, dim=1)
         if qk_norm is not None:
             q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
             k = self.rms_norm(k, qk_norm.k_weight, qk_norm.eps)

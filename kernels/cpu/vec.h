@@ -17,13 +17,15 @@
 
 namespace quire {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
+#if defined(QUIRE_LANES)  // to try a width that this CPU has not got: the compiler makes do with what there is
+#elif defined(__AVX512F__)
+#define QUIRE_LANES 16
 #elif defined(__AVX2__)
-constexpr int LANES = 8;
+#define QUIRE_LANES 8
 #else
-constexpr int LANES = 4;  // NEON, SSE2 and whatever else the compiler lowers 16 bytes to
+#define QUIRE_LANES 4  // NEON, SSE2 and others
 #endif
+constexpr int LANES = QUIRE_LANES;
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
@@ -55,11 +57,13 @@ static inline vf load(const float* p) {
 static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(vf)); }
 
 static inline vf fma(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif QUIRE_LANES == 8 && defined(__FMA__)
     return _mm256_fmadd_ps(a, b, c);
-#elif defined(__aarch64__)
+#elif QUIRE_LANES == 4 && defined(__FMA__)
+    return _mm_fmadd_ps(a, b, c);
+#elif QUIRE_LANES == 4 && defined(__aarch64__)
     return vfmaq_f32(c, a, b);
 #else
     return a * b + c;
@@ -143,9 +147,9 @@ static inline uint16_t narrow(float x) {
 }
 
 static inline vf load(const fp16* p) {
-#if defined(__AVX512F__)
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif QUIRE_LANES == 8 && defined(__F16C__)
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
     vh h;
@@ -154,9 +158,9 @@ static inline vf load(const fp16* p) {
 #endif
 }
 static inline void store(fp16* p, vf v) {
-#if defined(__AVX512F__)
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif QUIRE_LANES == 8 && defined(__F16C__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
     for (int i = 0; i < LANES; ++i) p[i].bits = narrow(v[i]);
