@@ -13,6 +13,7 @@ COMMANDS: dict[str, list[str]] = {
     "throughput": ["loadtests.throughput"],
     "http": ["loadtests.throughput", "--http"],
     "locust": ["loadtests.locust_run"],
+    "faults": ["loadtests.faults"],
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from local_cluster import LocalCluster
+from local_cluster import BreakableCluster
 
 OPTIONS = {
     "dtype": "float32",  # moved requests then give the same text to the letter
@@ -23,9 +23,9 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="session")
-def bare_cluster() -> Iterator[LocalCluster]:
+def bare_cluster() -> Iterator[BreakableCluster]:
     """Ray and Serve without an application."""
-    cluster = LocalCluster()
+    cluster = BreakableCluster()
     try:
         cluster.start()
         yield cluster
@@ -34,20 +34,20 @@ def bare_cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="session")
-def deployed(bare_cluster: LocalCluster, bundled_model: Path) -> LocalCluster:
+def deployed(bare_cluster: BreakableCluster, bundled_model: Path) -> BreakableCluster:
     """The bundled model on two engine replicas of one thread each, fp32."""
     bare_cluster.deploy(**OPTIONS)
     return bare_cluster
 
 
 @pytest.fixture
-def cluster(deployed: LocalCluster) -> LocalCluster:
+def cluster(deployed: BreakableCluster) -> BreakableCluster:
     """``deployed`` with both replicas routable, whatever the test before did to it."""
     deployed.wait_routable(2)
     return deployed
 
 
 @pytest.fixture
-def base_url(cluster: LocalCluster) -> str:
+def base_url(cluster: BreakableCluster) -> str:
     """Where the application answers."""
     return cluster.url

@@ -1,184 +1,22 @@
-"""A Ray cluster of this test session's own, with the application deployed as users deploy it."""
+"""The cluster of the end-to-end tests: its engines can be broken from inside, too."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
-import socket
-import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import httpx
-import psutil
-import ray
 from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
 
 from app import serving
-
-ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
+from loadtests.cluster import LocalCluster
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on at the moment."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-        return ports
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Poll until ``condition()`` is true and return it; fails with ``what`` after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {what}"
-        time.sleep(0.05)
-
-
-class LocalCluster:
-    """Starts Ray and Serve on free ports; ``deploy`` puts the application there, or changes its options."""
+class BreakableCluster(LocalCluster):
+    """Serves ``breakable_application``."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))  # short: sockets lie in it
-        self.port, stats_port, metrics_port, self.metrics_port = free_ports(4)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.options: dict[str, Any] = {}
-        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
-        self._environment = {
-            **serving.controller_environment(),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self._folder / "haproxy" / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self._folder / "haproxy" / "admin.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self._folder / "haproxy"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(self._folder / "haproxy" / "server-state"),
-            # Nobody's traffic must be waited for here.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        }
-
-    def start(self) -> None:
-        """Ray and Serve, without any application."""
-        os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("RAY_worker_niceness", "0")  # else busy neighbours starve the replicas
-        os.environ.setdefault("RAY_worker_niceness", "0")  # else busy neighbours starve the replicas
-        paths = [str(ROOT), str(ROOT / "tests" / "e2e"), os.environ.get("PYTHONPATH", "")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        ray.init(
-            address="local",
-            _temp_dir=str(self._folder / "ray"),
-            include_dashboard=False,
-            num_cpus=8,  # more than one configuration at a time while a change rolls
-            log_to_driver=False,
-            _metrics_export_port=self.metrics_port,
-        )
-        serve.start(
-            http_options={"host": "127.0.0.1", "port": self.port},
-            controller_options={"runtime_env": {"env_vars": self._environment}},
-        )
-
-    def deploy(self, **options: Any) -> None:
-        """Deploy, or change the application; returns when every replica runs and has an open channel."""
-        self.options = options
-        self._apply(self._config())
-        wait_for(self._running, START_TIMEOUT_S, "the application does not run")
-        self.wait_routable(options.get("engine_replicas", 2))
-
-    def scale(self, replicas: int) -> None:
-        """Tell Serve another number of engine replicas; returns at once."""
-        config = self._config()
-        config["applications"][0]["deployments"] = [{"name": "engine", "num_replicas": replicas}]
-        self._apply(config)
+        super().__init__("breakable_application:build", [Path(__file__).parent])
 
     def break_engine(self, replica: str) -> None:
         """Make the loop of a replica's engine raise."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
         handle.break_engine.remote(target=replica).result(timeout_s=30)
-
-    def wait_routable(self, replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the ingress that answers has exactly this many open channels."""
-        wait_for(
-            lambda: self.health().get("routable") == replicas, timeout_s, f"no {replicas} replicas are routable"
-        )
-
-    def health(self) -> dict[str, Any]:
-        """The body of /health, or {} while nothing answers."""
-        try:
-            response = httpx.get(f"{self.url}/health", timeout=10)
-            body: dict[str, Any] = response.json()
-        except (httpx.HTTPError, ValueError):
-            return {}
-        return body
-
-    def inspect(self) -> list[dict[str, Any]]:
-        """Each engine replica's own account of itself, by name."""
-        handle = serve.get_deployment_handle("engine", serving.APP_NAME)
-        states = handle.broadcast("inspect").results(timeout_s=30)
-        return sorted(states, key=lambda state: state["replica"])
-
-    def kill(self, pid: int, how: signal.Signals = signal.SIGKILL) -> None:
-        """A fault in one of this cluster's processes."""
-        os.kill(pid, how)
-
-    def ingress_pids(self) -> list[int]:
-        """Processes of the ingress replicas."""
-        return self._replica_pids("ingress")
-
-    def engine_pids(self) -> list[int]:
-        """Processes of the engine replicas, stopping ones too."""
-        return self._replica_pids("engine")
-
-    def stop(self) -> None:
-        """Everything that was started, processes included."""
-        with contextlib.suppress(Exception):
-            serve.shutdown()
-        children = [
-            process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
-        ]
-        ray.shutdown()
-        for process in psutil.wait_procs(children, timeout=5)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _config(self) -> dict[str, Any]:
-        config = serving.deploy_config(self.options, "127.0.0.1", self.port)
-        config["controller_options"] = {"runtime_env": {"env_vars": self._environment}}
-        config["applications"][0]["import_path"] = "breakable_application:build"
-        return config
-
-    def _apply(self, config: dict[str, Any]) -> None:
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
-
-    def _running(self) -> bool:
-        application = serve.status().applications.get(serving.APP_NAME)
-        if application is None:
-            return False
-        assert application.status != "DEPLOY_FAILED", application.message
-        return bool(application.status == "RUNNING")
-
-    def _replica_pids(self, deployment: str) -> list[int]:
-        pids = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if f":{serving.APP_NAME}:{deployment}" in " ".join(process.cmdline()):
-                    pids.append(process.pid)
-        return sorted(pids)
-
-
-def needs_linux() -> bool:
-    """Whether HAProxy serves here."""
-    return sys.platform == "linux"

@@ -6,38 +6,16 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-import psutil
 import pytest
-from local_cluster import LocalCluster, wait_for
-from streams import Outcome, complete, complete_all, prompts, vanish
+from local_cluster import BreakableCluster
+
+from loadtests.cluster import gone, wait_for
+from loadtests.streams import Outcome, complete, complete_all, prompts, vanish
 
 STREAMS = 16
 TOKENS = 64
 FEW = 6
 LONG = 300  # tokens of a few streams; enough that a stopping replica is gone before they end
-
-
-def idle(cluster: LocalCluster) -> bool:
-    """No request and no referenced block anywhere."""
-    return all(
-        state["live_requests"] == 0
-        and state["referenced_blocks"] == 0
-        and all(channel["attempts"] == 0 for channel in state["channels"].values())
-        for state in cluster.inspect()
-    )
-
-
-def channels(cluster: LocalCluster) -> set[tuple[str, str, int]]:
-    """(replica, client id, epoch) of every open channel."""
-    return {
-        (state["replica"], cid, channel["epoch"])
-        for state in cluster.inspect()
-        for cid, channel in state["channels"].items()
-    }
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def check_same(outcomes: list[Outcome], undisturbed: list[Outcome]) -> None:
@@ -51,7 +29,7 @@ def check_same(outcomes: list[Outcome], undisturbed: list[Outcome]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(deployed: LocalCluster) -> list[Outcome]:
+def undisturbed(deployed: BreakableCluster) -> list[Outcome]:
     """What ``STREAMS`` streams say when nothing happens to them."""
     deployed.wait_routable(2)
     outcomes = asyncio.run(complete_all(deployed.url, prompts(STREAMS), TOKENS))
@@ -60,7 +38,7 @@ def undisturbed(deployed: LocalCluster) -> list[Outcome]:
 
 
 async def while_streaming(
-    cluster: LocalCluster, act: Callable[[], object], count: int = STREAMS, tokens: int = TOKENS
+    cluster: BreakableCluster, act: Callable[[], object], count: int = STREAMS, tokens: int = TOKENS
 ) -> list[Outcome]:
     """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes."""
     streams = asyncio.ensure_future(complete_all(cluster.url, prompts(STREAMS)[:count], tokens))
@@ -77,22 +55,22 @@ async def while_streaming(
     return await streams
 
 
-def test_a_thousand_clients_vanish(cluster: LocalCluster) -> None:
-    before = channels(cluster)
+def test_a_thousand_clients_vanish(cluster: BreakableCluster) -> None:
+    before = cluster.channels()
     asyncio.run(vanish(cluster.url, 1000, seed=7))
-    wait_for(lambda: idle(cluster), 5.0, "requests or blocks are left")
+    wait_for(cluster.idle, 5.0, "requests or blocks are left")
     wait_for(lambda: cluster.health()["live_requests"] == 0, 5.0, "the ingress still has requests")
-    assert channels(cluster) == before
+    assert cluster.channels() == before
     assert set(cluster.health()["booked_tokens"].values()) == {0}
 
 
-def test_channel_outlives_its_first_client(cluster: LocalCluster) -> None:
+def test_channel_outlives_its_first_client(cluster: BreakableCluster) -> None:
     # A fresh ingress process: nobody has used its channels.
-    old = channels(cluster)
+    old = cluster.channels()
     cluster.kill(cluster.ingress_pids()[0])
-    wait_for(lambda: channels(cluster) and not channels(cluster) & old, 30.0, "no new ingress has come")
+    wait_for(lambda: cluster.channels() and not cluster.channels() & old, 30.0, "no new ingress has come")
     cluster.wait_routable(2)
-    fresh = channels(cluster)
+    fresh = cluster.channels()
 
     async def first_leaves() -> Outcome:
         second = asyncio.ensure_future(complete(cluster.url, "The first rule is", 48))
@@ -102,27 +80,27 @@ def test_channel_outlives_its_first_client(cluster: LocalCluster) -> None:
     outcome = asyncio.run(first_leaves())
     assert outcome.done
     assert outcome.finish_reason == "length"
-    assert channels(cluster) == fresh
+    assert cluster.channels() == fresh
 
 
-def test_engine_killed_amid_streams(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+def test_engine_killed_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(lambda: idle(cluster), 5.0, "requests or blocks are left")
+    wait_for(cluster.idle, 5.0, "requests or blocks are left")
 
 
-def test_engine_that_dies_inside_is_replaced(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.break_engine(victim["replica"])))
     check_same(outcomes, undisturbed)
     wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica without an engine")
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(lambda: idle(cluster), 5.0, "requests or blocks are left")
+    wait_for(cluster.idle, 5.0, "requests or blocks are left")
 
 
-def test_hung_engine_loses_its_requests(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     victim = cluster.inspect()[0]
     try:
         outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"], signal.SIGSTOP)))
@@ -130,11 +108,11 @@ def test_hung_engine_loses_its_requests(cluster: LocalCluster, undisturbed: list
         cluster.kill(victim["pid"], signal.SIGCONT)
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(lambda: idle(cluster), 10.0, "the engine still computes for nobody")
+    wait_for(cluster.idle, 10.0, "the engine still computes for nobody")
 
 
-def test_ingress_killed_amid_streams(cluster: LocalCluster) -> None:
-    before = channels(cluster)
+def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
+    before = cluster.channels()
 
     async def kill() -> None:
         streams = asyncio.gather(
@@ -147,14 +125,14 @@ def test_ingress_killed_amid_streams(cluster: LocalCluster) -> None:
         await streams
 
     asyncio.run(kill())
-    wait_for(lambda: idle(cluster), 10.0, "a dead ingress still holds blocks")
-    wait_for(lambda: not channels(cluster) & before, 10.0, "a dead ingress still holds channels")
+    wait_for(cluster.idle, 10.0, "a dead ingress still holds blocks")
+    wait_for(lambda: not cluster.channels() & before, 10.0, "a dead ingress still holds channels")
     cluster.wait_routable(2, timeout_s=60)
     assert asyncio.run(complete(cluster.url, "Hello", 4)).done
 
 
-def test_idle_replica_stops_at_once(cluster: LocalCluster) -> None:
-    wait_for(lambda: idle(cluster), 5.0, "requests or blocks are left")
+def test_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
+    wait_for(cluster.idle, 5.0, "requests or blocks are left")
     before = cluster.engine_pids()
     cluster.scale(1)
     try:
@@ -167,7 +145,7 @@ def test_idle_replica_stops_at_once(cluster: LocalCluster) -> None:
         cluster.scale(2)
 
 
-def test_stopping_replica_hands_its_streams_over(cluster: LocalCluster, undisturbed: list[Outcome]) -> None:
+def test_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     before = cluster.engine_pids()
     still_running = []
 

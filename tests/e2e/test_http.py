@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from local_cluster import LocalCluster, wait_for
-from streams import MODEL
+
+from loadtests.cluster import LocalCluster, wait_for
+from loadtests.streams import MODEL
 
 CAPITAL: Any = [
     {"role": "system", "content": "You are a helpful assistant."},

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 import ray
-from local_cluster import LocalCluster
 from ray import serve
 from ray.serve._private.router import AsyncioRouter
 from ray.serve.handle import DeploymentHandle
@@ -18,6 +17,7 @@ from app import serving
 from app.relay import EngineClient, GenerateRequest
 from app.routing import fleet
 from engine.sampling_params import SamplingParams
+from loadtests.cluster import LocalCluster
 
 
 def test_ray_is_the_release_that_was_read() -> None:

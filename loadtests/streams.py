@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,10 +17,14 @@ WORDS = ("river", "stone", "lamp", "garden", "copper", "violin", "harbour", "win
 
 @dataclass
 class Outcome:
-    """What one stream brought: ``events`` are its JSON chunks, ``done`` whether it ended with [DONE]."""
+    """What one stream brought: ``events`` are its JSON chunks, ``done`` whether it ended with [DONE].
+
+    ``times`` says when each chunk came, in seconds of ``time.perf_counter``.
+    """
 
     status: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -36,6 +42,16 @@ class Outcome:
     def errors(self) -> list[dict[str, Any]]:
         """Error chunks."""
         return [event["error"] for event in self.events if "error" in event]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it ended as asked: with all its tokens and without an error."""
+        return self.done and not self.errors and self.finish_reason == "length"
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds from each chunk to the next."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
@@ -71,6 +87,7 @@ async def complete(url: str, prompt: str, max_tokens: int, leave_after: int | No
                 outcome.done = True
                 break
             outcome.events.append(json.loads(event))
+            outcome.times.append(time.perf_counter())
             if leave_after is not None and len(outcome.events) >= leave_after:
                 break
     finally:
@@ -83,8 +100,13 @@ async def complete_all(url: str, texts: list[str], max_tokens: int) -> list[Outc
     return await asyncio.gather(*(complete(url, text, max_tokens) for text in texts))
 
 
-async def vanish(url: str, count: int, seed: int, at_once: int = 32) -> None:
-    """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream."""
+async def vanish(
+    url: str, count: int, seed: int, at_once: int = 32, on_left: Callable[[], object] | None = None
+) -> int:
+    """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream.
+
+    ``on_left`` is called as each has left. Returns how many had read some of their stream.
+    """
     rng = random.Random(seed)
     slots = asyncio.Semaphore(at_once)
 
@@ -96,9 +118,12 @@ async def vanish(url: str, count: int, seed: int, at_once: int = 32) -> None:
                 _, writer = await _send(url, body(prompt, 200))
                 await asyncio.sleep(delay_s)
                 writer.close()
+            if on_left is not None:
+                on_left()
 
     plans = [(rng.choice((0, 0, 1, 2, 5)), rng.random() * 0.2) for _ in range(count)]
     await asyncio.gather(*(one(text, *plan) for text, plan in zip(prompts(count, seed), plans, strict=True)))
+    return sum(chunks > 0 for chunks, _ in plans)
 
 
 async def _send(url: str, content: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -112,7 +137,7 @@ async def _send(url: str, content: bytes) -> tuple[asyncio.StreamReader, asyncio
     return reader, writer
 
 
-async def _events(reader: asyncio.StreamReader) -> Any:
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[str]:
     """Data of the server-sent events; chunked coding puts its lengths on lines of their own."""
     while line := await reader.readline():
         if line.startswith(b"data: "):

@@ -1,0 +1,89 @@
+"""What the fault measurements make of what they saw."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from loadtests.cluster import seconds_until, wait_for
+from loadtests.faults import latency_figures, leftover_figures, longest_pause, stream_figures, wrong_channels
+from loadtests.report import Figure
+from loadtests.streams import Outcome
+
+
+def stream(text: str, reason: str | None = "length", done: bool = True) -> Outcome:
+    chunks = [{"choices": [{"text": letter, "finish_reason": None}]} for letter in text]
+    chunks.append({"choices": [{"text": "", "finish_reason": reason}]})
+    return Outcome(200, chunks, [float(number) for number in range(len(chunks))], done)
+
+
+def engine(blocks: int = 0, live: int = 0, channels: int = 1) -> dict[str, object]:
+    return {
+        "referenced_blocks": blocks,
+        "live_requests": live,
+        "channels": {str(number): {} for number in range(channels)},
+    }
+
+
+def by_name(figures: list[Figure]) -> dict[str, Figure]:
+    return {figure.name.rsplit(": ", 1)[-1]: figure for figure in figures}
+
+
+def test_a_disconnect_may_wait_for_the_step_that_runs() -> None:
+    figures = latency_figures([0.05, 0.07, 0.26], [0.05, 0.05, 0.4], 0.01)
+    values = {figure.name: pytest.approx(figure.value) for figure in figures}
+    assert values["one engine step of a stream alone"] == 0.05
+    assert values["disconnect to free blocks, median of 3"] == 0.07
+    assert values["disconnect to free blocks, median minus one step"] == 0.02
+    assert [figure.holds for figure in figures] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    ("states", "health", "name"),
+    [
+        ([engine(blocks=1), engine()], {}, "blocks referenced"),
+        ([engine(), engine(live=1)], {}, "live requests on engines"),
+        ([engine(), engine()], {"live_requests": 1}, "live requests at the ingress"),
+        ([engine(), engine()], {"booked_tokens": {"a": 3, "b": 0}}, "tokens booked by the router"),
+        ([engine(), engine(channels=2)], {}, "channels missing or too many"),
+    ],
+)
+def test_each_leftover_breaks_its_own_bar(
+    states: list[dict[str, object]], health: dict[str, object], name: str
+) -> None:
+    clean = {"live_requests": 0, "booked_tokens": {"a": 0, "b": 0}}
+    assert all(figure.holds for figure in leftover_figures([engine(), engine()], clean))
+    figures = by_name(leftover_figures(states, clean | health))
+    assert [name for name, figure in figures.items() if not figure.holds] == [name]
+
+
+@pytest.mark.parametrize(("channels", "wrong"), [([1, 1], 0), ([0, 2], 2), ([1], 1), ([], 2), ([2, 1], 1)])
+def test_there_is_one_channel_for_each_ingress_and_engine(channels: list[int], wrong: int) -> None:
+    states = [engine(channels=count) for count in channels]
+    assert wrong_channels(states) == wrong
+
+
+def test_streams_must_be_complete_and_say_the_same() -> None:
+    expected = [stream("one"), stream("two"), stream("three"), stream("four")]
+    broken = stream("three")
+    broken.events.append({"error": {"message": "gone"}})
+    outcomes = [stream("one"), stream("tow"), broken, stream("fo", None, done=False)]
+    complete, same = stream_figures("killed", outcomes, expected)
+    assert (complete.value, complete.bar, complete.holds) == (2, 4, False)
+    assert (same.value, same.bar, same.holds) == (1, 4, False)
+    assert all(figure.holds for figure in stream_figures("killed", expected, expected))
+
+
+def test_the_longest_pause_is_between_chunks_of_one_stream() -> None:
+    assert longest_pause([]) == 0.0
+    assert longest_pause([Outcome(times=[5.0]), Outcome(times=[1.0, 1.5, 3.5, 3.6])]) == 2.0
+
+
+def test_waiting_that_never_ends_shows() -> None:
+    assert seconds_until(lambda: True, 10.0) < 10.0
+    assert seconds_until(lambda: False, 0.02, 0.001) >= 0.02
+    began = time.monotonic()
+    assert wait_for(lambda: time.monotonic() > began, 10.0, "time stands still")
+    with pytest.raises(TimeoutError, match="after 0 s: nothing came"):
+        wait_for(lambda: False, 0.0, "nothing came")
