@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from kernels.interface import Kernels
@@ -18,7 +20,8 @@ def get_kernels(name: str = "auto", device: torch.device | str = "cpu", num_thre
     """The kernels called ``name`` for ``device``; ``auto`` takes the best one.
 
     ``num_threads`` is how many threads the CPU kernels use. ``auto`` on a CPU without a C++ compiler warns
-    once and returns ``reference``. Raises ``ValueError`` for an unknown name or one that cannot run there.
+    once and returns ``reference``. Raises ``ValueError`` for an unknown name, one that cannot run there, or one
+    that cannot be had: no C++ compiler, or no Triton.
     """
     device = torch.device(device)
     if name not in NAMES:
@@ -36,9 +39,30 @@ def get_kernels(name: str = "auto", device: torch.device | str = "cpu", num_thre
     if name == "cpu":
         if device.type != "cpu":
             raise ValueError(f"kernels='cpu' cannot run on device {device}; use 'triton' or 'reference'")
-        from kernels.cpu import CpuKernels
+        from kernels.cpu import BuildError, CpuKernels
 
-        return CpuKernels(num_threads)
-    from kernels.triton import TritonKernels
+        try:
+            return CpuKernels(num_threads)
+        except BuildError as error:
+            reason = " ".join(str(error).split())[:500]  # the compiler may have much to say
+            raise ValueError(f"kernels='cpu' cannot be built: {reason}") from error
+    return _triton(device)
 
+
+def _triton(device: torch.device) -> Kernels:
+    # Its interpreter, for tests, runs on the CPU.
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(
+            f"kernels='triton' cannot run on device {device}; it needs a CUDA or ROCm device, or device 'cpu' "
+            "with TRITON_INTERPRET=1 set before start; use kernels='auto' otherwise"
+        )
+    try:
+        from kernels.triton import TritonKernels
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise ValueError(
+            "kernels='triton' needs the package triton, which is not installed; install it or use "
+            "kernels='reference'"
+        ) from error
     return TritonKernels(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,9 @@ class Fields:
         value = self.raw.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) == float("inf"):
-            raise self.error(f"{self.prefix}{key} is {value!r} but must be a number")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) <= sys.float_info.max:  # so put, NaN is refused too
+            raise self.error(f"{self.prefix}{key} is {value!r} but must be a finite number")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

@@ -162,7 +162,10 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            values = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            if wrong := [value for value in values if not isinstance(value, str)]:
+                raise TypeError(f"weight_map names {wrong[0]!r}, which is no file")
+            names = sorted(set(values))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"cannot read {index}: {error!r}") from error
         files = [folder / Path(name).name for name in names]

@@ -99,6 +99,14 @@ def test_a_damaged_file_is_refused(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("names", [[3], [3, "model.safetensors"], [["model.safetensors"]], [None]])
+def test_an_index_names_files(folder: Path, names: list[object]) -> None:
+    weight_map = {f"tensor {number}": name for number, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"cannot read .*index\.json.*which is no file"):
+        load(folder)
+
+
 def test_shards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = logits(load(folder))
     other = tmp_path_factory.mktemp("sharded")
