@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -17,35 +16,34 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.models.folders import BUNDLED_NAME
+from engine.sizes import parse_bytes
 
 ENV_PREFIX = "QUIRE_"
-BUNDLED_MODEL = "smollm2-135m-instruct"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 # Read elsewhere, not options of the application.
-_OTHER_ENV = frozenset({"QUIRE_CACHE", "QUIRE_URL"})
+_OTHER_ENV = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_")
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def parse_size(value: object) -> object:
-    """Bytes of ``"2GiB"``, ``"500MB"`` or a plain number; other types pass through to pydantic."""
-    if not isinstance(value, str) or value.lower() in ("auto", "none", ""):
-        return _absent(value)
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is no size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+logger = logging.getLogger(__name__)
 
 
 def _absent(value: object) -> object:
     return None if isinstance(value, str) and value.lower() in ("auto", "none", "") else value
 
 
+def _bytes(value: object) -> object:
+    """Of ``"2GiB"``, ``"500MB"`` or a plain number; other types pass through to pydantic."""
+    value = _absent(value)
+    try:
+        return parse_bytes(value) if isinstance(value, str) else value
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 OptionalInt = Annotated[int | None, BeforeValidator(_absent)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_absent)]
 OptionalStr = Annotated[str | None, BeforeValidator(_absent)]
-Size = Annotated[int | None, BeforeValidator(parse_size)]
+Size = Annotated[int | None, BeforeValidator(_bytes)]
 
 
 class LiveOptions(BaseModel):
@@ -65,7 +63,7 @@ class AppConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = BUNDLED_MODEL
+    model: str = BUNDLED_NAME
     served_model_name: OptionalStr = None
     dtype: str = "auto"
     device: str = "auto"
@@ -102,8 +100,10 @@ class AppConfig(BaseModel):
         """The first ``user_config``."""
         return LiveOptions(log_level=self.log_level, max_live_requests=self.max_live_requests)
 
-    def engine_config(self, folder: str, num_threads: int) -> EngineConfig:
-        """Options of one engine.
+    def engine_config(
+        self, folder: str, num_threads: int, replicas_on_a_node: int | None = None
+    ) -> EngineConfig:
+        """Options of one engine; unless told otherwise, all replicas share its machine's memory.
 
         Raises:
             ConfigError: a value that the engine refuses.
@@ -116,6 +116,7 @@ class AppConfig(BaseModel):
             block_size=self.block_size,
             kv_memory=self.kv_memory,
             num_blocks=self.num_blocks,
+            memory_sharers=replicas_on_a_node or self.engine_replicas,
             memory_fraction=self.memory_fraction,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -130,13 +131,19 @@ class AppConfig(BaseModel):
 def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> AppConfig:
     """The options of ``args`` (an ``AppConfig``'s fields), overridden by the environment.
 
+    Variables that are no options are passed over with a warning: Kubernetes sets some of its own, such as
+    ``QUIRE_PORT``, for a service called quire.
+
     Raises:
         ConfigError: one line that names each wrong option.
     """
     values: dict[str, Any] = dict(args or {})
     for name, value in (os.environ if environment is None else environment).items():
-        if name.startswith(ENV_PREFIX) and name not in _OTHER_ENV:
-            values[name.removeprefix(ENV_PREFIX).lower()] = value
+        option = name.removeprefix(ENV_PREFIX).lower()
+        if name.startswith(ENV_PREFIX) and option in AppConfig.model_fields:
+            values[option] = value
+        elif name.startswith(ENV_PREFIX) and not name.startswith(_OTHER_ENV):
+            logger.warning("%s in the environment is no option and has no effect", name)
     unknown = sorted(set(values) - set(AppConfig.model_fields))
     if unknown:
         raise ConfigError(

@@ -13,32 +13,53 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from app import config, model_store, serving
+from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
+from engine.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from engine.memory import PoolSize
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 900.0
+PROGRESS_EVERY_S = 5.0
 PROCESS_BYTES = 600 * 2**20
 """Of an engine replica's process before its weights and KV: interpreter, torch, Ray."""
 
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What one engine replica will hold."""
+
+    dtype: str
+    pool: PoolSize | None  # as planned before the start; None on a GPU, which is not asked yet
+
+
 def check_port(host: str, port: int, option: str = "--port") -> None:
     """Whether the server will be able to listen.
 
     Raises:
-        ConfigError: another process listens there.
+        ConfigError: another process listens there, or this machine has no such address.
     """
-    with socket.socket() as listener:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
+    with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, port))
+            listener.bind(address)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it or choose another port "
@@ -46,24 +67,42 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
             ) from None
 
 
-def check_memory(options: config.AppConfig, folder: Path, available: int | None = None) -> None:
+def check_memory(options: config.AppConfig, folder: Path, available: int | None = None) -> Fit:
     """Whether weights and KV pools of all replicas fit in ``available`` bytes (the system says if not given).
 
+    On a GPU weights and pools are elsewhere, and each replica checks for itself.
+
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they do not fit, or the model cannot be read.
     """
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if options.dtype == "float32":
-        weights *= 2  # checkpoints are in 16 bits
-    each = PROCESS_BYTES + weights + (options.kv_memory or 0)
-    needed = each * options.engine_replicas
-    available = psutil.virtual_memory().available if available is None else available
-    if needed > available:
+    import torch
+
+    from engine.memory import available_memory, plan_pool
+    from engine.model_runner import resolve_device, resolve_max_model_len
+    from engine.models.config import read_model_config
+    from engine.models.loader import Checkpoint, resolve_dtype
+    from engine.plan import kv_bytes_per_token
+
+    model = read_model_config(folder)
+    with Checkpoint(folder, model) as checkpoint:
+        dtype = resolve_dtype(options.dtype, model, checkpoint)
+    name = str(dtype).removeprefix("torch.")
+    length = resolve_max_model_len(options.max_model_len, model.max_position_embeddings)
+    gpu = resolve_device(options.device).type != "cpu"
+    each = PROCESS_BYTES + (0 if gpu else model.num_parameters * dtype.itemsize)
+    if available is None:
+        available = available_memory(torch.device("cpu"), options.memory_fraction)
+    left = available - each * options.engine_replicas
+    if left <= 0:
         raise ConfigError(
-            f"{options.engine_replicas} engine replicas need about {needed / 2**30:.1f} GiB "
-            f"({each / 2**30:.1f} GiB each) but {available / 2**30:.1f} GiB are available; "
-            "lower engine_replicas or kv_memory, or choose a smaller model"
+            f"{options.engine_replicas} engine replicas need about "
+            f"{format_bytes(each * options.engine_replicas)} ({format_bytes(each)} each) beside their KV pools "
+            f"but {format_bytes(available)} are available; lower engine_replicas, or choose a smaller model"
         )
+    if gpu:
+        return Fit(name, None)
+    engine = options.engine_config(str(folder), 1)
+    return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left))
 
 
 def free_port(preferred: int) -> int:
@@ -84,9 +123,7 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     options = config.load(args)
     options.engine_config("", 1)
     check_port(host, port)
-    bundled = options.model == config.BUNDLED_MODEL
-    folder = model_store.pull() if bundled else model_store.resolve(options.model)
-    check_memory(options, folder)
+    fit = check_memory(options, model_store.resolve(options.model))
     stop = threading.Event()
     _on_interrupt(stop)
     say(f"starting Ray and {options.engine_replicas} engine replica(s) with {options.model_name} ...")
@@ -94,9 +131,9 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     try:
         server.start()
         _on_interrupt(stop)  # Ray has put a handler of its own in place
-        server.deploy(args, stop)
+        server.deploy(args, stop, say)
         if not stop.is_set():
-            _announce(server, options, say)
+            _announce(server, options, fit, say)
         while not stop.wait(1.0):
             pass
         say("stopping ...")
@@ -111,20 +148,21 @@ class LocalServer:
         self.host = host
         self.port = port
         self._stats_port = free_port(8404)
-        self._dashboard_port = free_port(8265)
         self.dashboard = ""
         self._before: set[int] = set()
 
     @property
     def url(self) -> str:
         """Where clients reach it from this machine."""
-        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def start(self) -> None:
         """Ray and Serve, no application yet."""
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
         import ray
@@ -135,8 +173,7 @@ class LocalServer:
         context = ray.init(
             address="local",
             dashboard_host="127.0.0.1",
-            dashboard_port=self._dashboard_port,
-            include_dashboard=True,
+            include_dashboard=True,  # at 8265 or the next free port, which Ray finds only if none is named
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -146,8 +183,8 @@ class LocalServer:
             controller_options={"runtime_env": {"env_vars": self._environment()}},
         )
 
-    def deploy(self, args: Mapping[str, Any], stop: threading.Event) -> None:
-        """Deploy and wait until every engine replica takes requests, or ``stop`` is set.
+    def deploy(self, args: Mapping[str, Any], stop: threading.Event, say: Say) -> None:
+        """Deploy and wait until every engine replica takes requests, or ``stop`` is set; ``say`` how far it is.
 
         Raises:
             ConfigError: the application cannot start; the message says why.
@@ -156,12 +193,19 @@ class LocalServer:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
+        from app import placement
+
+        options = config.load(args)
+        nodes = placement.cluster_nodes()
+        placement.check_gpus(options, nodes)
+        placement.check_cpus(options, nodes)
         quire = {name: value for name, value in os.environ.items() if name.startswith(config.ENV_PREFIX)}
         document = serving.deploy_config(args, self.host, self.port)
         document["controller_options"]["runtime_env"]["env_vars"] = self._environment()
         if quire:
             document["applications"][0]["runtime_env"] = {"env_vars": quire}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
+        progress = Progress(options.engine_replicas, say)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not stop.wait(0.2):
             application = serve.status().applications.get(serving.APP_NAME)
@@ -172,6 +216,7 @@ class LocalServer:
                 return
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
+            progress.update(_ready(application), time.monotonic())
 
     def proxy(self) -> str:
         """Which proxy serves, by what listens."""
@@ -216,14 +261,42 @@ class LocalServer:
             return False
 
 
+class Progress:
+    """Says every few seconds how many replicas are ready."""
+
+    def __init__(self, replicas: int, say: Say) -> None:
+        self._replicas = replicas
+        self._say = say
+        self._next = 0.0
+
+    def update(self, ready: int, now: float) -> None:
+        """``now`` in seconds on any clock; says nothing if it said something in the last few."""
+        if now < self._next:
+            return
+        self._next = now + PROGRESS_EVERY_S
+        if ready < self._replicas:
+            self._say(f"  waiting for engine replicas: {ready} of {self._replicas} ready")
+        else:
+            self._say("  waiting for the way to them: proxy, ingress, channels")
+
+
+def _ready(application: Any) -> int:
+    """Engine replicas that have loaded."""
+    engine = application.deployments.get(DEPLOYMENT) if application is not None else None
+    return sum(count for state, count in engine.replica_states.items() if state == "RUNNING") if engine else 0
+
+
 def _on_interrupt(stop: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
 
 
-def _announce(server: LocalServer, options: config.AppConfig, say: Say) -> None:
+def _announce(server: LocalServer, options: config.AppConfig, fit: Fit, say: Say) -> None:
     say(f"Quire serves {options.model_name} at {server.url}/v1 through {server.proxy()}")
     say(f"  engine replicas {options.engine_replicas}, ingress replicas {options.ingress_replicas}")
+    pool = fit.pool
+    kv = f", KV of about {pool.tokens:,} tokens ({pool.num_blocks:,} blocks) in each replica" if pool else ""
+    say(f"  weights and KV in {fit.dtype}{kv}")
     if server.dashboard:
         say(f"  dashboard http://{server.dashboard}")
     say(

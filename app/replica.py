@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from app import config, metrics, wire
+from app import config, metrics, placement, wire
 from app.channel_engine import ChannelHub, run_attempt
 from app.model_store import resolve
 from engine.engine import EngineThread
@@ -101,8 +101,9 @@ class EngineReplica:
 
     def _start_engine(self) -> EngineThread:
         folder = str(resolve(self._config.model))
+        here = placement.replicas_on_a_node(self._config, placement.cluster_nodes())
         engine = EngineThread(
-            self._config.engine_config(folder, self._num_threads()), self._on_outputs, self._on_death
+            self._config.engine_config(folder, self._num_threads(), here), self._on_outputs, self._on_death
         )
         engine.start()
         return engine

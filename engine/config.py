@@ -22,6 +22,7 @@ class EngineConfig:
         kv_memory: bytes of the KV pool; ``None`` takes ``memory_fraction`` of a GPU's memory, or on a CPU
             a share of what the machine or its cgroup has free.
         num_blocks: exact pool size in blocks; overrides ``kv_memory``.
+        memory_sharers: engines on this machine, this one included; on a CPU each takes its part of the memory.
         memory_fraction: share of a GPU's memory for weights and KV together.
         max_model_len: longest sequence in tokens; ``None`` takes the model's own.
         max_num_seqs: most requests in one step.
@@ -39,6 +40,7 @@ class EngineConfig:
     block_size: int = 16
     kv_memory: int | None = None
     num_blocks: int | None = None
+    memory_sharers: int = 1
     memory_fraction: float = 0.9
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -51,7 +53,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-        for name in ("block_size", "max_num_seqs"):
+        for name in ("block_size", "memory_sharers", "max_num_seqs"):
             _at_least_one(name, getattr(self, name))
         for name in ("kv_memory", "num_blocks", "max_model_len", "token_budget", "num_threads"):
             if getattr(self, name) is not None:

@@ -11,19 +11,24 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.sizes import format_bytes
 
 CPU_SHARE = 0.25
 """Share of the free memory that the pool takes by default on a CPU ..."""
 
+CPU_SHARE_OF_ALL = 0.5
+"""... the share of all pools on the machine together ..."""
+
 CPU_CEILING = 4 << 30
-"""... and the most that it takes, in bytes."""
+"""... and the most that one pool takes, in bytes."""
 
 CPU_LIMIT = 0.8
-"""Largest share of the free memory that an explicit size, or one sequence of the maximum length, may take."""
+"""Largest share of the free memory that explicit sizes, or one sequence of the maximum length for each engine,
+may take on a machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class PoolSize:
     """Size of the KV pool."""
 
     num_blocks: int
@@ -43,18 +48,22 @@ class MemoryPlan:
 
 def plan_pool(
     config: EngineConfig, device_type: str, bytes_per_token: int, max_model_len: int, available: int
-) -> MemoryPlan:
+) -> PoolSize:
     """Size the pool for ``available`` free bytes of the device (``cpu`` or ``cuda``).
 
     ``num_blocks`` or ``kv_memory`` decide if given; else a CPU gives a bounded share of what is free, a GPU
-    all of it (``available`` is what ``memory_fraction`` leaves).
+    all of it (``available`` is what ``memory_fraction`` leaves). A pool's pages are taken when they are first
+    written, so engines that share a machine's memory all see the same bytes free, whenever they start: each
+    may use its part.
 
     Raises:
         ConfigError: too little memory; names the figures and the option that changes them.
     """
     block_bytes = config.block_size * bytes_per_token
     gpu = device_type != "cpu"
-    limit = available if gpu else int(available * CPU_LIMIT)
+    engines = 1 if gpu else config.memory_sharers
+    limit = available if gpu else int(available * CPU_LIMIT / engines)
+    who, fewer = (f" by each of {engines} engines", ", or run fewer engines here") if engines > 1 else ("", "")
     one_sequence = -(-max_model_len // config.block_size) * block_bytes
     if config.num_blocks is not None:
         option, wanted = "num_blocks", config.num_blocks * block_bytes
@@ -62,23 +71,25 @@ def plan_pool(
         option, wanted = "kv_memory", config.kv_memory
     else:
         option = "memory_fraction" if gpu else "kv_memory"
-        wanted = limit if gpu else max(min(int(available * CPU_SHARE), CPU_CEILING), one_sequence)
+        share = min(CPU_SHARE, CPU_SHARE_OF_ALL / engines)
+        wanted = limit if gpu else max(min(int(available * share), CPU_CEILING), one_sequence)
         if one_sequence > limit:
             raise ConfigError(
                 f"one sequence of max_model_len={max_model_len} tokens needs {format_bytes(one_sequence)} of "
-                f"KV memory but only {format_bytes(limit)} may be used; lower max_model_len, or set {option}"
+                f"KV memory but only {format_bytes(limit)} may be used{who}; lower max_model_len, "
+                f"or set {option}{fewer}"
             )
     if wanted > limit:
         raise ConfigError(
             f"{option} asks for {format_bytes(wanted)} of KV memory but only {format_bytes(limit)} may be "
-            f"used; lower {option}"
+            f"used{who}; lower {option}{fewer}"
         )
     if wanted < block_bytes:
         raise ConfigError(
             f"{option} gives {wanted} bytes of KV memory but one block of {config.block_size} tokens needs "
             f"{block_bytes}; raise {option}"
         )
-    return MemoryPlan(wanted // block_bytes, config.block_size, bytes_per_token)
+    return PoolSize(wanted // block_bytes, config.block_size, bytes_per_token)
 
 
 def available_memory(device: torch.device, memory_fraction: float, reserve: int = 0) -> int:
@@ -128,11 +139,3 @@ def _left_in(group: Path, limit: str, usage: str, reclaimable: str) -> int:
         return 1 << 62
     cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{reclaimable} ")), 0)
     return max(int(most) - used + cache, 0)
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people: ``1.50 GiB``, ``12.00 MiB``, ``22.50 KiB`` or ``256 bytes``."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

@@ -13,12 +13,13 @@ from engine.batch import Chunk, build_batch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
-from engine.memory import available_memory, format_bytes, plan_pool
+from engine.memory import available_memory, plan_pool
 from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
 from engine.models.loader import load_model, model_revision
 from engine.request import ModelLimits, Request
 from engine.sampler import Sampler, SampleRow
+from engine.sizes import format_bytes
 from kernels import AttentionMetadata, get_kernels
 
 _log = logging.getLogger("quire.engine")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,10 @@ from engine.errors import ConfigError
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.folders import local_folder
 from engine.models.registry import SHAPES
+from engine.sizes import format_bytes, parse_bytes
 from kernels.interface import SUPPORTED_DTYPES
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SUPPORTED_DTYPES}
-_UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,33 +142,6 @@ def table(result: MemoryPlan) -> str:
     width, right = (max(len(row[column]) for row in rows) for column in (0, 1))
     title = f"{result.model}, {result.dtype}, on {devices}"
     return "\n".join([title, "-" * len(title), *(f"{name:<{width}}  {value:>{right}}" for name, value in rows)])
-
-
-def parse_bytes(text: str) -> int:
-    """``40GiB``, ``24G``, ``512MB`` or a plain number of bytes; units with an ``i`` are powers of 1024.
-
-    Raises:
-        ConfigError: the text is no positive size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B?\s*", text, re.IGNORECASE)
-    size = 0
-    if match:
-        number, unit, binary = match.groups()
-        scale = _BINARY_UNITS[unit.upper()] if binary else _UNITS[(unit or "").upper()]
-        size = int(float(number) * scale)
-    if size < 1:
-        raise ConfigError(f"{text!r} is not a size in bytes; write for example 40GiB or 512MB")
-    return size
-
-
-def format_bytes(size: int) -> str:
-    """With a binary unit and up to four digits: ``40 KiB``, ``16.43 GiB``."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.2f}".rstrip("0").rstrip(".") + f" {unit}"
 
 
 def load_config(model: str) -> ModelConfig:

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
+from app.launch import free_port
 from app.model_store import resolve
 from engine import LLM
 from loadtests.report import Figure, finish, print_table
@@ -34,13 +34,6 @@ from loadtests.throughput import Workload, run_ours, timed
 STREAMS = Workload("http", 32, 128, 0, 128, 0.8)
 START_LIMIT_S = 300.0
 STREAM_LIMIT_S = 600.0
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +72,7 @@ class Application:
 @contextmanager
 def application(options: list[str]) -> Iterator[Application]:
     """``python -m app`` on a free port, ready to answer; stopped at the end."""
-    port = free_port()
+    port = free_port(0)
     with tempfile.NamedTemporaryFile(prefix="quire-app-", suffix=".log", delete=False) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app", f"port={port}", *options],

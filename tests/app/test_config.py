@@ -62,9 +62,18 @@ def test_wrong_options_are_named_in_one_line(args: dict[str, object], words: lis
         assert word in message
 
 
-def test_unknown_environment_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="enginereplicas"):
-        config.load({}, {"QUIRE_ENGINEREPLICAS": "2"})
+def test_other_variables_are_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Kubernetes sets some for a service called quire; a misspelt option is heard of."""
+    kubernetes = {"QUIRE_PORT": "tcp://10.0.0.1:8000", "QUIRE_SERVICE_HOST": "10.0.0.1"}
+    options = config.load({}, {**kubernetes, "QUIRE_ENGINEREPLICAS": "3", "QUIRE_BLOCK_SIZE": "32"})
+    assert options == config.load({"block_size": 32}, {})
+    warned = [record.getMessage().split()[0] for record in caplog.records]
+    assert warned == ["QUIRE_PORT", "QUIRE_SERVICE_HOST", "QUIRE_ENGINEREPLICAS"]
+
+
+def test_variables_of_quires_other_parts_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    config.load({}, {"QUIRE_CACHE": "/somewhere", "QUIRE_URL": "http://x", "QUIRE_LOAD_USERS": "3"})
+    assert caplog.records == []
 
 
 def test_engine_refuses_unknown_dtypes() -> None:
@@ -76,6 +85,12 @@ def test_engine_gets_every_option_of_its_own() -> None:
     engine = config.load({"block_size": 32, "num_blocks": 50, "seed": 3}, {}).engine_config("folder", 2)
     assert (engine.model, engine.block_size, engine.num_blocks, engine.seed) == ("folder", 32, 50, 3)
     assert engine.num_threads == 2
+
+
+def test_replicas_share_memory_unless_told_that_nodes_are_apart() -> None:
+    options = config.load({"engine_replicas": 4}, {})
+    assert options.engine_config("folder", 1).memory_sharers == 4
+    assert options.engine_config("folder", 1, replicas_on_a_node=2).memory_sharers == 2
 
 
 def test_live_options() -> None:

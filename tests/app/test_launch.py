@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from app import __main__ as command
 from app import config, launch
@@ -58,12 +62,115 @@ def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "nothing" in line
 
 
+GIB = 2**30
+MIB = 2**20
+TOKEN = 2 * 4 * 8 * 64 * 2  # bytes of KV in 16 bits: 4 layers, 8 heads of 64
+WEIGHTS = 1000 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512  # numbers
+
+
+def save_model(folder: Path, dtype: str) -> Path:
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": dtype,
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file({"model.norm.weight": torch.ones(512)}, folder / "model.safetensors")
+    return folder
+
+
+def check(folder: Path, available: int, **args: Any) -> launch.Fit:
+    return launch.check_memory(config.load({"device": "cpu", **args}, {}), folder, available)
+
+
 def test_too_little_memory(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 2**20)
-    options = config.load({"engine_replicas": 3, "kv_memory": "1GiB"}, {})
-    launch.check_memory(options, tmp_path, available=5 * 2**30)
-    with pytest.raises(ConfigError, match=r"3 engine replicas need about 4\.8 GiB .* 4\.0 GiB are available"):
-        launch.check_memory(options, tmp_path, available=4 * 2**30)
+    save_model(tmp_path, "bfloat16")
+    check(tmp_path, 6 * GIB, engine_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"kv_memory asks for 1 GiB .* by each of 3 engines; lower kv_memory"):
+        check(tmp_path, 5 * GIB, engine_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"3 engine replicas need about 1\.8\d GiB .* 1 GiB are available"):
+        check(tmp_path, GIB, engine_replicas=3)
+
+
+def test_pools_of_every_kind_are_counted(tmp_path: Path) -> None:
+    """One sequence of 4096 tokens takes 32 MiB, so two replicas of 630 MiB do not fit into 1300 MiB."""
+    save_model(tmp_path, "bfloat16")
+    assert TOKEN * 4096 == 32 * MIB
+    with pytest.raises(ConfigError, match="max_model_len=4096"):
+        check(tmp_path, 1300 * MIB)
+    with pytest.raises(ConfigError, match="num_blocks asks for 1 GiB"):
+        check(tmp_path, 3 * GIB, num_blocks=8192)
+
+
+def test_the_planned_pool_is_that_of_the_replicas(tmp_path: Path) -> None:
+    save_model(tmp_path, "bfloat16")
+    fit = check(tmp_path, 10 * GIB, engine_replicas=4)
+    assert fit.dtype == "bfloat16"
+    assert fit.pool is not None
+    left = 10 * GIB - 4 * (launch.PROCESS_BYTES + 2 * WEIGHTS)
+    assert fit.pool.num_blocks == left // 8 // (16 * TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"), [("float32", "float32"), ("float32", "auto"), ("bfloat16", "float32")]
+)
+def test_weights_are_counted_in_the_dtype_that_they_will_have(tmp_path: Path, stored: str, asked: str) -> None:
+    save_model(tmp_path, stored)
+    needed = launch.PROCESS_BYTES + 4 * WEIGHTS
+    pool = {"engine_replicas": 1, "num_blocks": 1, "dtype": asked}
+    assert check(tmp_path, needed + MIB, **pool).dtype == "float32"
+    with pytest.raises(ConfigError, match="1 engine replicas need"):
+        check(tmp_path, needed, **pool)
+
+
+def test_the_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, "bfloat16")
+    monkeypatch.setattr("engine.memory.cgroup_available", lambda: 100 * MIB)
+    with pytest.raises(ConfigError, match="100 MiB are available"):
+        launch.check_memory(config.load({"device": "cpu"}, {}), tmp_path)
+
+
+def test_ports_of_every_family(taken_port: int) -> None:
+    launch.check_port("localhost", launch.free_port(0))
+    with pytest.raises(ConfigError, match=r"cannot listen on no such host: .*--host"):
+        launch.check_port("no such host", 8000)
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:"):
+        launch.check_port("192.0.2.1", 8000)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_ports_of_version_6() -> None:
+    with socket.socket(socket.AF_INET6) as listener:
+        try:
+            listener.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"cannot listen on ::1:.*--port"):
+            launch.check_port("::1", port)
+    launch.check_port("::1", port)
+    assert launch.LocalServer("::", port).url == f"http://[::1]:{port}"
+
+
+def test_progress_is_told_every_few_seconds() -> None:
+    said: list[str] = []
+    progress = launch.Progress(2, said.append)
+    for now, ready in [(100.0, 0), (100.2, 0), (104.9, 1), (105.0, 1), (111.0, 2)]:
+        progress.update(ready, now)
+    assert [line.strip() for line in said] == [
+        "waiting for engine replicas: 0 of 2 ready",
+        "waiting for engine replicas: 1 of 2 ready",
+        "waiting for the way to them: proxy, ingress, channels",
+    ]
 
 
 def test_free_port_prefers_the_usual_one(taken_port: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from engine.calibration import MAX_BUDGET, MIN_BUDGET, budget_for, calibrate, processor_clock
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.memory import available_memory, cgroup_available, format_bytes, plan_pool
+from engine.memory import available_memory, cgroup_available, plan_pool
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNLIMITED = 1 << 62
@@ -33,6 +33,26 @@ def test_a_gpu_takes_what_its_fraction_leaves() -> None:
     assert plan(8 * GIB, device="cuda") == 16384
 
 
+@pytest.mark.parametrize("engines", [1, 2, 3, 5, 8])
+def test_engines_on_one_machine_share_its_memory(engines: int) -> None:
+    """All of them may see the same bytes free, since a pool's pages are taken when they are written."""
+    blocks = plan(8 * GIB, memory_sharers=engines)
+    assert blocks * engines * 512 * KIB <= 4 * GIB
+    assert blocks == min(8 * GIB // 4, 4 * GIB // engines) // (512 * KIB)
+    assert plan(8 * GIB, device="cuda", memory_sharers=engines) == 16384  # a GPU each
+    most = int(8 * GIB * 0.8) // engines // (512 * KIB)
+    assert plan(8 * GIB, memory_sharers=engines, num_blocks=most) == most
+    with pytest.raises(ConfigError, match="num_blocks asks for"):
+        plan(8 * GIB, memory_sharers=engines, num_blocks=most + 1)
+
+
+def test_engines_that_share_are_named_where_memory_is_short() -> None:
+    with pytest.raises(ConfigError, match=r"by each of 4 engines; lower kv_memory, or run fewer engines here"):
+        plan(8 * GIB, memory_sharers=4, kv_memory=2 * GIB)
+    with pytest.raises(ConfigError, match=r"by each of 4 engines; lower max_model_len"):
+        plan(512 * MIB, memory_sharers=4)
+
+
 def test_explicit_sizes_win() -> None:
     assert plan(8 * GIB, kv_memory=3 * MIB + 5) == 6
     assert plan(8 * GIB, kv_memory=3 * MIB, num_blocks=11) == 11
@@ -41,9 +61,9 @@ def test_explicit_sizes_win() -> None:
 @pytest.mark.parametrize(
     ("available", "options", "words"),
     [
-        (100 * MIB, {}, ["max_model_len=4096", "128.00 MiB", "80.00 MiB", "kv_memory"]),
-        (GIB, {"kv_memory": 2 * GIB}, ["kv_memory asks for 2.00 GiB", "819.20 MiB"]),
-        (GIB, {"num_blocks": 4096}, ["num_blocks asks for 2.00 GiB", "lower num_blocks"]),
+        (100 * MIB, {}, ["max_model_len=4096", "128 MiB", "80 MiB", "kv_memory"]),
+        (GIB, {"kv_memory": 2 * GIB}, ["kv_memory asks for 2 GiB", "819.2 MiB"]),
+        (GIB, {"num_blocks": 4096}, ["num_blocks asks for 2 GiB", "lower num_blocks"]),
         (GIB, {"kv_memory": 1000}, ["1000 bytes", "524288", "raise kv_memory"]),
     ],
 )
@@ -124,15 +144,6 @@ def test_the_reserve_is_left_free() -> None:
     cpu = torch.device("cpu")
     assert available_memory(cpu, 0.9, reserve=UNLIMITED) == 0
     assert 0 < available_memory(cpu, 0.9) < UNLIMITED
-
-
-def test_format_bytes() -> None:
-    assert [format_bytes(n) for n in (256, 23040, 3 * MIB, 5 * GIB)] == [
-        "256 bytes",
-        "22.50 KiB",
-        "3.00 MiB",
-        "5.00 GiB",
-    ]
 
 
 class Machine:

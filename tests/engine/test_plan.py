@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.config import read_model_config
 from engine.models.registry import SHAPES
-from engine.plan import format_bytes, kv_bytes_per_token, main, parse_bytes, plan
+from engine.plan import kv_bytes_per_token, main, plan
 from kernels.interface import kv_pool_shape
 
 GIB = 2**30
@@ -88,29 +88,6 @@ def test_refusals() -> None:
         plan("x", config, kv_memory=GIB, max_model_len=200_000)
     with pytest.raises(ConfigError, match="block_size is 0"):
         plan("x", config, kv_memory=GIB, block_size=0)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("40GiB", 40 * GIB), ("1.5gib", 3 * GIB // 2), ("24G", 24 * 10**9), ("512 MB", 512 * 10**6), ("7", 7)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "0", "12 parsecs"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a size in bytes"):
-        parse_bytes(text)
-
-
-def test_sizes_are_printed_with_four_digits() -> None:
-    assert [format_bytes(size) for size in (7, 40960, 5 * GIB, 3 * GIB // 2)] == [
-        "7 B",
-        "40 KiB",
-        "5 GiB",
-        "1.5 GiB",
-    ]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
