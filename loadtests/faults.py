@@ -121,14 +121,16 @@ class Faults:
         before = self._cluster.channels()
 
         async def leave() -> list[Outcome]:
+            url = self._cluster.url
             first = [
-                asyncio.ensure_future(complete(self._cluster.url, text, self._long, leave_after=8))
-                for text in prompts(ENGINES, seed=1)
+                asyncio.ensure_future(complete(url, text, self._long)) for text in prompts(ENGINES, seed=1)
             ]
             await asyncio.to_thread(self._wait_running, ENGINES)
-            others = await complete_all(self._cluster.url, prompts(2 * ENGINES), TOKENS)
-            await asyncio.gather(*first)
-            return others
+            others = asyncio.ensure_future(complete_all(url, prompts(2 * ENGINES), TOKENS))
+            await asyncio.to_thread(self._wait_running, 3 * ENGINES)
+            for client in first:
+                client.cancel()
+            return await others
 
         others = asyncio.run(leave())
         return [
