@@ -131,7 +131,7 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     try:
         server.start()
         _on_interrupt(stop)  # Ray has put a handler of its own in place
-        server.deploy(args, stop, say)
+        server.deploy(args, options, stop, say)
         if not stop.is_set():
             _announce(server, options, fit, say)
         while not stop.wait(1.0):
@@ -183,8 +183,12 @@ class LocalServer:
             controller_options={"runtime_env": {"env_vars": self._environment()}},
         )
 
-    def deploy(self, args: Mapping[str, Any], stop: threading.Event, say: Say) -> None:
+    def deploy(
+        self, args: Mapping[str, Any], options: config.AppConfig, stop: threading.Event, say: Say
+    ) -> None:
         """Deploy and wait until every engine replica takes requests, or ``stop`` is set; ``say`` how far it is.
+
+        ``args`` are what the application is built with, ``options`` what comes of them.
 
         Raises:
             ConfigError: the application cannot start; the message says why.
@@ -195,7 +199,6 @@ class LocalServer:
 
         from app import placement
 
-        options = config.load(args)
         nodes = placement.cluster_nodes()
         placement.check_gpus(options, nodes)
         placement.check_cpus(options, nodes)
