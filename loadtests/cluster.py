@@ -189,7 +189,10 @@ class LocalCluster:
             process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
         ]
         ray.shutdown()
-        for process in psutil.wait_procs(children, timeout=5)[1]:
+        left = psutil.wait_procs(children, timeout=5)[1]
+        # A proxy whose parent has died is nobody's child; its command names this cluster's folder.
+        left += [process for process in psutil.process_iter() if str(self._folder) in _command(process)]
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -212,9 +215,13 @@ class LocalCluster:
         return bool(application.status == "RUNNING")
 
     def _replica_pids(self, deployment: str) -> list[int]:
-        pids = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if f":{serving.APP_NAME}:{deployment}" in " ".join(process.cmdline()):
-                    pids.append(process.pid)
-        return sorted(pids)
+        title = f":{serving.APP_NAME}:{deployment}"
+        processes = psutil.Process().children(recursive=True)
+        return sorted(process.pid for process in processes if title in _command(process))
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""

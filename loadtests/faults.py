@@ -207,12 +207,17 @@ class Faults:
         """SIGKILL of an engine replica amid streams."""
         self._say("engine killed")
         victim = self._cluster.inspect()[0]["pid"]
-        outcomes, _ = asyncio.run(self._while_streaming(STREAMS, TOKENS, lambda: self._cluster.kill(victim)))
+
+        def kill() -> float:
+            self._cluster.kill(victim)
+            return time.perf_counter()
+
+        outcomes, killed = asyncio.run(self._while_streaming(STREAMS, TOKENS, kill))
         what = "engine killed"
         return [
             *stream_figures(what, outcomes, self._expected),
             Figure(f"{what}: longest pause of a client", longest_pause(outcomes), " s"),
-            Figure(f"{what}: next replica routable", self._routable_again(), " s"),
+            Figure(f"{what}: two replicas routable again", self._routable_again(killed), " s"),
         ]
 
     def ingress_killed(self) -> list[Figure]:
@@ -220,16 +225,17 @@ class Faults:
         self._say("ingress killed")
         before = self._cluster.channels()
 
-        def kill() -> float:
+        def kill() -> tuple[float, float]:
             self._cluster.kill(self._cluster.ingress_pids()[0])
-            return seconds_until(
+            killed = time.perf_counter()
+            return killed, seconds_until(
                 lambda: self._cluster.idle() and not self._cluster.channels() & before, LIMIT_S
             )
 
-        _, seconds = asyncio.run(self._while_streaming(8, self._long, kill))
+        _, (killed, seconds) = asyncio.run(self._while_streaming(8, self._long, kill))
         return [
             Figure("ingress killed: blocks and channels gone", seconds, " s", 10.0, at_most=True),
-            Figure("ingress killed: next one has its channels", self._routable_again(), " s"),
+            Figure("ingress killed: next one has its channels", self._routable_again(killed), " s"),
         ]
 
     def idle_stopped(self) -> list[Figure]:
@@ -294,15 +300,16 @@ class Faults:
     def _stop_one(self) -> float:
         """Seconds from the order to Serve until one of the engines' processes has ended."""
         before = self._cluster.engine_pids()
-        self._cluster.scale(ENGINES - 1)
-        return seconds_until(lambda: any(gone(pid) for pid in before), LIMIT_S)
-
-    def _routable_again(self) -> float:
-        """Seconds until both engines take requests."""
         began = time.perf_counter()
+        self._cluster.scale(ENGINES - 1)
+        seconds_until(lambda: any(gone(pid) for pid in before), LIMIT_S)
+        return time.perf_counter() - began
+
+    def _routable_again(self, since: float = 0.0) -> float:
+        """Seconds from ``since`` until both engines take requests again."""
         self._cluster.wait_routable(ENGINES)
         wait_for(lambda: wrong_channels(self._cluster.inspect()) == 0, LIMIT_S, "channels are missing")
-        return time.perf_counter() - began
+        return time.perf_counter() - since
 
     def _say(self, part: str) -> None:
         self._bar.set_description(part)
