@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention_tile.h"
+#include "pool.h"
 
 namespace quire {
 namespace {
@@ -136,6 +137,11 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
     int current = 0;
     const int64_t first_tile = item.begin / TILE * TILE;
     Range visible = locate_tile(first_tile, current);
+    if (direct)  // what comes later is fetched while something else is worked on
+        for (int64_t t = visible.begin; t < visible.end; ++t) {
+            fetch(keys[current][t] + item.first_head * head_dim, head_dim);
+            fetch(values[current][t] + item.first_head * head_dim, head_dim);
+        }
     for (int64_t tile = first_tile; tile < item.end; tile += TILE) {
         if (tile == first_tile || tile % SPLIT == 0) {
             std::fill(acc, acc + rows * dim, 0.0f);
@@ -154,9 +160,13 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
             const int64_t count = (end_query - first_query) * group;
             const int64_t offset = (item.first_head + h) * call.head_dim;
             if (direct) {
+                // Meanwhile comes what is needed next: the next head of this tile, then the first of the next tile.
+                const bool last = h + 1 == item.num_heads;
+                const int from = last ? other : current;
+                const int64_t ahead = last ? -h * head_dim : head_dim;
                 run_tile<T, DU, true>(call, count, item.first_position + first_query, tile, keys[current],
-                                      values[current], keys[other], values[other], offset, queries + row * dim,
-                                      scores, acc + row * dim, peaks + row, totals + row);
+                                      values[current], keys[from], values[from], offset, ahead,
+                                      queries + row * dim, scores, acc + row * dim, peaks + row, totals + row);
                 continue;
             }
             for (int64_t t = visible.begin; t < visible.end; ++t) {
@@ -164,7 +174,7 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
                 widen_row(values[current][t] + offset, wide_values + t * dim, head_dim);
             }
             run_tile<float, DU, false>(call, count, item.first_position + first_query, tile, wide_key_rows,
-                                       wide_value_rows, wide_key_rows, wide_value_rows, 0, queries + row * dim,
+                                       wide_value_rows, wide_key_rows, wide_value_rows, 0, 0, queries + row * dim,
                                        scores, acc + row * dim, peaks + row, totals + row);
         }
         current = other;
@@ -236,12 +246,7 @@ static std::vector<Item> cut(const Call& call, bool by_split, bool by_head) {
 template <class T, int DU>
 static void run_all(const Call& call, std::vector<Item>& items, const T* q, const T* kv, T* out, int num_threads) {
     const int64_t count = static_cast<int64_t>(items.size());
-    if (num_threads <= 1) {
-        for (const Item& item : items) run_item<T, DU>(call, item, q, kv, out);
-        return;
-    }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-    for (int64_t i = 0; i < count; ++i) run_item<T, DU>(call, items[i], q, kv, out);
+    parallel_for(count, count, num_threads, [&](int64_t i) { run_item<T, DU>(call, items[i], q, kv, out); });
 }
 
 // Merges the splits of each row, ascending, and writes the row.

@@ -76,10 +76,11 @@ static inline void fetch(const S* p, int64_t elements) {
     for (int64_t i = 0; i < elements * static_cast<int64_t>(sizeof(S)); i += 64) __builtin_prefetch(line + i, 0, 2);
 }
 
+// `next` and `ahead` say where what is needed next lies: it is fetched meanwhile.
 // Scores of ROWS queries against four keys. `DU` is the number of units of a head, 0 if known at run time only.
 template <int ROWS, class S, int DU, bool FETCH>
 static inline void score_four(const float* q, const S* const* keys, const S* const* next, int64_t offset,
-                              int64_t num_units, float* scores) {
+                              int64_t ahead, int64_t num_units, float* scores) {
     const int64_t units = DU ? DU : num_units, dim = units * UNIT;
     vf sums[ROWS][4] = {};
 #pragma GCC unroll 1  // more would cost registers, and much time to compile
@@ -97,14 +98,14 @@ static inline void score_four(const float* q, const S* const* keys, const S* con
         }
     }
     if (FETCH)
-        for (int t = 0; t < 4; ++t) fetch(next[t] + offset, dim);
+        for (int t = 0; t < 4; ++t) fetch(next[t] + offset + ahead, dim);
     for (int r = 0; r < ROWS; ++r) sum4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], scores + r * TILE);
 }
 
 // acc = acc * decay + weights @ values, over the tokens of `range` one after the other, for UNITS units.
 template <int ROWS, int UNITS, class S, bool FETCH>
 static inline void weigh_units(const float* weights, const S* const* values, const S* const* next, int64_t offset,
-                               Range range, float* acc, int64_t dim, const float* decay) {
+                               int64_t ahead, Range range, float* acc, int64_t dim, const float* decay) {
     vf sums[ROWS][2 * UNITS];
     for (int r = 0; r < ROWS; ++r)
         for (int i = 0; i < 2 * UNITS; ++i) sums[r][i] = load(acc + r * dim + i * LANES) * splat(decay[r]);
@@ -121,7 +122,7 @@ static inline void weigh_units(const float* weights, const S* const* values, con
             const vf b = load_part<1>(value + u * UNIT);
             for (int r = 0; r < ROWS; ++r) sums[r][2 * u + 1] = fma(weight[r], b, sums[r][2 * u + 1]);
         }
-        if (FETCH) fetch(next[t] + offset, UNITS * UNIT);
+        if (FETCH) fetch(next[t] + offset + ahead, UNITS * UNIT);
     }
     for (int r = 0; r < ROWS; ++r)
         for (int i = 0; i < 2 * UNITS; ++i) store(acc + r * dim + i * LANES, sums[r][i]);
@@ -129,16 +130,16 @@ static inline void weigh_units(const float* weights, const S* const* values, con
 
 template <int ROWS, class S, int DU, bool FETCH>
 static inline void weigh(const float* weights, const S* const* values, const S* const* next, int64_t offset,
-                         Range range, int64_t num_units, float* acc, const float* decay) {
+                         int64_t ahead, Range range, int64_t num_units, float* acc, const float* decay) {
     constexpr int64_t STEP = ROWS == 1 ? 4 : 2;  // enough independent sums to hide the latency of an fma
     const int64_t units = DU ? DU : num_units, dim = units * UNIT;
     int64_t u = 0;
     for (; u + STEP <= units; u += STEP)
-        weigh_units<ROWS, STEP, S, FETCH>(weights, values, next, offset + u * UNIT, range, acc + u * UNIT, dim,
+        weigh_units<ROWS, STEP, S, FETCH>(weights, values, next, offset + u * UNIT, ahead, range, acc + u * UNIT, dim,
                                           decay);
     if (DU == 0 || DU % STEP != 0)
         for (; u < units; ++u)
-            weigh_units<ROWS, 1, S, FETCH>(weights, values, next, offset + u * UNIT, range, acc + u * UNIT, dim, decay);
+            weigh_units<ROWS, 1, S, FETCH>(weights, values, next, offset + u * UNIT, ahead, range, acc + u * UNIT, dim, decay);
 }
 
 // The online softmax of one row over one tile: scores become weights. Not a template, so that there is one
@@ -169,7 +170,7 @@ __attribute__((noinline)) static float soften(float* scores, Range seen, float* 
 template <class S, int DU, bool FETCH>
 static void run_tile(const Call& call, int64_t num_rows, int64_t first_position, int64_t tile_begin,
                      const S* const* keys, const S* const* values, const S* const* next_keys,
-                     const S* const* next_values, int64_t offset, const float* q, float* scores, float* acc,
+                     const S* const* next_values, int64_t offset, int64_t ahead, const float* q, float* scores, float* acc,
                      float* peaks, float* totals) {
     const int64_t units = DU ? DU : call.padded_dim() / UNIT, dim = units * UNIT, group = call.group();
     const auto visible = [&](int64_t row) {
@@ -196,7 +197,7 @@ static void run_tile(const Call& call, int64_t num_rows, int64_t first_position,
         default: CALL(MAX_ROWS); break; \
     }
 #define QUIRE_SCORE(ROWS) \
-    score_four<ROWS, S, DU, FETCH>(query, keys + t, next_keys + t, offset, units, scores + t)
+    score_four<ROWS, S, DU, FETCH>(query, keys + t, next_keys + t, offset, ahead, units, scores + t)
         for (int64_t t = begin; t < end; t += 4) QUIRE_ROWS(QUIRE_SCORE)
 
         float decay[MAX_ROWS];
@@ -209,18 +210,18 @@ static void run_tile(const Call& call, int64_t num_rows, int64_t first_position,
         for (int r = 0; r < rows; ++r) {
             const Range before{seen[r].begin, together ? common.begin : seen[r].end};
             if (before.begin < before.end) {
-                weigh<1, S, DU, false>(scores + r * TILE, values, values, offset, before, units, sums + r * dim,
+                weigh<1, S, DU, false>(scores + r * TILE, values, values, offset, 0, before, units, sums + r * dim,
                                        decay + r);
                 decay[r] = 1.0f;
             }
         }
         if (together) {
 #define QUIRE_WEIGH(ROWS) \
-    weigh<ROWS, S, DU, FETCH>(scores, values, next_values, offset, common, units, sums, decay)
+    weigh<ROWS, S, DU, FETCH>(scores, values, next_values, offset, ahead, common, units, sums, decay)
             QUIRE_ROWS(QUIRE_WEIGH)
             for (int r = 0; r < rows; ++r)
                 if (common.end < seen[r].end)
-                    weigh<1, S, DU, false>(scores + r * TILE, values, values, offset, {common.end, seen[r].end},
+                    weigh<1, S, DU, false>(scores + r * TILE, values, values, offset, 0, {common.end, seen[r].end},
                                            units, sums + r * dim, &keep);
         }
         row += rows;
