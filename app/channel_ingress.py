@@ -116,7 +116,9 @@ class IngressChannel:
                 reason = "the replica ended it"
             except asyncio.CancelledError:
                 reason = "closed here"
-                raise
+                if self._stopped or self._task.cancelling():
+                    raise
+                reason = "Serve cancelled it"
             except Exception as error:  # noqa: BLE001  (whatever ends a channel, the next one starts afresh)
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             finally:
@@ -209,13 +211,15 @@ class IngressChannel:
         stale = sorted(self._stale)[:MAX_STALE]
         self._stale.difference_update(stale)
         self._acknowledged = acknowledged
-        response = self._unary.beat.remote(self._cid, epoch, acknowledged, stale, target=self.replica)
+        response = None
         try:
+            response = self._unary.beat.remote(self._cid, epoch, acknowledged, stale, target=self.replica)
             async with asyncio.timeout(DEAD_S):
                 known = await response
         except Exception as error:  # noqa: BLE001  (the channel itself tells whether the replica lives)
             logger.info("a beat to %s failed: %s", self.replica, error)
-            response.cancel()
+            if response is not None:
+                response.cancel()
             return
         if not known:
             self._gave_up = "the replica does not know this channel"

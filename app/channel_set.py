@@ -17,6 +17,9 @@ from app.routing import fleet
 class ChannelOwner(ChannelEvents, Protocol):
     """Knows which requests run where."""
 
+    def on_members(self) -> None:
+        """Replicas have come or begun to leave."""
+
     def replicas_in_use(self) -> Collection[str]:
         """Replicas with a live attempt."""
 
@@ -98,4 +101,5 @@ class ChannelSet:
                 self._handle, self.cid, replica, lambda: next(self._epochs), self._owner
             )
         self._leaving = set(self._channels) - members
+        self._owner.on_members()
         self.settle()

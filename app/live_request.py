@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,9 @@ from engine.request import FinishReason
 
 EXPECTED_TOKENS = 256
 """Booked for the output of a request that may make more: most stop by themselves."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,13 @@ class LiveRequest:
             self.ended = True
             self.deltas.put_nowait(error)
             self.interrupt.set()
+
+    def driver_ended(self, driver: asyncio.Task[None]) -> None:
+        """Nothing else would end a request whose driver is gone."""
+        error = None if driver.cancelled() else driver.exception()
+        if error is not None:
+            logger.error("request %s lost its driver", self.request.request_id, exc_info=error)
+        self.fail(GenerationError("an internal error ended this request; the log says more"))
 
     def accept(self, record: wire.Record) -> None:
         """Take the tokens of a record whose offset is the one that is due, or end."""

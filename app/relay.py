@@ -116,6 +116,7 @@ class EngineClient:
         self._requests.add(live)
         # An empty context: Serve must not take the attempts for children of one HTTP request.
         live.driver = asyncio.get_running_loop().create_task(self._drive(live), context=contextvars.Context())
+        live.driver.add_done_callback(live.driver_ended)
         try:
             while True:
                 delta = await live.deltas.get()
@@ -144,7 +145,7 @@ class EngineClient:
     async def _drive(self, live: LiveRequest) -> None:
         """Attempt after attempt until the request has ended."""
         for count in range(1, MAX_ATTEMPTS + 1):
-            if live.ended or not await self._routable(live):
+            if live.ended or not await self._routable(live) or live.ended:
                 return
             live.interrupt.clear()
             attempt = next(self._attempts)
@@ -182,7 +183,10 @@ class EngineClient:
     async def _attempt(self, live: LiveRequest, attempt: int) -> Setback | None:
         """Run one attempt; ``None`` when the request has ended or was asked to move."""
         payload = wire.pack_submission(live.submission(attempt))
-        response = self._generate.remote(self._channels.cid, payload, meta=live.routing_meta(attempt))
+        try:
+            response = self._generate.remote(self._channels.cid, payload, meta=live.routing_meta(attempt))
+        except Exception as error:  # noqa: BLE001  (as any failure of a call below)
+            return Setback(_said(error), fault=True)
         answer = asyncio.ensure_future(_await(response))
         interrupted = asyncio.ensure_future(live.interrupt.wait())
         try:
@@ -193,10 +197,10 @@ class EngineClient:
                 outcome = answer.result()
             except NoRouteError as error:
                 return Setback(str(error), fault=False)
-            except Exception as error:  # noqa: BLE001  (any failure of a call moves the request on)
-                # A lost replica shows on its channel, too, whose end counts the fault.
-                lost = live.interrupt.is_set()
-                return None if lost else Setback(f"{type(error).__name__}: {_first_line(error)}", fault=True)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+                # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
+                # nobody here has cancelled. A lost replica shows on its channel, too: its end counts the fault.
+                return None if live.interrupt.is_set() else Setback(_said(error), fault=True)
             return await self._conclude(live, outcome, interrupted)
         finally:
             interrupted.cancel()
@@ -262,6 +266,10 @@ class EngineClient:
             if booking is not None and booking.route.replica in replicas:
                 live.interrupt.set()
 
+    def on_members(self) -> None:
+        """See ``ChannelOwner``: a replica whose channel is open may have come back."""
+        self._routes_changed.set()
+
     def on_open(self, route: Route, hello: wire.Hello) -> None:
         """See ``ChannelEvents``."""
         self._limits = hello.limits
@@ -325,5 +333,5 @@ def _cancel(answer: asyncio.Future[Any], response: Any) -> None:
     response.cancel()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else ""
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -4,62 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
-from loopback import LIMITS, LoopbackHandle, expected_tokens, stepping
+from loopback import LIMITS, expected_tokens, stepping
+from relay_setting import collect, quiet, request, run, started, until
 
-from app.relay import Delta, EngineClient, GenerateRequest, GenerationError, UnavailableError
+from app.relay import GenerateRequest, GenerationError, UnavailableError
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
-
-
-def request(prompt: list[int], max_tokens: int = 30, name: str = "r") -> GenerateRequest:
-    return GenerateRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
-
-
-async def collect(client: EngineClient, wanted: GenerateRequest) -> list[int]:
-    tokens: list[int] = []
-    last: Delta | None = None
-    async for delta in client.generate(wanted):
-        assert last is None or last.finish_reason is None
-        assert delta.index == len(tokens)
-        tokens += delta.token_ids
-        last = delta
-    assert last is not None
-    assert last.finish_reason == "length"
-    return tokens
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(main())
-
-
-async def started(replicas: int, **options: Any) -> tuple[LoopbackHandle, EngineClient]:
-    handle = LoopbackHandle(replicas)
-    client = EngineClient(handle, **options)
-    await client.start()
-    await until(lambda: len(handle.fleet.ledger.routable()) == replicas)
-    return handle, client
-
-
-def quiet(handle: LoopbackHandle, client: EngineClient) -> bool:
-    """Nothing is left anywhere."""
-    return (
-        not any(replica.engine.live for replica in handle.replicas.values() if not replica.dead)
-        and client.status()["live_requests"] == 0
-        and not any(handle.fleet.ledger.load().values())
-    )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (the condition spans both ends)
-        await asyncio.sleep(0.001)
 
 
 def test_many_requests_share_two_channels() -> None:

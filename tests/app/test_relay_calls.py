@@ -1,0 +1,122 @@
+"""Whatever becomes of one call or of the driver of a request, its client gets tokens or an error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from loopback import expected_tokens, stepping
+from relay_setting import collect, quiet, request, run, started, until
+
+from app.relay import GenerationError
+
+
+def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+
+        def broken(*_: Any) -> bytes:
+            raise ValueError("a test broke it")
+
+        monkeypatch.setattr("app.wire.pack_submission", broken)
+        with pytest.raises(GenerationError, match="internal error"):
+            await collect(client, request([1]))
+        assert quiet(handle, client)
+        await client.stop()
+
+    run(test)
+
+
+def test_calls_that_cannot_be_sent_are_tried_again() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        send = handle.generate.remote
+        failures = [ConnectionError("no router"), RuntimeError("no loop")]
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return send(*args, **kwargs)
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_call_that_serve_cancels_is_tried_again() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        send = handle.generate.remote
+        sent = []
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            sent.append(kwargs["meta"]["attempt"])
+            if len(sent) > 1:
+                return send(*args, **kwargs)
+            cancelled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            cancelled.cancel()
+            return cancelled
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert len(sent) == 2
+        await client.stop()
+
+    run(test)
+
+
+def test_a_channel_that_serve_cancels_is_opened_again() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        open_channel = handle.channel.remote
+
+        class Cancelled:
+            def __aiter__(self) -> Cancelled:
+                return self
+
+            async def __anext__(self) -> bytes:
+                raise asyncio.CancelledError
+
+            def cancel(self) -> None:
+                pass
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            handle.channel.remote = open_channel
+            return Cancelled()
+
+        handle.channel.remote = remote
+        (only,) = handle.replicas.values()
+        for channel in list(only.hub._channels.values()):
+            only.hub.close(channel, "a test broke it")
+        async with stepping(handle):
+            await until(lambda: handle.channel.remote is open_channel)
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await client.stop()
+
+    run(test)
+
+
+def test_a_replica_that_comes_back_is_used_at_once() -> None:
+    async def test() -> None:
+        handle, client = await started(1, unavailable_after_s=10.0)
+        (only,) = handle.replicas.values()
+        first = asyncio.ensure_future(collect(client, request([3], 300)))
+        await until(lambda: bool(only.engine.live))
+        handle.announce()  # its request keeps the channel open
+        await until(lambda: client.status()["replicas"] == 0)
+        second = asyncio.ensure_future(collect(client, request([4], 5)))
+        await asyncio.sleep(0.01)
+        handle.announce(only.name)
+        await until(lambda: len(only.engine.live) == 2)
+        async with stepping(handle):
+            assert await first == expected_tokens([3], 300)
+            assert await second == expected_tokens([4], 5)
+        await client.stop()
+
+    run(test)
