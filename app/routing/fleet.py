@@ -23,6 +23,7 @@ class Fleet:
     """Members as Serve's controller last told the router, and the ledger.
 
     ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
+    They are called under the lock, so that they hear of each membership in its order, and must not call back.
     """
 
     def __init__(self) -> None:
@@ -41,16 +42,14 @@ class Fleet:
         """A new membership from the controller."""
         with self._lock:
             self._members = members
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener(members)
+            for listener in self._listeners:
+                listener(members)
 
     def listen(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call ``listener`` with the members now and after each change."""
         with self._lock:
             self._listeners.append(listener)
-            members = self._members
-        listener(members)
+            listener(self._members)
 
     def unlisten(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Stop calling ``listener``."""
