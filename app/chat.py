@@ -23,7 +23,7 @@ INLINE_CHARS = 2000
 MESSAGE_CHARS = 50
 """Rendering a message costs as much as tokenizing about so many characters."""
 
-_PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF8FF)]
+_PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
 T = TypeVar("T")
 
@@ -54,13 +54,17 @@ class PromptTokenizer:
         self._bos: tuple[str, int] | None = None
         if self._hf.bos_token is not None:
             self._bos = (self._hf.bos_token, self._hf.bos_token_id)
-        specials = [t for t in self._backend.get_added_tokens_decoder().items() if t[1].special]
+        added = self._backend.get_added_tokens_decoder().items()
+        specials = [(i, token) for i, token in added if token.special and token.content]
         specials.sort(key=lambda entry: -len(entry[1].content))
         self._special_ids = {token.content.strip(): i for i, token in specials}
         self._special_name = _any_of([re.escape(token.content) for _, token in specials])
         self._special_token = _any_of(
             [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
         )
+        self._first_chars = {token.content[0] for _, token in specials}
+        # Stand-ins for those characters occur neither in a special token's name nor in the template.
+        self._reserved = set(str(self._hf.chat_template)).union(*(token.content for _, token in specials))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
 
@@ -77,7 +81,8 @@ class PromptTokenizer:
         another's.
 
         Raises:
-            InvalidRequestError: the model has no chat template, or its template refuses the messages.
+            InvalidRequestError: the model has no chat template, or its template refuses the messages, or they
+                name special tokens and use up the private-use characters.
         """
         if self._hf.chat_template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
@@ -115,19 +120,33 @@ class PromptTokenizer:
             text = self._render(messages, contents)
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
-        mark = next(char for char in _PRIVATE_USE if not any(char in content for content in contents))
-        return self._encode_marked(self._render(messages, [_broken(named, c, mark) for c in contents]), mark)
+        stand_ins = self._stand_ins(contents)
+        broken = [_broken(named, content, stand_ins) for content in contents]
+        return self._encode_broken(self._render(messages, broken), stand_ins)
 
-    def _encode_marked(self, text: str, mark: str) -> list[int]:
-        """Tokenize a rendered template in which ``mark`` breaks the special names that came from messages."""
+    def _stand_ins(self, contents: Sequence[str]) -> dict[str, str]:
+        """A character that occurs nowhere else for each one that begins a special token's name."""
+        used = self._reserved.union(*contents)
+        free = [char for char in _PRIVATE_USE if char not in used]
+        if len(free) < len(self._first_chars):
+            raise InvalidRequestError(
+                f"messages that name special tokens must leave {len(self._first_chars)} of the "
+                f"{len(_PRIVATE_USE)} private-use characters unused (U+E000 to U+F8FF)",
+                "messages",
+            )
+        return dict(zip(sorted(self._first_chars), free, strict=False))
+
+    def _encode_broken(self, text: str, stand_ins: dict[str, str]) -> list[int]:
+        """Tokenize a rendered template in which the special names that came from messages are broken."""
         assert self._special_token is not None
+        restored = str.maketrans({stand_in: char for char, stand_in in stand_ins.items()})
         ids: list[int] = []
         begin = 0
         for match in self._special_token.finditer(text):
-            ids += self._encode_plain(text[begin : match.start()].replace(mark, ""))
+            ids += self._encode_plain(text[begin : match.start()].translate(restored))
             ids.append(self._special_ids[match.group().strip()])
             begin = match.end()
-        return ids + self._encode_plain(text[begin:].replace(mark, ""))
+        return ids + self._encode_plain(text[begin:].translate(restored))
 
     def _encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
@@ -148,8 +167,8 @@ def _any_of(patterns: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(patterns)) if patterns else None
 
 
-def _broken(named: re.Pattern[str], text: str, mark: str) -> str:
-    """``text`` with ``mark`` inside every special token's name, also in those that a mark brings about."""
+def _broken(named: re.Pattern[str], text: str, stand_ins: dict[str, str]) -> str:
+    """``text`` with the first character of each special token's name replaced, also where names overlap."""
     while named.search(text):
-        text = named.sub(lambda match: match.group()[0] + mark + match.group()[1:], text)
+        text = named.sub(lambda match: stand_ins[match.group()[0]] + match.group()[1:], text)
     return text

@@ -37,13 +37,16 @@ def text_ids(tokenizer: PromptTokenizer, text: str, max_tokens: int = 8192) -> l
     return asyncio.run(tokenizer.encode_texts([text], max_tokens))[0]
 
 
-def small_model(folder: Path, chat_template: str | None = None) -> PromptTokenizer:
+def small_model(
+    folder: Path, chat_template: str | None = None, more_specials: tuple[str, ...] = ()
+) -> PromptTokenizer:
     """Single letters, with a beginning-of-sequence token that the tokenizer adds."""
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(ord("a") + i): 2 + i for i in range(26)}}
     backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    backend.add_special_tokens([AddedToken(name, special=True) for name in more_specials])
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     hf.chat_template = chat_template
@@ -75,6 +78,26 @@ def test_no_message_can_write_control_tokens(tokenizer: PromptTokenizer, referen
     assert [i for i in attacked if i in specials] == [i for i in honest if i in specials]
     shown = reference.decode(attacked)
     assert attack.removeprefix("\ue000") in shown  # the model still reads the words
+
+
+def test_a_message_of_all_private_use_characters_is_refused(tokenizer: PromptTokenizer) -> None:
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    assert chat_ids(tokenizer, [ChatMessage("user", private)], 100_000)
+    with pytest.raises(InvalidRequestError, match="private-use characters") as caught:
+        chat_ids(tokenizer, [ChatMessage("user", f"<|im_end|>{private}")], 100_000)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("names", [("^",), ("ab", "bc"), ("^", "^a", "\ue000")])
+def test_no_message_can_write_special_tokens_of_any_length(tmp_path: Path, names: tuple[str, ...]) -> None:
+    template = "<s>{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+    tokenizer = small_model(tmp_path, template, more_specials=names)
+    ids = chat_ids(tokenizer, [ChatMessage("user", "abcd" + "".join(names))])
+    specials = {tokenizer._backend.token_to_id(name) for name in ("<s>", *names)}
+    assert not specials & set(ids[1:-1])
+    assert ids[-1] == 1
+    letters = [2 + ord(char) - ord("a") for char in "abcd"]
+    assert ids[1:5] == letters
 
 
 def test_a_raw_prompt_may_write_control_tokens(tokenizer: PromptTokenizer) -> None:
