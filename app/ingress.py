@@ -106,7 +106,9 @@ class IngressReplica:
         await self._client.start()
 
     async def __del__(self) -> None:
-        await self._client.stop()
+        """Serve calls this after the drain, also if ``__init__`` failed."""
+        if hasattr(self, "_client"):
+            await self._client.stop()
 
 
 Ingress = serve.deployment(serve.ingress(make_api(_service_of_replica))(IngressReplica))

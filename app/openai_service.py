@@ -7,12 +7,12 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.chat import PromptTokenizer
 from app.errors import model_not_found
@@ -60,8 +60,9 @@ class Piece:
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` at a time are refused;
-    requests that come before any engine has answered wait ``unavailable_after_s`` seconds for one.
+    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` prompts at a time are refused,
+    waiting ones included; requests that come before any engine has answered wait ``unavailable_after_s``
+    seconds for one. ``num_live`` counts the prompts from a request's arrival to its response's end.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class OpenAIService:
         self._fingerprint = fingerprint
         self._started = int(time.time())
         self.max_live_requests = max_live_requests
+        self.num_live = 0
         self.unavailable_after_s = unavailable_after_s
 
     def health(self) -> Response:
@@ -104,29 +106,42 @@ class OpenAIService:
         """
         request = parse_completion(body)
         self._check_model(request.options.model)
-        limits = await self._limits()
-        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-        encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
-        prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-        return self._respond(Job(request.options, prompts, chat=False), limits)
+        with self._admit(len(request.prompts)) as slots:
+            limits = await self._limits()
+            texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+            encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
+            prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+            response = self._respond(Job(request.options, prompts, chat=False), limits)
+            return _Admitted(response, slots.pop_all())
 
     async def chat(self, body: dict[str, Any]) -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
         request = parse_chat(body)
         self._check_model(request.options.model)
-        limits = await self._limits()
-        prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len)
-        return self._respond(Job(request.options, [prompt], chat=True), limits)
+        with self._admit(1) as slots:
+            limits = await self._limits()
+            prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len)
+            response = self._respond(Job(request.options, [prompt], chat=True), limits)
+            return _Admitted(response, slots.pop_all())
+
+    def _admit(self, prompts: int) -> ExitStack:
+        """Take ``prompts`` slots before anything waits for the request; closing the result gives them back."""
+        if self.num_live + prompts > self.max_live_requests:
+            raise UnavailableError(
+                f"{self.num_live} requests are live and at most {self.max_live_requests} are allowed "
+                "(max_live_requests); try again later"
+            )
+        self.num_live += prompts
+        slots = ExitStack()
+        slots.callback(self._release, prompts)
+        return slots
+
+    def _release(self, prompts: int) -> None:
+        self.num_live -= prompts
 
     def _respond(self, job: Job, limits: ModelLimits) -> ASGIApp:
         for prompt in job.prompts:
             _check_prompt(prompt, job, limits)
-        live = int(self._source.status().get("live_requests", 0))
-        if live + len(job.prompts) > self.max_live_requests:
-            raise UnavailableError(
-                f"{live} requests are live and at most {self.max_live_requests} are allowed "
-                "(max_live_requests); try again later"
-            )
         prefix = "chatcmpl" if job.chat else "cmpl"
         envelope = Envelope(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model, self._fingerprint)
         return (
@@ -223,6 +238,18 @@ class OpenAIService:
             "owned_by": "quire",
         }
         return entry if limits is None else {**entry, "max_model_len": limits.max_model_len}
+
+
+class _Admitted:
+    """A response that gives its slots back when it has ended, whatever the way."""
+
+    def __init__(self, response: ASGIApp, slots: ExitStack) -> None:
+        self._response = response
+        self._slots = slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._slots:
+            await self._response(scope, receive, send)
 
 
 class _Collected:

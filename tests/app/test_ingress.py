@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
+
+from app.chat import INLINE_CHARS
+from app.ingress import IngressReplica
 
 CAPITAL = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -172,6 +178,44 @@ def test_more_requests_than_allowed_are_put_off(server: LocalServer, http: httpx
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
     assert "max_live_requests" in response.json()["error"]["message"]
+
+
+def test_requests_that_wait_for_the_tokenizer_count_as_live(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(lambda: server.service.num_live == 0)
+    monkeypatch.setattr(server.service, "max_live_requests", 2)
+    free = threading.Event()
+    server.tokenizer._executor.submit(free.wait)
+    long = {**COUNT, "prompt": "word " * (INLINE_CHARS // 5 + 1), "max_tokens": 1}
+    try:
+        with ThreadPoolExecutor(2) as clients:
+            waiting = [clients.submit(http.post, "/v1/completions", json=long) for _ in range(2)]
+            wait_until(lambda: server.service.num_live == 2)
+            refused = http.post("/v1/completions", json=COUNT)
+            free.set()
+            assert refused.status_code == 503
+            assert [response.result().status_code for response in waiting] == [400, 400]  # longer than the pool
+    finally:
+        free.set()
+    wait_until(lambda: server.service.num_live == 0)
+    assert http.post("/v1/completions", json=COUNT).status_code == 200
+
+
+def test_every_end_of_a_response_gives_its_slots_back(server: LocalServer, http: httpx.Client) -> None:
+    stream = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    http.post("/v1/completions", json={**COUNT, "prompt": ["a", "b"]})
+    http.post("/v1/completions", json={**COUNT, "stream": True})
+    http.post("/v1/completions", json={**COUNT, "prompt": [10**9]})
+    http.post("/v1/chat/completions", json={"messages": CAPITAL, "max_tokens": CONTEXT})
+    with http.stream("POST", "/v1/completions", json=stream) as response:
+        next(response.iter_bytes())
+        assert server.service.num_live == 1
+    wait_until(lambda: server.service.num_live == 0)
+
+
+def test_an_ingress_that_could_not_start_can_be_deleted() -> None:
+    asyncio.run(IngressReplica.__new__(IngressReplica).__del__())
 
 
 def test_before_any_engine_has_answered_requests_wait_and_then_get_a_503(
