@@ -44,25 +44,24 @@ struct Range {
 // Four sums over all lanes at once; the order of additions is fixed by LANES alone.
 static inline void sum4(vf a, vf b, vf c, vf d, float* out) {
 #if QUIRE_LANES == 16
-    const vf ab = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                  __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const vf cd = __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                  __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const vf all = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                   __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    const vf ab = QUIRE_SHUFFLE(vi, a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                  QUIRE_SHUFFLE(vi, a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const vf cd = QUIRE_SHUFFLE(vi, c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                  QUIRE_SHUFFLE(vi, c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const vf all = QUIRE_SHUFFLE(vi, ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                   QUIRE_SHUFFLE(vi, ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 #elif QUIRE_LANES == 8
-    const vf ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
-                  __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-    const vf cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) +
-                  __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
-    const vf all = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
-                   __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    const vf ab = QUIRE_SHUFFLE(vi, a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+                  QUIRE_SHUFFLE(vi, a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const vf cd = QUIRE_SHUFFLE(vi, c, d, 0, 8, 1, 9, 4, 12, 5, 13) +
+                  QUIRE_SHUFFLE(vi, c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    const vf all = QUIRE_SHUFFLE(vi, ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
+                   QUIRE_SHUFFLE(vi, ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
 #else
-    const vf ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    const vf cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    const vf all = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    const vf ab = QUIRE_SHUFFLE(vi, a, b, 0, 4, 1, 5) + QUIRE_SHUFFLE(vi, a, b, 2, 6, 3, 7);
+    const vf cd = QUIRE_SHUFFLE(vi, c, d, 0, 4, 1, 5) + QUIRE_SHUFFLE(vi, c, d, 2, 6, 3, 7);
+    const vf all = QUIRE_SHUFFLE(vi, ab, cd, 0, 1, 4, 5) + QUIRE_SHUFFLE(vi, ab, cd, 2, 3, 6, 7);
 #endif
-    typedef float v4 __attribute__((vector_size(16)));
     v4 quarter[LANES / 4];
     std::memcpy(quarter, &all, sizeof(all));
     for (int n = LANES / 8; n > 0; n /= 2)
@@ -76,8 +75,8 @@ static inline void fetch(const S* p, int64_t elements) {
     for (int64_t i = 0; i < elements * static_cast<int64_t>(sizeof(S)); i += 64) __builtin_prefetch(line + i, 0, 2);
 }
 
-// `next` and `ahead` say where what is needed next lies: it is fetched meanwhile.
 // Scores of ROWS queries against four keys. `DU` is the number of units of a head, 0 if known at run time only.
+// `next` and `ahead` say where what is needed next lies: it is fetched meanwhile.
 template <int ROWS, class S, int DU, bool FETCH>
 static inline void score_four(const float* q, const S* const* keys, const S* const* next, int64_t offset,
                               int64_t ahead, int64_t num_units, float* scores) {
@@ -139,7 +138,8 @@ static inline void weigh(const float* weights, const S* const* values, const S* 
                                           decay);
     if (DU == 0 || DU % STEP != 0)
         for (; u < units; ++u)
-            weigh_units<ROWS, 1, S, FETCH>(weights, values, next, offset + u * UNIT, ahead, range, acc + u * UNIT, dim, decay);
+            weigh_units<ROWS, 1, S, FETCH>(weights, values, next, offset + u * UNIT, ahead, range, acc + u * UNIT,
+                                           dim, decay);
 }
 
 // The online softmax of one row over one tile: scores become weights. Not a template, so that there is one
@@ -170,8 +170,8 @@ __attribute__((noinline)) static float soften(float* scores, Range seen, float* 
 template <class S, int DU, bool FETCH>
 static void run_tile(const Call& call, int64_t num_rows, int64_t first_position, int64_t tile_begin,
                      const S* const* keys, const S* const* values, const S* const* next_keys,
-                     const S* const* next_values, int64_t offset, int64_t ahead, const float* q, float* scores, float* acc,
-                     float* peaks, float* totals) {
+                     const S* const* next_values, int64_t offset, int64_t ahead, const float* q, float* scores,
+                     float* acc, float* peaks, float* totals) {
     const int64_t units = DU ? DU : call.padded_dim() / UNIT, dim = units * UNIT, group = call.group();
     const auto visible = [&](int64_t row) {
         const int64_t position = first_position + row / group;

@@ -31,6 +31,15 @@ typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef float v4 __attribute__((vector_size(16)));  // the last steps of a sum over lanes
+typedef int32_t i4 __attribute__((vector_size(16)));
+
+// Elements of a and b in a new order; `ints` is the integer vector of their shape.
+#if defined(__clang__) || __GNUC__ >= 12
+#define QUIRE_SHUFFLE(ints, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define QUIRE_SHUFFLE(ints, a, b, ...) __builtin_shuffle(a, b, ints{__VA_ARGS__})
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -76,13 +85,12 @@ static inline vf max(vf a, vf b) { return b > a ? b : a; }
 // Folds the lanes of a vector in halves: a fixed order.
 template <class Op>
 static inline float fold(vf v, const Op& op) {
-    typedef float v4 __attribute__((vector_size(16)));
     v4 quarter[LANES / 4];
     std::memcpy(quarter, &v, sizeof(v));
     for (int n = LANES / 8; n > 0; n /= 2)
         for (int i = 0; i < n; ++i) quarter[i] = op(quarter[i], quarter[i + n]);
-    const v4 pair = op(quarter[0], __builtin_shufflevector(quarter[0], quarter[0], 2, 3, 0, 1));
-    return op(pair, __builtin_shufflevector(pair, pair, 1, 0, 3, 2))[0];
+    const v4 pair = op(quarter[0], QUIRE_SHUFFLE(i4, quarter[0], quarter[0], 2, 3, 0, 1));
+    return op(pair, QUIRE_SHUFFLE(i4, pair, pair, 1, 0, 3, 2))[0];
 }
 static inline float sum(vf v) {
     return fold(v, [](auto a, auto b) { return a + b; });
