@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("options", nargs="*", metavar="option=value")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", default="8000", help="port to listen on (default %(default)s)")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_intermixed_args(arguments)
     try:
         pairs = [option.partition("=") for option in parsed.options]
         wrong = [name for name, equals, _ in pairs if not equals]

@@ -177,3 +177,7 @@ def test_free_port_prefers_the_usual_one(taken_port: int) -> None:
     assert launch.free_port(taken_port) != taken_port
     free = launch.free_port(0)
     assert launch.free_port(free) == free
+
+
+def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "modell" in refusal(capsys, "--port", "8000", "modell=x")
