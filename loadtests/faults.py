@@ -134,21 +134,12 @@ class Faults:
             return await others
 
         others = asyncio.run(leave())
+        failures = sum(not outcome.complete for outcome in others)
+        ended = len(before - self._cluster.channels())
+        what = "first client of a channel left"
         return [
-            Figure(
-                f"first client of a channel left: failures of {len(others)} others",
-                sum(not outcome.complete for outcome in others),
-                "",
-                0,
-                at_most=True,
-            ),
-            Figure(
-                "first client of a channel left: channels ended",
-                len(before - self._cluster.channels()),
-                "",
-                0,
-                at_most=True,
-            ),
+            Figure(f"{what}: failures of {len(others)} others", failures, "", 0, at_most=True),
+            Figure(f"{what}: channels ended", ended, "", 0, at_most=True),
         ]
 
     def undisturbed(self) -> list[Figure]:
