@@ -18,8 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch  # noqa: F401  its OpenMP runtime must be in the process first, so that ours resolves to it
-
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 # Never -ffast-math or -Ofast: linked into a shared library they set flush-to-zero for the whole process.
@@ -27,6 +25,7 @@ FLAGS = (
     "-O3",
     "-std=c++17",
     "-fPIC",
+    "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
@@ -120,8 +119,7 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
     """Compile the sources side by side, link them and move the library into place."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as name:
         scratch = Path(name)
-        openmp = _openmp_flags(compiler, scratch)
-        flags = [*FLAGS, *_native_flags(), *openmp]
+        flags = [*FLAGS, *_native_flags()]
         objects = [scratch / f"{source.stem}.o" for source in sources]
         jobs = [
             subprocess.Popen(
@@ -141,14 +139,6 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
         if linked.returncode != 0:
             raise BuildError(f"{compiler} cannot link the kernels:\n{(linked.stdout + linked.stderr).strip()}")
         library.replace(target)
-
-
-def _openmp_flags(compiler: str, scratch: Path) -> list[str]:
-    """``-fopenmp`` where the compiler can link it (Apple's clang cannot); else kernels run on one thread."""
-    source = scratch / "openmp.cpp"
-    source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
-    probe = _run([compiler, "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(scratch / "openmp.so")])
-    return ["-fopenmp"] if probe.returncode == 0 else []
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

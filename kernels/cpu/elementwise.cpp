@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace quire {
@@ -12,6 +13,7 @@ namespace {
 
 // Below this many elements a second thread costs more than it brings.
 constexpr int64_t WORTH_THREADS = 1 << 16;
+constexpr int64_t SHARES = 4;  // parts of the work a thread takes
 
 static int threads_for(int64_t elements, int num_threads) {
     return elements >= WORTH_THREADS ? num_threads : 1;
@@ -19,12 +21,7 @@ static int threads_for(int64_t elements, int num_threads) {
 
 template <class Body>
 static void for_rows(int64_t rows, int num_threads, const Body& body) {
-    if (num_threads <= 1) {
-        for (int64_t i = 0; i < rows; ++i) body(i);
-        return;
-    }
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t i = 0; i < rows; ++i) body(i);
+    parallel_for(rows, num_threads * SHARES, num_threads, body);
 }
 
 // 1 / sqrt(mean(x ** 2) + eps), summed in one fixed order.

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "gemm_vec.h"
+#include "pool.h"
 
 namespace quire_gemm {
 namespace {
@@ -159,7 +160,10 @@ class Scratch {
       std::free(data_);
       capacity_ = divide_up(count, 16) * 16;
       data_ = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(capacity_) * sizeof(float)));
-      if (data_ == nullptr) std::abort();
+      if (data_ == nullptr) {
+        capacity_ = 0;
+        throw std::bad_alloc();
+      }
     }
     return data_;
   }
@@ -183,21 +187,14 @@ class Product {
       pack_tile(0);
       const int64_t most = max_panels(static_cast<int>(rows_));
       const int64_t groups = std::min(panels_, divide_up(divide_up(panels_, most), threads) * threads);
-      const int64_t share = divide_up(groups, threads * kShares);
-#pragma omp parallel for schedule(dynamic, share) num_threads(threads) if (threads > 1)
-      for (int64_t g = 0; g < groups; ++g) {
+      quire::parallel_for(groups, threads * kShares, threads, [&](int64_t g) {
         stream_panels(part_start(g, groups, panels_), part_start(g + 1, groups, panels_));
-      }
+      });
       return;
     }
-    const int64_t share = divide_up(chunks_ * panels_, threads * kShares);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < tiles_; ++t) pack_tile(t);
-#pragma omp for schedule(dynamic, share)
-      for (int64_t i = 0; i < chunks_ * panels_; ++i) chunk_by_panel(i / panels_, i % panels_);
-    }
+    quire::parallel_for(tiles_, threads * kShares, threads, [&](int64_t t) { pack_tile(t); });
+    quire::parallel_for(chunks_ * panels_, threads * kShares, threads,
+                        [&](int64_t i) { chunk_by_panel(i / panels_, i % panels_); });
   }
 
  private:
@@ -299,15 +296,15 @@ template <class W>
 void pack(const PackedWeight& weight, const W* w, int64_t stride, int threads) {
   const int64_t depth = weight.in_features, columns = weight.out_features;
   W* const panels = static_cast<W*>(weight.panels);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t first = 0; first < columns; first += kWidth) {
+  quire::parallel_for(divide_up(columns, kWidth), threads * kShares, threads, [&](int64_t p) {
+    const int64_t first = p * kWidth;
     W* out = panels + first * depth;
     for (int64_t k = 0; k < depth; ++k, out += kWidth) {
       for (int c = 0; c < kWidth; ++c) {
         out[column_slot<W>(c)] = first + c < columns ? w[(first + c) * stride + k] : W{};
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -1,0 +1,155 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+namespace {
+
+constexpr int64_t MOST_PARTS = 0xffff;
+constexpr auto WORKER_SPIN = std::chrono::microseconds(100);  // longer than the Python between two kernels
+constexpr auto CALLER_SPIN = std::chrono::microseconds(30);   // then its core is better given to the worker
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Whether `done` came true within `limit`.
+template <class Done>
+bool spin(std::chrono::microseconds limit, const Done& done) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    do {
+        for (int i = 0; i < 16; ++i) {
+            if (done()) return true;
+            relax();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
+class Pool {
+  public:
+    void run(int64_t count, int64_t parts, int threads, Part part, const void* context) {
+        std::unique_lock<std::mutex> only(callers_, std::try_to_lock);
+        if (!only.owns_lock()) return part(context, 0, count);
+        parts = std::min(parts, MOST_PARTS);
+        add_workers(threads - 1);
+        // The last job has ended, and no part of this one can be claimed before state_ is set.
+        part_ = part, context_ = context, count_ = count, helpers_ = threads - 1;
+        failed_ = false, ended_ = 0;
+        const uint64_t epoch = (state_ >> 32) + 1;
+        state_ = epoch << 32 | static_cast<uint64_t>(parts) << 16;
+        if (sleepers_ > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            work_.notify_all();
+        }
+        work(0);
+        const auto ended = [&] { return ended_ == parts; };
+        if (!spin(CALLER_SPIN, ended)) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            caller_sleeps_ = true;
+            end_.wait(lock, ended);
+            caller_sleeps_ = false;
+        }
+        if (failed_) throw std::bad_alloc();
+    }
+
+  private:
+    static uint64_t parts_of(uint64_t state) { return state >> 16 & 0xffff; }
+    static uint64_t next_of(uint64_t state) { return state & 0xffff; }
+    bool open_to(int thread) const { return next_of(state_) < parts_of(state_) && thread <= helpers_; }
+
+    // Claims parts and runs them until none is left. Thread 0 is the caller.
+    void work(int thread) {
+        for (;;) {
+            uint64_t state = state_;
+            const uint64_t next = next_of(state), parts = parts_of(state);
+            if (next >= parts || thread > helpers_) return;
+            const Part part = part_;
+            const void* context = context_;
+            const int64_t count = count_;
+            // What was just read belongs to this job if it still has its unclaimed part, for then it has not ended.
+            if (!state_.compare_exchange_weak(state, state + 1)) continue;
+            try {
+                part(context, next * count / parts, (next + 1) * count / parts);
+            } catch (const std::bad_alloc&) {
+                failed_ = true;
+            }
+            if (++ended_ == static_cast<int64_t>(parts) && caller_sleeps_) {
+                std::lock_guard<std::mutex> lock(mutex_);
+                end_.notify_one();
+            }
+        }
+    }
+
+    [[noreturn]] void serve(int thread) {
+        const auto wanted = [=] { return open_to(thread); };
+        for (;;) {
+            if (!spin(WORKER_SPIN, wanted)) {
+                std::unique_lock<std::mutex> lock(mutex_);
+                ++sleepers_;
+                work_.wait(lock, wanted);
+                --sleepers_;
+            }
+            work(thread);
+        }
+    }
+
+    // Workers take no signals, so that the process's handlers run where it expects them.
+    void add_workers(int wanted) {
+        if (workers_ >= wanted) return;
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (; workers_ < wanted; ++workers_)
+                std::thread([this, thread = workers_ + 1] { serve(thread); }).detach();
+        } catch (const std::system_error&) {  // the system gives no more threads: fewer do the work
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    // Sequentially consistent all of them: either a sleeper sees the change or the changer sees the sleeper.
+    alignas(64) std::atomic<uint64_t> state_{0};  // a job's number << 32 | its parts << 16 | the next to claim
+    alignas(64) std::atomic<int64_t> ended_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<bool> caller_sleeps_{false};
+    std::atomic<bool> failed_{false};
+    std::atomic<Part> part_{nullptr};
+    std::atomic<const void*> context_{nullptr};
+    std::atomic<int64_t> count_{0};
+    std::atomic<int> helpers_{0};
+    int workers_ = 0;
+    std::mutex callers_, mutex_;
+    std::condition_variable work_, end_;
+};
+
+// Never destroyed, because its threads outlive every static object. A forked child has no threads: it starts anew.
+Pool* pool = [] {
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    return new Pool;
+}();
+
+}  // namespace
+
+void run_parts(int64_t count, int64_t parts, int threads, Part part, const void* context) {
+    pool->run(count, parts, threads, part, context);
+}
+
+}  // namespace quire

@@ -1,0 +1,42 @@
+// The kernels' threads: one pool a process, made for machines whose cores have other work, too.
+//
+// A barrier waits for every thread, so one that the system has put aside for a neighbour holds up all others, at
+// each of hundreds of parallel regions of a step. Here the parts of a job are claimed one by one, the caller claims
+// along, and it waits only for parts that a worker has begun: a worker that does not get to run costs nothing.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace quire {
+
+using Part = void (*)(const void* context, int64_t begin, int64_t end);
+
+// Runs `part` for each of `parts` ranges of nearly equal length that cover 0 .. count, on up to `threads` threads
+// with the calling one, and returns when all have ended. While another thread of the process is in here, the
+// caller runs alone. Throws std::bad_alloc if a part did; the others still run.
+void run_parts(int64_t count, int64_t parts, int threads, Part part, const void* context);
+
+// body(begin, end) for ranges that cover 0 .. count.
+template <class Body>
+void parallel_ranges(int64_t count, int64_t parts, int threads, const Body& body) {
+    parts = std::min(parts, count);
+    if (threads <= 1 || parts <= 1) {
+        if (count > 0) body(int64_t(0), count);
+        return;
+    }
+    const Part part = [](const void* context, int64_t begin, int64_t end) {
+        (*static_cast<const Body*>(context))(begin, end);
+    };
+    run_parts(count, parts, threads, part, &body);
+}
+
+// body(i) for i = 0 .. count - 1, each i a part of its own unless there are more than `parts`.
+template <class Body>
+void parallel_for(int64_t count, int64_t parts, int threads, const Body& body) {
+    parallel_ranges(count, parts, threads, [&body](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) body(i);
+    });
+}
+
+}  // namespace quire

@@ -1,0 +1,83 @@
+"""The kernels' threads: right under company, after a fork and with several callers, and no OpenMP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu import CpuKernels
+from kernels.cpu.build import load_library
+
+ROOT = Path(__file__).parents[2]
+X = torch.linspace(-3, 3, 96 * 256).view(96, 256).sin()
+WEIGHT = torch.linspace(-1, 1, 700 * 256).view(700, 256).cos()
+
+
+def multiply(threads: int, rows: int = 96) -> Tensor:
+    kernels = CpuKernels(threads)
+    return kernels.linear(X[:rows], kernels.pack_linear(WEIGHT, None))
+
+
+def test_every_number_of_threads_gives_the_same_bits() -> None:
+    """More threads than cores, and then fewer than the pool holds by now."""
+    for rows in (1, 96):
+        expected = multiply(1, rows)
+        for threads in (2, 7, 3):
+            assert torch.equal(multiply(threads, rows), expected)
+
+
+def test_many_short_jobs_in_a_row() -> None:
+    kernels = CpuKernels(3)
+    packed = kernels.pack_linear(WEIGHT, None)
+    expected = multiply(1, 2)
+    assert all(torch.equal(kernels.linear(X[:2], packed), expected) for _ in range(2000))
+
+
+def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
+    kernels = CpuKernels(2)
+    packed = kernels.pack_linear(WEIGHT, None)
+    expected = {rows: multiply(1, rows) for rows in (1, 5, 40)}
+    wrong: list[int] = []
+
+    def call(rows: int) -> None:
+        wrong.extend(
+            rows for _ in range(200) if not torch.equal(kernels.linear(X[:rows], packed), expected[rows])
+        )
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    code = (
+        "import os, sys, torch\n"
+        "from kernels.cpu import CpuKernels\n"
+        "torch.set_num_threads(1)\n"
+        "kernels = CpuKernels(2)\n"
+        "packed = kernels.pack_linear(torch.ones(600, 512), None)\n"
+        "x = torch.ones(64, 512)\n"
+        "def right(): return all(bool((kernels.linear(x, packed) == 512).all()) for _ in range(20))\n"
+        "assert right()\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(0 if right() else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and right()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_uses_no_openmp_runtime() -> None:
+    """Torch has one; a second pool that waits at barriers would fight for the cores."""
+    library = Path(load_library()._name).read_bytes()
+    assert not any(name in library for name in (b"GOMP_", b"__kmpc_", b"omp_get"))
