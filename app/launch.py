@@ -122,6 +122,10 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     """
     options = config.load(args)
     options.engine_config("", 1)
+    if ":" in host and serving.haproxy_expected():
+        raise ConfigError(
+            f"cannot serve on {host}: Serve's HAProxy reaches replicas over IPv4 only; choose another --host"
+        )
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.model))
     stop = threading.Event()

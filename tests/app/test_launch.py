@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from app import __main__ as command
-from app import config, launch
+from app import config, launch, serving
 from engine.errors import ConfigError
 
 
@@ -181,3 +181,8 @@ def test_free_port_prefers_the_usual_one(taken_port: int) -> None:
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "modell" in refusal(capsys, "--port", "8000", "modell=x")
+
+
+@pytest.mark.skipif(not serving.haproxy_expected(), reason="no HAProxy here")
+def test_version_6_behind_haproxy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "IPv4 only" in refusal(capsys, "--host", "::1")
