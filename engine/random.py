@@ -6,7 +6,7 @@ number generators", 2014), an exact integer function; only the last step, to flo
 
     key(seed, position)  = mix(mix(seed + GOLDEN) ^ (position + 1) * GOLDEN)      (modulo 2**64)
     bits(key, candidate) = mix(key + (candidate + 1) * GOLDEN)
-    uniform              = ((bits >> 11) + 0.5) * 2**-53                           (never 0, never 1)
+    uniform              = ((bits >> 12) + 0.5) * 2**-52              (exact, so never 0 and never 1)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def exponential(keys: Tensor, candidates: Tensor) -> Tensor:
     z = (z ^ _shift(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift(z, 27)) * _signed(_MIX_2)
     z = z ^ _shift(z, 31)
-    uniform = (_shift(z, 11).to(torch.float64) + 0.5) * 2.0**-53
+    uniform = (_shift(z, 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(uniform)
 
 

@@ -17,7 +17,7 @@ DRAWS = 8_000
 
 # Computed with plain integers, apart from the code under test.
 KNOWN_KEYS = (258863698125685209, 1386899933978734384)
-KNOWN_DRAW = 0.06886300212498436
+KNOWN_DRAW = 0.06886300212498425
 KNOWN_SEED = 8281872861307171038
 
 
@@ -181,6 +181,29 @@ def test_exponential_draws_have_the_right_moments_and_no_correlation() -> None:
     assert abs(draws.var() - 1) < 5 * math.sqrt(8 / count)
     for a, b in ((draws[:-1], draws[1:]), (draws[:, :-1], draws[:, 1:])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / math.sqrt(count)
+
+
+def key_of_bits(bits: int, candidate: int) -> int:
+    """The key that gives ``candidate`` these 64 bits: the mixing backwards."""
+
+    def unshift(z: int, by: int) -> int:
+        x = z
+        for _ in range(64 // by):
+            x = z ^ x >> by
+        return x
+
+    z = unshift(bits, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    z = unshift(z, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    z = (unshift(z, 30) - (candidate + 1) * 0x9E3779B97F4A7C15) % 2**64
+    return z - 2**64 if z >= 2**63 else z
+
+
+@pytest.mark.parametrize("bits", [0, 1 << 11, 1 << 12, 0x9E3779B97F4A7C15, 2**64 - 2**12, 2**64 - 1])
+def test_draws_are_above_zero_and_finite_to_the_last_bit(bits: int) -> None:
+    """The largest number below 1 must not round to it: a draw of 0 has no winner."""
+    draw = exponential(torch.tensor([key_of_bits(bits, 3)]), torch.tensor([3])).item()
+    assert draw == pytest.approx(-math.log1p((bits // 2**12 + 0.5 - 2**52) / 2**52), rel=1e-12)
+    assert 0 < draw < 40
 
 
 def test_the_hash_is_fixed_for_ever() -> None:
