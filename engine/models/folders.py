@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from engine.errors import ConfigError
+from kernels.cache_dir import cache_root
 
 BUNDLED_NAME = "smollm2-135m-instruct"
 BUNDLED_VERSION = "0.1.2"
 BUNDLED_ALIASES = frozenset({BUNDLED_NAME, "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"})
-
-
-def cache_root() -> Path:
-    """Quire's cache folder: ``$QUIRE_CACHE``, else ``$XDG_CACHE_HOME/quire``, else ``~/.cache/quire``."""
-    own = os.environ.get("QUIRE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "quire"
 
 
 def is_bundled(model: str) -> bool:

@@ -1,7 +1,7 @@
 """Compile the C++ kernels once for this machine, and load them.
 
 All ``*.cpp`` of this folder become one shared library with a plain C interface. It is kept in the user's cache
-folder under a name made from everything it depends on: sources, flags, compiler and CPU.
+folder under a name made from what it depends on: sources, flags and CPU (and CXX, if set).
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kernels.cache_dir import cache_root
+
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
+MINIMUM = "GCC 11 or Clang 12"
 # Never -ffast-math or -Ofast: linked into a shared library they set flush-to-zero for the whole process.
 FLAGS = (
     "-O3",
@@ -36,45 +40,38 @@ class BuildError(RuntimeError):
     """There is no compiler, or it refused; the message says which and what it printed."""
 
 
-def find_compiler() -> str:
-    """The C++ compiler: ``$CXX`` if set, else the first of ``g++``, ``c++`` and ``clang++`` on the path.
+def find_compilers() -> list[list[str]]:
+    """Commands that may compile: ``$CXX`` if set, else those of ``g++``, ``c++`` and ``clang++`` on the path.
 
     Raises :class:`BuildError` where there is none.
     """
     wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else COMPILERS:
-        if shutil.which(name):
-            return name
     if wanted:
+        command = shlex.split(wanted)
+        if command and shutil.which(command[0]):
+            return [command]
         raise BuildError(f"CXX={wanted!r} is not a command on this machine; unset it or name a C++ compiler")
-    raise BuildError(f"no C++ compiler on this machine (tried {', '.join(COMPILERS)}; CXX names another)")
-
-
-def cache_folder() -> Path:
-    """``$QUIRE_CACHE``, else ``$XDG_CACHE_HOME/quire``, else ``~/.cache/quire``."""
-    if folder := os.environ.get("QUIRE_CACHE"):
-        return Path(folder)
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "quire"
-    return Path.home() / ".cache" / "quire"
+    found = [[name] for name in COMPILERS if shutil.which(name)]
+    if not found:
+        raise BuildError(f"no C++ compiler on this machine (tried {', '.join(COMPILERS)}; CXX names another)")
+    return found
 
 
 def load_library() -> ctypes.CDLL:
     """The compiled kernels, built first if this machine has no copy yet (some seconds, once).
 
-    Processes that ask at the same time build one after the other, and all but the first find it done. Raises
-    :class:`BuildError`.
+    Needs a compiler only then, and takes the first one that can compile them. Processes that ask at the same
+    time build one after the other, and all but the first find it done. Raises :class:`BuildError`.
     """
-    compiler = find_compiler()
     sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
-    folder = cache_folder() / "kernels"
-    target = folder / f"cpu-{_key(compiler, sources)}.so"
+    folder = cache_root() / "kernels"
+    target = folder / f"cpu-{_key(sources)}.so"
     try:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder / f"{target.stem}.lock"):
                 if not target.exists():
-                    _compile(compiler, sources, target)
+                    _build(sources, target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(
@@ -94,10 +91,9 @@ def _native_flags() -> list[str]:
     return ["-mcpu=native"] if arm else ["-march=native"]
 
 
-def _key(compiler: str, sources: list[Path]) -> str:
-    version = _run([compiler, "--version"]).stdout
+def _key(sources: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    parts = [*FLAGS, *_native_flags(), version, platform.machine(), _cpu_flags()]
+    parts = [os.environ.get("CXX", ""), *FLAGS, *_native_flags(), platform.machine(), _cpu_flags()]
     for path in [*sources, *sorted(SOURCE_FOLDER.glob("*.h"))]:
         parts += [path.name, path.read_text()]
     for part in parts:
@@ -115,34 +111,42 @@ def _cpu_flags() -> str:
     return platform.processor()
 
 
-def _compile(compiler: str, sources: list[Path], target: Path) -> None:
+def _build(sources: list[Path], target: Path) -> None:
+    """Compile with the first compiler that can."""
+    refused = []
+    for compiler in find_compilers():
+        try:
+            return _compile(compiler, sources, target)
+        except BuildError as error:
+            refused.append(str(error))
+    raise BuildError("\n".join([*refused, f"the kernels need {MINIMUM}; CXX names another compiler"]))
+
+
+def _compile(compiler: list[str], sources: list[Path], target: Path) -> None:
     """Compile the sources side by side, link them and move the library into place."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as name:
-        scratch = Path(name)
+    name = " ".join(compiler)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        scratch = Path(folder)
         flags = [*FLAGS, *_native_flags()]
         objects = [scratch / f"{source.stem}.o" for source in sources]
         jobs = [
-            subprocess.Popen(
-                [compiler, *flags, "-c", str(source), "-o", str(output)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            _start([*compiler, *flags, "-c", str(source), "-o", str(output)])
             for source, output in zip(sources, objects, strict=True)
         ]
         printed = [job.communicate()[0] for job in jobs]
         for job, source, text in zip(jobs, sources, printed, strict=True):
             if job.returncode != 0:
-                raise BuildError(f"{compiler} cannot compile {source.name}:\n{text.strip()}")
+                raise BuildError(f"{name} cannot compile {source.name}:\n{text.strip()}")
         library = scratch / target.name
-        linked = _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
-        if linked.returncode != 0:
-            raise BuildError(f"{compiler} cannot link the kernels:\n{(linked.stdout + linked.stderr).strip()}")
+        link = _start([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        text = link.communicate()[0]
+        if link.returncode != 0:
+            raise BuildError(f"{name} cannot link the kernels:\n{text.strip()}")
         library.replace(target)
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _start(command: list[str]) -> subprocess.Popen[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except OSError as error:
         raise BuildError(f"{command[0]} does not run: {error}") from error

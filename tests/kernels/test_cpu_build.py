@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels import cpu
+from kernels.cache_dir import cache_root
 from kernels.cpu import BuildError, CpuKernels, build, load_or_reference
 from kernels.reference import ReferenceKernels
 from kernels.registry import get_kernels
@@ -70,15 +71,17 @@ def test_is_built_once_and_again_when_a_source_changes(
 
 def test_flags_and_cpu_are_part_of_the_name(small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [small_source / "answer.cpp"]
-    compiler = build.find_compiler()
-    keys = {build._key(compiler, sources)}
+    keys = {build._key(sources)}
     with monkeypatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
-        keys.add(build._key(compiler, sources))
+        keys.add(build._key(sources))
     with monkeypatch.context() as patch:
         patch.setattr(build, "_cpu_flags", lambda: "another CPU")
-        keys.add(build._key(compiler, sources))
-    assert len(keys) == 3
+        keys.add(build._key(sources))
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "clang++")
+        keys.add(build._key(sources))
+    assert len(keys) == 4
 
 
 def test_a_source_that_does_not_compile_names_itself(tmp_path: Path, small_source: Path) -> None:
@@ -92,6 +95,7 @@ def test_without_a_compiler_the_reference_runs_after_one_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     cpu._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler on this machine.*Install g\+\+") as caught:
@@ -107,7 +111,33 @@ def test_without_a_compiler_the_reference_runs_after_one_warning(
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match="CXX='no-such-compiler'"):
-        build.find_compiler()
+        build.find_compilers()
+
+
+def test_a_library_in_the_cache_needs_no_compiler(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.load_library()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.load_library().answer() == 42
+
+
+def test_cxx_may_have_arguments(small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env QUIRE_TEST='a b' g++")
+    assert build.load_library().answer() == 42
+
+
+def test_the_next_compiler_is_tried(small_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("false", "g++"))
+    assert build.load_library().answer() == 42
+
+
+def test_if_all_compilers_refuse_the_minimum_is_named(
+    small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("false", "false"))
+    with pytest.raises(BuildError, match=r"false cannot compile answer.cpp[\s\S]*need GCC 11 or Clang 12"):
+        build.load_library()
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(
@@ -121,11 +151,13 @@ def test_a_cache_folder_that_cannot_be_made_is_named(
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     monkeypatch.setenv("QUIRE_CACHE", "/q")
-    assert build.cache_folder() == Path("/q")
+    assert cache_root() == Path("/q")
+    monkeypatch.setenv("QUIRE_CACHE", "~/q")
+    assert cache_root() == Path.home() / "q"
     monkeypatch.delenv("QUIRE_CACHE")
-    assert build.cache_folder() == Path("/x/quire")
+    assert cache_root() == Path("/x/quire")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert build.cache_folder() == Path.home() / ".cache" / "quire"
+    assert cache_root() == Path.home() / ".cache" / "quire"
 
 
 def test_denormals_survive_the_loading() -> None:
