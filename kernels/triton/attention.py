@@ -17,7 +17,8 @@ SPLIT = 512
 """Tokens of one split. Fixed, so that a row's result does not depend on how many programs worked on it."""
 
 PARTIAL_BYTES = 128 * 2**20
-"""Most memory for the results of splits; a step that needs more goes through its requests in groups."""
+"""Most memory for the results of splits; a step that needs more goes through its requests in groups of
+4 or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ class _Step:
             return
         rows = min(self.metadata.max_query_len, self.short_query) * self.group
         bytes_per_request = self.kv_heads * splits * rows * (self.head_dim + 2) * 4
-        limit = min(self.requests, max(1, PARTIAL_BYTES // bytes_per_request))
+        limit = PARTIAL_BYTES // bytes_per_request
+        # A multiple of 4: slices that start off 16 bytes would be a new specialisation, compiled while serving.
+        limit = self.requests if limit >= self.requests else max(4, limit // 4 * 4)
         shape = (limit, self.kv_heads, splits, rows, self.head_dim)
         acc = torch.empty(shape, dtype=torch.float32, device=self.q.device)
         stats = torch.empty((*shape[:3], 2, rows), dtype=torch.float32, device=self.q.device)

@@ -6,6 +6,7 @@ The interpreter's products in bfloat16 are wrong, so float32 and float16 only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,17 @@ def test_splits(
         triton_kernels._target_programs = programs
         results.append(batch.attention(triton_kernels))
     monkeypatch.setattr(triton_attention, "PARTIAL_BYTES", 20_000)
+    begins: list[int] = []
+    attend = triton_attention._Step._attend
+
+    def recorded(step: Any, tile: Any, grid: Any, begin: int, *rest: Any) -> None:
+        begins.append(begin)
+        attend(step, tile, grid, begin, *rest)
+
+    monkeypatch.setattr(triton_attention._Step, "_attend", recorded)
     results.append(batch.attention(triton_kernels))
+    assert max(begins) > 0
+    assert all(begin % 4 == 0 for begin in begins)  # 16 bytes: no kernel is compiled again
     close(results[0], batch.attention(REFERENCE))
     for other in results[1:]:
         assert torch.equal(other, results[0])
