@@ -122,7 +122,6 @@ static void rope_and_write_kv(const Rope& rope, T* qkv, int64_t qkv_stride, T* k
             rotate(head, head, cos, cos + rope.half, rope.half);
         }
         const int64_t slot = rope.slots[r];
-        if (slot < 0) return;  // a padding row
         T* key = kv + slot / rope.block_size * rope.block_stride + slot % rope.block_size * kv_dim;
         std::memcpy(key, row + q_dim, kv_dim * sizeof(T));
         std::memcpy(key + rope.value_offset, row + q_dim + kv_dim, kv_dim * sizeof(T));
