@@ -333,15 +333,18 @@ static void attend(const Call& call, const void* q, const void* kv, void* out, i
 
 // `dtype` is 0 for bfloat16, 1 for float16, 2 for float32. Strides are in elements: of a row of `q`, of a block
 // of `kv`, and from a token's keys to its values. `window` 0 means that every earlier position is seen.
-extern "C" void quire_attention(int dtype, const void* q, int64_t q_stride, const void* kv, int64_t block_stride,
-                                int64_t value_offset, void* out, const int32_t* query_start,
-                                const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
-                                int64_t num_requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                                int64_t block_size, int64_t window, float scale, int num_threads) {
+// Returns 1 where memory ran out, else 0.
+extern "C" int quire_attention(int dtype, const void* q, int64_t q_stride, const void* kv, int64_t block_stride,
+                               int64_t value_offset, void* out, const int32_t* query_start,
+                               const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
+                               int64_t num_requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                               int64_t block_size, int64_t window, float scale, int num_threads) {
     using namespace quire;
     const Call call{num_requests, num_heads,    num_kv_heads, head_dim,     block_size,   query_start, context_lens,
                     block_tables, table_stride, q_stride,     block_stride, value_offset, window,      scale};
-    if (dtype == 0) return attend<bf16>(call, q, kv, out, num_threads);
-    if (dtype == 1) return attend<fp16>(call, q, kv, out, num_threads);
-    attend<float>(call, q, kv, out, num_threads);
+    return status_of([&] {
+        if (dtype == 0) return attend<bf16>(call, q, kv, out, num_threads);
+        if (dtype == 1) return attend<fp16>(call, q, kv, out, num_threads);
+        attend<float>(call, q, kv, out, num_threads);
+    });
 }

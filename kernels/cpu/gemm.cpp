@@ -326,16 +326,19 @@ void quire_linear_pack(const quire_gemm::PackedWeight* weight, const void* w, in
 }
 
 // y [rows, N] (dense) = x [rows, K] (`x_stride` elements from row to row) times the packed weight, plus its bias.
-void quire_linear(const quire_gemm::PackedWeight* weight, const void* x, int64_t x_stride, int64_t rows, void* y,
-                  int threads) {
+// Returns 1 where memory ran out, else 0.
+int quire_linear(const quire_gemm::PackedWeight* weight, const void* x, int64_t x_stride, int64_t rows, void* y,
+                 int threads) {
   using namespace quire_gemm;
-  switch (weight->dtype) {
-    case 0:
-      return multiply(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
-    case 1:
-      return multiply(*weight, static_cast<const Fp16*>(x), x_stride, rows, static_cast<Fp16*>(y), threads);
-    default:
-      return multiply(*weight, static_cast<const float*>(x), x_stride, rows, static_cast<float*>(y), threads);
-  }
+  return quire::status_of([&] {
+    switch (weight->dtype) {
+      case 0:
+        return multiply(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
+      case 1:
+        return multiply(*weight, static_cast<const Fp16*>(x), x_stride, rows, static_cast<Fp16*>(y), threads);
+      default:
+        return multiply(*weight, static_cast<const float*>(x), x_stride, rows, static_cast<float*>(y), threads);
+    }
+  });
 }
 }

@@ -62,6 +62,7 @@ class CpuKernels(Kernels):
         self._silu_mul = self._library.quire_silu_mul
         self._rope_and_write_kv = self._library.quire_rope_and_write_kv
         self._attention = self._library.quire_attention
+        self._attention.restype = _INT
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return pack_linear(self._library, weight, bias, self.num_threads)
@@ -134,7 +135,7 @@ class CpuKernels(Kernels):
         block_stride, value_offset, *_ = kv_layer.stride()
         _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
         tables = metadata.block_tables
-        self._attention(
+        failed = self._attention(
             *(
                 _DTYPE_CODES[q.dtype],
                 q.data_ptr(),
@@ -147,4 +148,6 @@ class CpuKernels(Kernels):
             *(tables.data_ptr(), tables.stride(0), tables.shape[0], shape[1], num_kv_heads, head_dim),
             *(block_size, sliding_window or 0, scale, self.num_threads),
         )
+        if failed:
+            raise MemoryError(f"no memory for the attention of {shape[0]} tokens")
         return out

@@ -142,7 +142,8 @@ def pack_linear(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threa
 def linear(lib: ctypes.CDLL, x: Tensor, packed: PackedLinear, num_threads: int) -> Tensor:
     """``[T, K] -> [T, N]``: ``x @ weight.T + bias``, accumulated in float32, in ``x.dtype``, dense.
 
-    Rows of ``x`` may be strided. Raises ``ValueError`` for an ``x`` of another dtype or width than the weight.
+    Rows of ``x`` may be strided. Raises ``ValueError`` for an ``x`` of another dtype or width than the weight,
+    ``MemoryError`` where the scratch memory cannot be had.
     """
     rows, depth = x.shape
     if not isinstance(packed, PanelLinear | OneDnnLinear):
@@ -156,7 +157,8 @@ def linear(lib: ctypes.CDLL, x: Tensor, packed: PackedLinear, num_threads: int) 
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty((rows, packed.out_features), dtype=packed.dtype)
-    lib.quire_linear(packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads)
+    if lib.quire_linear(packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads):
+        raise MemoryError(f"no memory for the product of {rows} rows of {depth}")
     return y
 
 
@@ -167,4 +169,4 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.quire_linear_pack.argtypes = [pointer, pointer, long, ctypes.c_int]
     lib.quire_linear_pack.restype = None
     lib.quire_linear.argtypes = [pointer, pointer, long, long, pointer, ctypes.c_int]
-    lib.quire_linear.restype = None
+    lib.quire_linear.restype = ctypes.c_int

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 
 namespace quire {
 
@@ -37,6 +38,17 @@ void parallel_for(int64_t count, int64_t parts, int threads, const Body& body) {
     parallel_ranges(count, parts, threads, [&body](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) body(i);
     });
+}
+
+// What a C function that may need memory returns: 0, or 1 if there was none.
+template <class Body>
+int status_of(const Body& body) {
+    try {
+        body();
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
 }
 
 }  // namespace quire

@@ -77,6 +77,25 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits a process's memory")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_that_runs_out_is_an_error_of_the_call(threads: int) -> None:
+    code = (
+        "import resource, torch\n"
+        "from kernels.cpu import CpuKernels\n"
+        f"kernels = CpuKernels({threads})\n"
+        "packed = kernels.pack_linear(torch.zeros(8, 1 << 20).bfloat16(), None)\n"
+        "x = torch.zeros(64, 1 << 20, dtype=torch.bfloat16)\n"
+        "kernels.linear(x[:1], packed)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, -1))\n"
+        "try: kernels.linear(x, packed)\n"
+        "except MemoryError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "no memory for the product of 64 rows of 1048576\n", done.stderr
+
+
 def test_the_library_uses_no_openmp_runtime() -> None:
     """Torch has one; a second pool that waits at barriers would fight for the cores."""
     library = Path(load_library()._name).read_bytes()
