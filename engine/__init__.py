@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from engine.llm import LLM, RequestResult
     from engine.sampling_params import SamplingParams
 
-# Read when torch is loaded. Its OpenMP threads would spin for milliseconds after each of the few operations that
-# it runs beside the kernels, on the cores that the kernels' own threads need.
+# Read when torch is loaded. Its OpenMP threads would spin for milliseconds after each of the few operations
+# that it runs beside the kernels, on the cores that the kernels' own threads need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __all__ = ["LLM", "Engine", "EngineConfig", "EngineThread", "RequestResult", "SamplingParams"]
