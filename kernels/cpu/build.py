@@ -32,7 +32,7 @@ FLAGS = (
     "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
 )
 
 
