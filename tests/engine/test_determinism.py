@@ -18,10 +18,10 @@ from model_checkpoints import save_tiny
 
 from engine.engine import Engine
 from engine.request import Request
-from kernels.cpu.build import BuildError, find_compiler
+from kernels.cpu.build import BuildError, find_compilers
 
 try:
-    find_compiler()
+    find_compilers()
 except BuildError as error:
     pytest.skip(f"only the CPU kernels promise this: {error}", allow_module_level=True)
 
