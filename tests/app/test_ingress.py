@@ -214,6 +214,8 @@ def test_every_end_of_a_response_gives_its_slots_back(server: LocalServer, http:
     wait_until(lambda: server.service.num_live == 0)
 
 
+# Collecting the object calls __del__ once more, outside Serve with nobody to await it.
+@pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 def test_an_ingress_that_could_not_start_can_be_deleted() -> None:
     asyncio.run(IngressReplica.__new__(IngressReplica).__del__())
 
