@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from app.config import AppConfig
-from app.launch import serve_here
-from engine.errors import ConfigError
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 after an interrupt, 1 with one line on standard error when it cannot start."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _main(arguments: list[str] | None) -> int:
+    # Imported here, so that an interrupt ends quietly while they load, too.
+    from app.config import AppConfig
+    from app.launch import serve_here
+    from engine.errors import ConfigError
+
     parser = argparse.ArgumentParser(
         prog="python -m app",
         description="Serve a language model on this machine.",

@@ -42,9 +42,10 @@ class Fit:
 
     dtype: str
     pool: PoolSize | None  # as planned before the start; None on a GPU, which is not asked yet
+    context_length: int  # tokens
 
 
-def check_port(host: str, port: int, option: str = "--port") -> None:
+def check_port(host: str, port: int, option: str = "port= (or --port)") -> None:
     """Whether the server will be able to listen.
 
     Raises:
@@ -100,9 +101,9 @@ def check_memory(options: config.AppConfig, folder: Path, available: int | None 
             f"but {format_bytes(available)} are available; lower engine_replicas, or choose a smaller model"
         )
     if gpu:
-        return Fit(name, None)
+        return Fit(name, None, length)
     engine = options.engine_config(str(folder), 1)
-    return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left))
+    return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left), length)
 
 
 def free_port(preferred: int) -> int:
@@ -120,6 +121,8 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     Raises:
         ConfigError: one clear line on why it cannot start.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     options = config.load(args)
     options.engine_config("", 1)
     if ":" in host and serving.haproxy_expected():
@@ -129,17 +132,20 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.model))
     stop = threading.Event()
-    _on_interrupt(stop)
     say(f"starting Ray and {options.engine_replicas} engine replica(s) with {options.model_name} ...")
     server = LocalServer(host, port)
     try:
+        # Until Ray has started an interrupt raises: the terminal sends it to Ray's processes as well, and Ray
+        # would wait a minute for those that it ended.
         server.start()
-        _on_interrupt(stop)  # Ray has put a handler of its own in place
+        _on_interrupt(stop)
         server.deploy(args, options, stop, say)
         if not stop.is_set():
             _announce(server, options, fit, say)
         while not stop.wait(1.0):
             pass
+        say("stopping ...")
+    except KeyboardInterrupt:
         say("stopping ...")
     finally:
         server.stop()
@@ -153,7 +159,7 @@ class LocalServer:
         self.port = port
         self._stats_port = free_port(8404)
         self.dashboard = ""
-        self._before: set[int] = set()
+        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
 
     @property
     def url(self) -> str:
@@ -163,7 +169,6 @@ class LocalServer:
 
     def start(self) -> None:
         """Ray and Serve, no application yet."""
-        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
@@ -240,14 +245,14 @@ class LocalServer:
         """End Ray and whatever process is left of it."""
         import ray
 
-        if not ray.is_initialized():
-            return
         # Serve's own shutdown would wait for streams; whoever stops this server wants it gone.
         children = [
             process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
         ]
+        started = ray.is_initialized()
         ray.shutdown()
-        for process in psutil.wait_procs(children, timeout=5)[1]:
+        # What an interrupted start leaves behind has nobody to tell it to end.
+        for process in psutil.wait_procs(children, timeout=5 if started else 0)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -304,6 +309,11 @@ def _announce(server: LocalServer, options: config.AppConfig, fit: Fit, say: Say
     pool = fit.pool
     kv = f", KV of about {pool.tokens:,} tokens ({pool.num_blocks:,} blocks) in each replica" if pool else ""
     say(f"  weights and KV in {fit.dtype}{kv}")
+    if pool and pool.tokens < fit.context_length:
+        say(
+            f"  warning: no request can be longer than the {pool.tokens:,} tokens of the KV pool, though the "
+            f"context length is {fit.context_length:,}; raise kv_memory"
+        )
     if server.dashboard:
         say(f"  dashboard http://{server.dashboard}")
     say(

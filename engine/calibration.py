@@ -62,8 +62,8 @@ def processor_clock(num_threads: int) -> Callable[[], float]:
 
 
 def budget_for(rate: float) -> int:
-    """Tokens that take ``STEP_SECONDS`` at ``rate`` tokens per second, a bounded multiple of 16."""
-    return max(MIN_BUDGET, min(MAX_BUDGET, int(rate * STEP_SECONDS) // 16 * 16))
+    """The multiple of 16 tokens, bounded, that takes nearest to ``STEP_SECONDS`` at ``rate`` tokens a second."""
+    return max(MIN_BUDGET, min(MAX_BUDGET, int(rate * STEP_SECONDS + 8) // 16 * 16))
 
 
 def _timed(prefill: Callable[[int], None], tokens: int, clock: Callable[[], float]) -> float:
