@@ -62,7 +62,7 @@ def processor_clock(num_threads: int) -> Callable[[], float]:
 
 
 def budget_for(rate: float) -> int:
-    """The multiple of 16 tokens, bounded, that takes nearest to ``STEP_SECONDS`` at ``rate`` tokens a second."""
+    """The multiple of 16 tokens, bounded, that takes nearest to ``STEP_SECONDS`` at ``rate`` a second."""
     return max(MIN_BUDGET, min(MAX_BUDGET, int(rate * STEP_SECONDS + 8) // 16 * 16))
 
 
