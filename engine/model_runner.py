@@ -17,6 +17,7 @@ from engine.memory import available_memory, plan_pool
 from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
 from engine.models.loader import load_model, model_revision
+from engine.plan import kv_bytes_per_token
 from engine.request import ModelLimits, Request
 from engine.sampler import Sampler, SampleRow
 from engine.sizes import format_bytes
@@ -52,9 +53,7 @@ class ModelRunner:
         self.model_key = (model_revision(folder), str(self.dtype), config.block_size)
         """What the KV of a block depends on besides its tokens and namespace."""
 
-        self.bytes_per_token = (
-            2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim * self.dtype.itemsize
-        )
+        self.bytes_per_token = kv_bytes_per_token(self.model, self.dtype)
         reserve = self._step_bytes(config.token_budget or 2048, config.max_num_seqs)
         available = available_memory(self.device, config.memory_fraction, reserve)
         self.memory = plan_pool(config, self.device.type, self.bytes_per_token, self.max_model_len, available)

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import load_library
-from kernels.cpu.linear import linear, pack_linear
+from kernels.cpu.linear import DTYPE_CODES, linear, pack_linear
 from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm
-
-_DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -74,7 +72,7 @@ class CpuKernels(Kernels):
         rows, size = x.shape
         y = torch.empty((rows, size), dtype=x.dtype)
         self._rms_norm(
-            *(_DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr()),
+            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr()),
             *(rows, size, eps, self.num_threads),
         )
         return y
@@ -83,7 +81,7 @@ class CpuKernels(Kernels):
         rows, size = x.shape
         y = torch.empty((rows, size), dtype=x.dtype)
         self._add_rms_norm(
-            *(_DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
+            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
             *(weight.data_ptr(), y.data_ptr(), rows, size, eps, self.num_threads),
         )
         return y
@@ -92,7 +90,7 @@ class CpuKernels(Kernels):
         rows, columns = gate_up.shape
         y = torch.empty((rows, columns // 2), dtype=gate_up.dtype)
         self._silu_mul(
-            *(_DTYPE_CODES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), y.data_ptr()),
+            *(DTYPE_CODES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), y.data_ptr()),
             *(rows, columns // 2, self.num_threads),
         )
         return y
@@ -112,7 +110,7 @@ class CpuKernels(Kernels):
         if qk_norm is not None:
             q_weight, k_weight, eps = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr(), qk_norm.eps
         self._rope_and_write_kv(
-            *(_DTYPE_CODES[qkv.dtype], qkv.data_ptr(), row_stride, rows),
+            *(DTYPE_CODES[qkv.dtype], qkv.data_ptr(), row_stride, rows),
             *(layout.num_heads, layout.num_kv_heads, layout.head_dim),
             *(metadata.positions.data_ptr(), metadata.slot_mapping.data_ptr()),
             *(cos_sin.data_ptr(), cos_sin.shape[2], kv_layer.data_ptr(), kv_layer.shape[2]),
@@ -137,7 +135,7 @@ class CpuKernels(Kernels):
         tables = metadata.block_tables
         failed = self._attention(
             *(
-                _DTYPE_CODES[q.dtype],
+                DTYPE_CODES[q.dtype],
                 q.data_ptr(),
                 q.stride(0),
                 kv_layer.data_ptr(),

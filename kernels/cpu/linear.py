@@ -20,7 +20,9 @@ from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 
 logger = logging.getLogger(__name__)
 
-_DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""How the C functions name a dtype."""
+
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _ONEDNN_MIN_ROWS = 4  # with fewer rows it takes another path, whose bits differ
 
@@ -60,7 +62,7 @@ class PanelLinear(PackedLinear):
             None if self._bias is None else self._bias.data_ptr(),
             self.in_features,
             self.out_features,
-            _DTYPE_CODES[self.dtype],
+            DTYPE_CODES[self.dtype],
         )
         self.address = ctypes.addressof(self._descriptor)
         lib.quire_linear_pack(self.address, weight.data_ptr(), weight.stride(0), num_threads)
