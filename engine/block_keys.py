@@ -29,6 +29,7 @@ def root_key(model_revision: str, dtype: str, block_size: int, namespace: CacheN
         b"type": dtype.encode(),
         b"size": str(block_size).encode(),
         b"adap": namespace.adapter.encode(),
+        b"tena": namespace.tenant.encode(),
         b"salt": namespace.salt.encode(),
     }
     for tag, value in parts.items():

@@ -34,6 +34,14 @@ def request_seed(engine_seed: int, request_id: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def sequence_seed(seed: int, sequence: int) -> int:
+    """Seed of one of a request's sequences: the request's own for the first, else 63 bits of BLAKE2b."""
+    if sequence == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}#{sequence}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def exponential(keys: Tensor, candidates: Tensor) -> Tensor:
     """Standard exponential draws, float64, above 0; ``keys`` and ``candidates`` are int64 and broadcast."""
     z = keys + (candidates + 1) * _signed(_GOLDEN)

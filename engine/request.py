@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.family import Family
 
 
 class RequestState(enum.Enum):
@@ -14,7 +18,10 @@ class RequestState(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # lost its blocks; waits to recover
+    PREEMPTED = "preempted"  # lost its blocks; waits to compute their KV again
+    SWAPPING_OUT = "swapping_out"  # lost its blocks in this step, which copies them to the host
+    SWAPPED = "swapped"  # its KV is in host blocks; waits to copy it back
+    SWAPPING_IN = "swapping_in"  # has blocks again, which this step fills from the host; runs in the same step
     FINISHED = "finished"
 
 
@@ -31,10 +38,12 @@ class FinishReason(enum.StrEnum):
 class CacheNamespace:
     """The root of a prefix tree: blocks are shared only within equal namespaces.
 
-    The engine adds its own model revision, dtype and block size; these parts come with the request.
+    The engine adds its own model revision, dtype and block size; these parts come with the request. ``tenant``
+    is set by the server, never by the client, whose own ``salt`` can only divide a tenant's blocks further.
     """
 
     adapter: str = ""
+    tenant: str = ""
     salt: str = ""
 
 
@@ -61,8 +70,13 @@ class Request:
     prompt and their number in ``generated_before``; positions, ``max_tokens``, ``min_tokens`` and random
     draws go on as if it had never moved.
 
+    A request for several sequences (``params.width`` above 1) runs as one until its prompt is computed; then it
+    becomes sequence 0 and the others are forked from it, each a request of its own with the same
+    ``request_id`` and ``family``. If it moved here, ``outputs`` holds what each sequence has made so far
+    (``None`` for one that has ended), and ``token_ids`` is the prompt alone.
+
     Invariants: ``0 <= computed <= len(token_ids)``; ``block_table`` covers at least ``computed`` tokens;
-    tokens below ``computed`` have their K and V in the pool.
+    tokens below ``computed`` have their K and V in the pool, or in host blocks while swapped out.
     """
 
     request_id: str
@@ -70,9 +84,13 @@ class Request:
     params: SamplingParams
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
-    arrival: float = 0.0  # monotonic seconds; (priority, arrival, request_id) is a total order kept for life
+    arrival: float = 0.0  # monotonic seconds
     generated_before: int = 0
-    seed: int = 0  # params.seed, or the one that the engine chose
+    outputs: tuple[tuple[int, ...] | None, ...] = ()
+    seed: int = 0  # params.seed, or the one that the engine chose; of a further sequence, its own
+    sequence: int = 0  # which of the request's sequences
+    family: Family | None = None  # of a request for several sequences
+    logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
     num_prompt_tokens: int = 0  # set on creation: tokens not generated here
     max_total_tokens: int = 0  # set on admission: prompt here + tokens that may still be made
     state: RequestState = RequestState.WAITING
@@ -86,9 +104,9 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        """Key of the total order; smaller is older and is served first."""
-        return (self.priority, self.arrival, self.request_id)
+    def key(self) -> tuple[str, int]:
+        """What names a live sequence: no two have the same."""
+        return (self.request_id, self.sequence)
 
     @property
     def num_output_tokens(self) -> int:
@@ -103,10 +121,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What one step made for one request.
+    """What one step made for one sequence of a request.
 
-    ``index`` is the offset of the first token in the request's whole output (tokens made on earlier
-    replicas count). A delta with a ``finish_reason`` is the last one and may carry no token.
+    ``index`` is the offset of the first token in the sequence's whole output (tokens made on earlier
+    replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token; ``final``
+    says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of`` above
+    ``n``) each result comes as one delta at the end, the best one as sequence 0.
     """
 
     request_id: str
@@ -115,6 +135,9 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied, exact
     error: str | None = None  # with FinishReason.ERROR
+    sequence: int = 0
+    final: bool = False
+    score: float | None = None  # of a ranked result; higher is better
 
 
 def validate(
@@ -159,4 +182,20 @@ def validate(
             "prompt",
             "kv_pool_exceeded",
         )
-    return limits.max_tokens if wanted is None else total
+    longest = limits.max_tokens if wanted is None else total
+    if params.use_beam_search:
+        _check_beams_fit(original_prompt, longest, params.width, limits)
+    return longest
+
+
+def _check_beams_fit(prompt: int, longest: int, width: int, limits: ModelLimits) -> None:
+    """Beams go on in lockstep: all of them must fit at once, sharing no more than the prompt's full blocks."""
+    shared = prompt // limits.block_size
+    needed = shared + width * (-(-longest // limits.block_size) - shared)
+    if needed > limits.num_blocks:
+        raise InvalidRequestError(
+            f"{width} beams of up to {longest} tokens may need {needed} KV blocks of {limits.block_size} tokens "
+            f"but the pool has {limits.num_blocks}; lower beam_width or max_tokens, or raise kv_memory",
+            "beam_width",
+            "kv_pool_exceeded",
+        )

@@ -12,6 +12,7 @@ GREEDY_BELOW = 1e-5
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKEN_IDS = 128
+MAX_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class SamplingParams:
             ``None`` lets the engine choose one.
         stop_token_ids: tokens that end the request, besides the model's own end-of-sequence tokens.
         ignore_eos: go on past the model's end-of-sequence tokens.
+        n: sequences to return, 1 to 64; the prompt is computed once for all of them.
+        best_of: sequences to draw, of which the ``n`` with the highest mean log probability are returned.
+        use_beam_search: search for the likeliest sequences instead of drawing; needs temperature 0 or 1 and no
+            filter.
+        beam_width: beams to keep, at least ``n``; ``None`` takes ``best_of`` or ``n``.
+        length_penalty: exponent of the length that a finished beam's summed log probability is divided by.
+        early_stopping: end as soon as there are ``beam_width`` finished beams; ``False`` goes on while a running
+            beam looks better than the worst of them, ``"never"`` while any could become better.
     """
 
     max_tokens: int | None = 16
@@ -40,6 +49,12 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = field(default=())
     ignore_eos: bool = False
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -65,6 +80,48 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             _int_range("stop_token_ids", token, 0, None)
+        if self.width != 1 or self.use_beam_search or self.n != 1 or self.beam_width is not None:
+            self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        _int_range("n", self.n, 1, MAX_SEQUENCES)
+        for name in ("best_of", "beam_width"):
+            if getattr(self, name) is not None:
+                _int_range(name, getattr(self, name), self.n, MAX_SEQUENCES)
+        if not self.use_beam_search:
+            if self.beam_width is not None:
+                raise InvalidRequestError(
+                    f"beam_width is {self.beam_width} but use_beam_search is not true; set it, or leave beam_width out",
+                    "beam_width",
+                )
+            return
+        _float_range("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                f"early_stopping is {self.early_stopping!r} but must be true, false or 'never'", "early_stopping"
+            )
+        if self.temperature not in (0.0, 1.0):
+            raise InvalidRequestError(
+                f"temperature is {self.temperature!r} but beam search draws nothing; it must be 0 or 1",
+                "temperature",
+            )
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)!r} but beam search filters nothing; leave it out", name
+                )
+
+    @property
+    def width(self) -> int:
+        """Sequences that run at once when the prompt is computed."""
+        if self.use_beam_search and self.beam_width is not None:
+            return self.beam_width
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranked(self) -> bool:
+        """Whether results come at the end, best first, instead of token by token."""
+        return self.use_beam_search or self.width > self.n
 
     @property
     def greedy(self) -> bool:

@@ -22,10 +22,48 @@ class ScheduledChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """Several tokens from one row of logits, with the log probabilities that the model gave them.
+
+    The draws of a family's first step, one for each sequence; one draw, where sequences are ranked; or the
+    likeliest tokens of a beam, best first.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Block copies that a step begins with, in this order of kinds; pairs are (source, destination).
+
+    Sources hold what the step before left in them: within a kind all sources are read before any
+    destination is written. They must be carried out even if the step itself fails.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
+    copies: list[tuple[int, int]] = field(default_factory=list)  # copy-on-write, both on the device
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # host block, device block
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.copies or self.swap_in)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How long the parts of a step took, in seconds."""
+
+    compute: float
+    swap_out: float = 0.0
+    swap_in: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: prefill and decode mixed, oldest running request first, then those admitted now."""
 
     chunks: list[ScheduledChunk]
+    transfers: Transfers = field(default_factory=Transfers)
     preempted: list[Request] = field(default_factory=list)  # lost their blocks while the plan was made
     admitted: list[Request] = field(default_factory=list)  # run for the first time
 
