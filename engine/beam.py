@@ -40,7 +40,7 @@ class BeamSearch:
             ``"never"`` does the same with the length that would score the beam highest.
         ending: tokens that end a sequence.
         max_new_tokens: most tokens to generate.
-        min_new_tokens: no ending token is taken before this many; log probabilities stay as the model gave them.
+        min_new_tokens: no ending token is taken before this many; the others' log probabilities stay as they are.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BeamSearch:
         for total, parent, token in best:
             if token not in self._ending and not last:
                 continue
-            score = total / length**self._length_penalty
+            score = self._score(total, length)
             if len(self._scores) == self.width:
                 if score <= self._scores[0]:
                     continue
@@ -122,4 +122,7 @@ class BeamSearch:
             return False
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self._max_new_tokens
-        return best / length**self._length_penalty > self._scores[0]
+        return self._score(best, length) > self._scores[0]
+
+    def _score(self, total: float, length: int) -> float:
+        return total / math.pow(length, self._length_penalty)
