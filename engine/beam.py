@@ -30,7 +30,8 @@ class BeamSearch:
 
     The results are the finished sequences with the highest scores of all that :meth:`select` returned, equal
     ones in the order in which they were returned. Equal sums keep the order of the beams and of each beam's
-    offers. Sums are float64, so that rounding makes no two of them equal.
+    offers. Sums are float64, so that rounding makes no two of them equal. A single beam is greedy: it ends with
+    its first ending token, whatever ``early_stopping`` says.
 
     Args:
         width: beams to keep, at least 1.
@@ -40,7 +41,7 @@ class BeamSearch:
             ``"never"`` does the same with the length that would score the beam highest.
         ending: tokens that end a sequence.
         max_new_tokens: most tokens to generate.
-        min_new_tokens: no ending token is taken before this many; the others' log probabilities stay as they are.
+        min_new_tokens: no ending token is taken before this many; the others keep their log probabilities.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class BeamSearch:
     ) -> None:
         self.width = width
         self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
+        self._early_stopping = early_stopping or width == 1
         self._ending = ending
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
