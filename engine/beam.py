@@ -56,7 +56,7 @@ class BeamSearch:
     ) -> None:
         self.width = width
         self._length_penalty = length_penalty
-        self._early_stopping = early_stopping or width == 1
+        self._early_stopping = True if width == 1 else early_stopping
         self._ending = ending
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
