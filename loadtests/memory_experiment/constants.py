@@ -1,0 +1,133 @@
+"""Everything that the memory experiment assumes. Fixed before any result was looked at.
+
+The published figures are those of Kwon et al., "Efficient Memory Management for Large Language Model Serving
+with PagedAttention" (SOSP 2023): OPT-13B on one A100 with 40 GB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POOL_SLOTS = 15_700
+"""Tokens whose K and V fit the memory: 12 GB at 800 KB a token (section 6.1)."""
+
+MAX_LENGTH = 2_048
+"""Longest sequence, prompt and output together: the model's context length."""
+
+BLOCK_SIZE = 16
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+SIGMA = 0.75
+"""Of the logarithm of both lengths.
+
+Not published, but implied: with Orca (Max) 20.4 % of memory holds tokens and 13.3 % is reserved for later ones.
+A request in the middle of its output has half of it ahead, so the mean output of the requests in memory is
+2 x 0.133 x 15,700 / 7 = 597 tokens. In memory, outputs are weighted by the time that they stay, that is by
+their length, which multiplies a log-normal mean by exp(sigma**2): 597 / 338 gives sigma = 0.75.
+"""
+
+SEED = 2_309_06180
+MAX_NUM_SEQS = 256
+TOKEN_BUDGET = 2_560
+"""Rows of one step of the paged scheduler: what the published system allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A workload: mean lengths in tokens, and the rate at which its average batch was published."""
+
+    name: str
+    prompt: float
+    output: float
+    published_rate: float  # requests per second
+    rates: tuple[float, ...]  # of the latency curves, requests per second
+
+
+SHAREGPT = Lengths("161/338", 161, 338, 2.0, (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25))
+ALPACA = Lengths("19/58", 19, 58, 30.0, (4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0))
+WORKLOADS = (SHAREGPT, ALPACA)
+
+SHARED_PREFIXES = (80, 341)
+"""Tokens of the translation prompts with one and with five examples (section 6.4)."""
+
+TRANSLATION = Lengths("translation", 30, 30, 0.0, ())
+"""What follows a shared prefix: one sentence, and its translation."""
+
+WIDTHS = (2, 4, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds that a step takes: a constant, and so much for each unit of work."""
+
+    base: float
+    prefill_token: float
+    decode_row: float
+    context_token: float  # K and V of one token read
+    swapped_block: float  # one block of 16 tokens copied to the host or back
+    swap_call: float  # a step that copies anything at all
+
+    def step(self, prefill: int, rows: int, context: int) -> float:
+        """Seconds for ``prefill`` prompt tokens and ``rows`` decodes that read ``context`` tokens of KV."""
+        return self.base + self.prefill_token * prefill + self.decode_row * rows + self.context_token * context
+
+    def scaled(self, base: float, prefill: float, decode: float, swap: float) -> StepCost:
+        """The same machine with rates that differ by these factors."""
+        return StepCost(
+            self.base * base,
+            self.prefill_token * prefill,
+            self.decode_row * decode,
+            self.context_token * decode,
+            self.swapped_block * swap,
+            self.swap_call * swap,
+        )
+
+
+GPU_LIKE = StepCost(
+    base=24e-3,
+    prefill_token=0.17e-3,
+    decode_row=0.29e-3,
+    context_token=0.62e-6,
+    swapped_block=0.64e-3,
+    swap_call=0.1e-3,
+)
+"""OPT-13B on an A100: 26 GFLOP a prompt token at half the peak of 312 TFLOP/s; 800 KB of KV a token at
+1.3 TB/s; 12.8 MB a block over PCIe at 20 GB/s. ``base`` and ``decode_row`` follow from the two average batches
+published at a known rate, by Little's law: 30.42 requests at 2/s make a step of 45 ms, 132.44 at 30/s one of
+76 ms.
+"""
+
+CPU_LIKE = StepCost(
+    base=12e-3,
+    prefill_token=1.2e-3,
+    decode_row=2.5e-3,
+    context_token=4e-6,
+    swapped_block=0.15e-3,
+    swap_call=0.05e-3,
+)
+"""A model of 135 million parameters on two cores: 46 KB of KV a token, copied at 5 GB/s."""
+
+PUBLISHED_SPLIT = {
+    "Orca Max": (20.4, 13.3, 57.3, 8.9),
+    "Orca Pow2": (26.8, 17.9, 13.6, 41.6),
+    "Orca Oracle": (38.2, 25.2, 0.0, 36.6),
+    "paged": (96.3, 0.0, 0.0, 3.7),
+}
+"""Percent of memory: tokens, reserved for later, internal fragmentation, external and other (figure 2)."""
+
+PUBLISHED_BATCH = {
+    SHAREGPT.name: {"Orca Max": 7.00, "Orca Pow2": 9.81, "Orca Oracle": 13.62, "paged": 30.42},
+    ALPACA.name: {"Orca Max": 7.00, "Orca Pow2": 43.24, "Orca Oracle": 72.75, "paged": 132.44},
+}
+"""Average number of batched requests at ``published_rate`` (figure 13)."""
+
+PUBLISHED_SAVING = {
+    ("parallel", ALPACA.name): (6.09, 8.53, 9.79),
+    ("beam", ALPACA.name): (37.56, 53.13, 55.16),
+    ("parallel", SHAREGPT.name): (16.2, 30.5),
+    ("beam", SHAREGPT.name): (44.3, 66.3),
+}
+"""Percent of blocks saved with 2, 4 and 6 sequences (figure 15); where there are two, the range published."""
+
+PUBLISHED_PREFIX_GAIN = {80: 1.67, 341: 3.58}
+"""Throughput over Orca (Oracle) with that shared prefix (figure 16)."""
