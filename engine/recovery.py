@@ -1,30 +1,343 @@
-"""What to do with the KV of a request that loses its blocks."""
+"""What to do with the KV of a request that loses its blocks: copy it out and back in, or compute it again."""
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
+import statistics
+from collections import deque
+from dataclasses import dataclass
 
-from engine.request import Request
+from engine.block_pool import InvariantError
+from engine.errors import ConfigError
+
+STALE = 64
+"""Decisions without a measurement after which a rate is doubted; also the fewest from one trial to the next."""
+
+_TRIAL_FACTOR = 8.0  # an alternative that seems dearer than this is not worth trying
+_MEMORY = 16.0  # typical measurements over which a rate is averaged
+_CALIBRATION = 1.0  # what a calibration counts for, in typical measurements
+_DOUBTED = 0.5  # what a stale rate still counts for
+_LARGEST = 4.0  # a measurement counts for at most this many typical ones
+_SLOWEST = 4.0  # a measurement is taken to be at most this many times slower than the average
+_SURVIVAL_START = 0.5  # before anything is known it errs least
+_SURVIVAL_STEP = 1.0 / 16.0
+_KEPT_RATIOS = 512
 
 
-class Recovery(enum.Enum):
+class Recovery(enum.StrEnum):
     """How a preempted request gets its KV back."""
 
     RECOMPUTE = "recompute"  # run its tokens again; what survives in the prefix cache is found there
+    SWAP = "swap"  # copy its blocks to the host and back; what survives is not copied back
 
 
-class RecoveryPolicy(ABC):
-    """Chooses a recovery when the scheduler preempts."""
+class RecoveryMode(enum.StrEnum):
+    """The option ``recovery``."""
 
-    @abstractmethod
-    def choose(self, request: Request) -> Recovery:
-        """Return how ``request`` shall recover; called while it still holds its blocks."""
+    AUTO = "auto"  # whatever is expected to take less time
+    SWAP = "swap"  # whenever the host pool has room
+    RECOMPUTE = "recompute"
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast KV comes and goes; 0 where it is not known."""
+
+    prefill: float = 0.0  # tokens a second
+    swap_out: float = 0.0  # blocks a second
+    swap_in: float = 0.0  # blocks a second
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """What a request that is about to lose its blocks has."""
+
+    tokens: int  # whose KV is computed
+    blocks: int  # that hold them
+    to_copy: int  # of the blocks, those that a swap must copy to the host; the others are there
+    findable: int  # leading blocks that the prefix index knows
+    held: int  # of the findable ones, those that other requests hold, too, so that they surely survive
+    swappable: bool  # the host pool has room
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Decision:
+    """One choice, what it was expected to cost and what it has cost so far, in seconds."""
+
+    recovery: Recovery
+    estimate: float  # 0 where a rate is not known
+    other_estimate: float | None  # of the alternative; None where a rate is not known
+    tokens: int
+    blocks: int
+    findable: int
+    held: int
+    fallback: bool = False  # a swap was wanted but the host pool was full
+    trial: bool = False  # the dearer way, taken to measure it
+    outcome: float = 0.0
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStats:
+    """Totals since the start, and what is believed now; times in seconds."""
+
+    decisions: dict[Recovery, int]
+    finished: dict[Recovery, int]
+    abandoned: int
+    fallbacks: int
+    trials: int
+    estimates: dict[Recovery, float]  # sums over the finished ones
+    outcomes: dict[Recovery, float]
+    median_ratio: dict[Recovery, float | None]  # outcome / estimate, of at most 512 that finished last
+    median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same
+    rates: Rates
+    survival: float  # probability that a findable block that nobody else holds is found again
+
+    @property
+    def pending(self) -> int:
+        """Recoveries that have neither finished nor been abandoned."""
+        return sum(self.decisions.values()) - sum(self.finished.values()) - self.abandoned
+
+
+class _Cost:
+    """Average seconds of a unit, over the last measurements, each weighted by its units.
+
+    Sizes are counted in typical measurements (the average size, itself weighted by size), so that the memory
+    is equally long for small and large requests. Averaging seconds, not rates, bounds what a measurement that
+    was too fast can do; one that was too slow is cut off.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.seconds = 1.0 / rate if rate > 0 else None
+        self._weight = _CALIBRATION if rate > 0 else 0.0
+        self._typical = 0.0
+        self.last_seen = 0  # number of the decision after which it was measured last
+
+    @property
+    def rate(self) -> float:
+        """Units a second, 0 where unknown."""
+        return 1.0 / self.seconds if self.seconds else 0.0
+
+    def is_stale(self, decisions: int) -> bool:
+        """Whether the last measurement lies :data:`STALE` decisions back."""
+        return decisions - self.last_seen >= STALE
+
+    def measure(self, units: int, seconds: float, decisions: int) -> None:
+        """Refine the average; a measurement without time or units says nothing."""
+        if units <= 0 or seconds <= 0:
+            return
+        if self.is_stale(decisions):
+            self._weight = min(self._weight, _DOUBTED)
+        self.last_seen = decisions
+        size = min(units / self._typical, _LARGEST) if self._typical else 1.0
+        self._typical += (units - self._typical) * (size / (_MEMORY + size) if self._typical else 1.0)
+        measured = seconds / units
+        if self.seconds is None:
+            self.seconds = measured
+        else:
+            measured = min(measured, self.seconds * _SLOWEST)
+            self.seconds += (measured - self.seconds) * size / (self._weight + size)
+        self._weight = min(self._weight + size, _MEMORY)
+
+
+class RecoveryPolicy:
+    """Chooses a recovery for each preempted request, and learns from what the choices cost.
+
+    The expected cost of a swap is the time to copy out what is not on the host and to copy in what will not be
+    found again in the prefix index; that of a recompute is the time to run the tokens that will not be found.
+    Rates start from a calibration and follow what steps measure, and the probability that a findable block
+    survives until the request comes back follows what is found then.
+
+    What is never chosen is never measured. So the dearer alternative is tried now and then: when its rate was
+    not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and so many
+    decisions have gone by that trials cost no more than 1/64 of the expected time (the first trial of each kind
+    waits for :data:`STALE` decisions only). Survival needs no trials: both ways teach it.
+
+    Args:
+        block_size: tokens of one KV block.
+        rates: calibrated at start; an unknown swap rate makes ``auto`` recompute.
+    """
+
+    def __init__(self, mode: RecoveryMode, block_size: int, rates: Rates) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size is {block_size} but must be at least 1")
+        self.mode = RecoveryMode(mode)
+        self._block_size = block_size
+        self._prefill = _Cost(rates.prefill)
+        self._out = _Cost(rates.swap_out)
+        self._in = _Cost(rates.swap_in)
+        self._survival = _SURVIVAL_START
+        self._lessons = 0
+        self._allowance = 0.0  # seconds that the next trial may cost more than the cheaper way
+        self._last_trial = 0
+        self._tried: set[Recovery] = set()
+        self._total = 0
+        self._decisions = dict.fromkeys(Recovery, 0)
+        self._finished = dict.fromkeys(Recovery, 0)
+        self._abandoned = self._fallbacks = self._trials = 0
+        self._estimates = dict.fromkeys(Recovery, 0.0)
+        self._outcomes = dict.fromkeys(Recovery, 0.0)
+        self._ratios: dict[Recovery, deque[float]] = {
+            recovery: deque(maxlen=_KEPT_RATIOS) for recovery in Recovery
+        }
+
+    @property
+    def rates(self) -> Rates:
+        """What is believed now."""
+        return Rates(self._prefill.rate, self._out.rate, self._in.rate)
+
+    def choose(self, victim: Victim) -> Decision:
+        """Decide how a request recovers; called while it still holds its blocks.
+
+        A full host pool is no error: it makes a wanted swap a recompute, with ``fallback`` set.
+        """
+        estimates = self._estimate(victim)
+        wanted = self._wanted(victim, estimates)
+        fallback = wanted is Recovery.SWAP and not victim.swappable
+        chosen = Recovery.RECOMPUTE if fallback else wanted
+        trial = (
+            not fallback and self.mode is RecoveryMode.AUTO and self._is_trial_due(victim, wanted, estimates)
+        )
+        if trial:
+            chosen = _other(wanted)
+        self._total += 1
+        self._decisions[chosen] += 1
+        self._fallbacks += fallback
+        self._trials += trial
+        return Decision(
+            recovery=chosen,
+            estimate=estimates[chosen] or 0.0,
+            other_estimate=estimates[_other(chosen)],
+            tokens=victim.tokens,
+            blocks=victim.blocks,
+            findable=victim.findable,
+            held=victim.held,
+            fallback=fallback,
+            trial=trial,
+        )
+
+    def resumed(self, decision: Decision, kept: int) -> None:
+        """Learn at re-admission that ``kept`` leading blocks were still in the prefix index."""
+        unheld = decision.findable - decision.held
+        if unheld < 1:
+            return
+        survived = min(max((kept - decision.held) / unheld, 0.0), 1.0)
+        self._lessons += 1
+        step = max(_SURVIVAL_STEP, 1.0 / (self._lessons + 1))
+        self._survival += (survived - self._survival) * step
+
+    def spent(self, decision: Decision, seconds: float) -> None:
+        """Add to what ``decision`` has cost."""
+        decision.outcome += seconds
+
+    def done(self, decision: Decision) -> None:
+        """Count a recovery that is complete.
+
+        Raises:
+            InvariantError: it had ended before.
+        """
+        if decision.ended:
+            raise InvariantError(f"a {decision.recovery} was completed after it had ended")
+        decision.ended = True
+        recovery = decision.recovery
+        self._finished[recovery] += 1
+        self._estimates[recovery] += decision.estimate
+        self._outcomes[recovery] += decision.outcome
+        if decision.estimate > 0:
+            self._ratios[recovery].append(decision.outcome / decision.estimate)
+
+    def abandon(self, decision: Decision) -> None:
+        """Drop a recovery that will not be completed; nothing happens if it has ended."""
+        if not decision.ended:
+            decision.ended = True
+            self._abandoned += 1
+
+    def saw_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn from a step: all its tokens of prompts and recomputes, and their share of its time."""
+        self._prefill.measure(tokens, seconds, self._total)
+
+    def saw_swap_out(self, blocks: int, seconds: float) -> None:
+        """Learn from a step that copied ``blocks`` to the host."""
+        self._out.measure(blocks, seconds, self._total)
+
+    def saw_swap_in(self, blocks: int, seconds: float) -> None:
+        """Learn from a step that copied ``blocks`` from the host."""
+        self._in.measure(blocks, seconds, self._total)
+
+    def stats(self) -> RecoveryStats:
+        """Return a snapshot; sorts at most 512 ratios of each kind."""
+        ratios = self._ratios.items()
+        return RecoveryStats(
+            decisions=dict(self._decisions),
+            finished=dict(self._finished),
+            abandoned=self._abandoned,
+            fallbacks=self._fallbacks,
+            trials=self._trials,
+            estimates=dict(self._estimates),
+            outcomes=dict(self._outcomes),
+            median_ratio={recovery: statistics.median(seen) if seen else None for recovery, seen in ratios},
+            median_error={
+                recovery: statistics.median(_error(ratio) for ratio in seen) if seen else None
+                for recovery, seen in ratios
+            },
+            rates=self.rates,
+            survival=self._survival,
+        )
+
+    def _estimate(self, victim: Victim) -> dict[Recovery, float | None]:
+        kept = victim.held + self._survival * (victim.findable - victim.held)
+        swap = recompute = None
+        if self._out.seconds is not None and self._in.seconds is not None:
+            swap = victim.to_copy * self._out.seconds + (victim.blocks - kept) * self._in.seconds
+        if self._prefill.seconds is not None:
+            recompute = max(victim.tokens - kept * self._block_size, 0.0) * self._prefill.seconds
+        return {Recovery.SWAP: swap, Recovery.RECOMPUTE: recompute}
+
+    def _wanted(self, victim: Victim, estimates: dict[Recovery, float | None]) -> Recovery:
+        if not victim.blocks or self.mode is RecoveryMode.RECOMPUTE:
+            return Recovery.RECOMPUTE
+        if self.mode is RecoveryMode.SWAP:
+            return Recovery.SWAP
+        swap, recompute = estimates[Recovery.SWAP], estimates[Recovery.RECOMPUTE]
+        cheaper = swap is not None and recompute is not None and swap < recompute
+        return Recovery.SWAP if cheaper else Recovery.RECOMPUTE
+
+    def _is_trial_due(self, victim: Victim, best: Recovery, estimates: dict[Recovery, float | None]) -> bool:
+        """Whether to measure the dearer alternative now; also sets aside what it may cost."""
+        other = _other(best)
+        low, high = estimates[best], estimates[other]
+        if low is None or high is None:
+            return False
+        self._allowance += low / STALE
+        stale = self._is_stale(other, victim)
+        rested = self._total - self._last_trial >= STALE
+        affordable = other not in self._tried or high - low <= self._allowance
+        possible = other is Recovery.RECOMPUTE or victim.swappable
+        if not (stale and rested and affordable and possible and high <= _TRIAL_FACTOR * low):
+            return False
+        self._tried.add(other)
+        self._last_trial = self._total
+        self._allowance = 0.0
+        return True
+
+    def _is_stale(self, recovery: Recovery, victim: Victim) -> bool:
+        if recovery is Recovery.RECOMPUTE:
+            return self._prefill.is_stale(self._total)
+        if victim.to_copy and self._out.is_stale(self._total):
+            return True
+        return self._in.is_stale(self._total)
 
 
 class RecomputeRecovery(RecoveryPolicy):
-    """Drops the blocks and computes them again when there is room."""
+    """Always computes again, and knows no rates."""
 
-    def choose(self, request: Request) -> Recovery:
-        """Return :attr:`Recovery.RECOMPUTE`."""
-        return Recovery.RECOMPUTE
+    def __init__(self) -> None:
+        super().__init__(RecoveryMode.RECOMPUTE, 1, Rates())
+
+
+def _other(recovery: Recovery) -> Recovery:
+    return Recovery.SWAP if recovery is Recovery.RECOMPUTE else Recovery.RECOMPUTE
+
+
+def _error(ratio: float) -> float:
+    return abs(1.0 - ratio) / ratio if ratio else float("inf")
