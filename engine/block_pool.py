@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.errors import ConfigError, QuireError
 
+NO_BLOCK = -1
+"""An entry of a block table whose block is gone, because no layer can see its tokens any more."""
+
 
 class InvariantError(QuireError):
     """The engine's own bookkeeping is wrong; its KV memory cannot be trusted any more."""
@@ -37,8 +40,10 @@ class BlockPool:
         self.block_size = block_size
         self.on_evict: Callable[[int], None] | None = None
         """Called with a cached block as it is evicted, after it has left the queue; may call :meth:`unkey`."""
-        self._references = [0] * num_blocks
-        self._keyed = bytearray(num_blocks)
+        # One entry more than blocks: reading at NO_BLOCK finds it, never held and never keyed.
+        self._references = [0] * (num_blocks + 1)
+        self._keyed = bytearray(num_blocks + 1)
+        self._generations = [0] * (num_blocks + 1)
         # Two circular doubly linked lists in the same arrays; the entries past the blocks are their sentinels.
         self._free_end = num_blocks
         self._cached_end = num_blocks + 1
@@ -68,8 +73,12 @@ class BlockPool:
         return self.num_blocks - self._num_free - self._num_cached
 
     def references(self, block: int) -> int:
-        """How many block tables hold ``block``."""
+        """How many block tables hold ``block``; 0 for ``NO_BLOCK``."""
         return self._references[block]
+
+    def generation(self, block: int) -> int:
+        """How often ``block`` has been handed out: while it stays the same, what was written stays, too."""
+        return self._generations[block]
 
     def is_keyed(self, block: int) -> bool:
         """Whether the contents of ``block`` can be found again."""
@@ -88,17 +97,19 @@ class BlockPool:
         if count > self._num_free + self._num_cached:
             return None
         taken: list[int] = []
-        last = self.num_blocks if after is None else after
+        references, keyed, num_blocks = self._references, self._keyed, self.num_blocks
+        last = num_blocks if after is None else after
         for _ in range(count):
             block = last + 1
-            if block >= self.num_blocks or self._references[block] or self._keyed[block]:
+            if block >= num_blocks or references[block] or keyed[block]:
                 block = self._next[self._free_end]
                 if block == self._free_end:
                     block = self._next[self._cached_end]
             self._unlink(block)
-            self._references[block] = 1
-            if self._keyed[block]:
-                self._keyed[block] = 0
+            references[block] = 1
+            self._generations[block] += 1
+            if keyed[block]:
+                keyed[block] = 0
                 if self.on_evict is not None:
                     self.on_evict(block)
             taken.append(block)
@@ -107,29 +118,36 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of ``blocks``, which must be referenced or cached.
+        """Add one reference to each of ``blocks``, which must be referenced or cached, or ``NO_BLOCK``.
 
         Raises:
             InvariantError: a block is free: what it held may be gone.
         """
         blocks = tuple(blocks)
         for block in blocks:
-            if not self._references[block] and not self._keyed[block]:
+            if not self._references[block] and not self._keyed[block] and block != NO_BLOCK:
                 raise InvariantError(f"block {block} was shared after it was freed")
         for block in blocks:
             if not self._references[block]:
+                if block == NO_BLOCK:
+                    continue
                 self._unlink(block)
             self._references[block] += 1
 
     def release(self, table: Sequence[int]) -> None:
         """Drop one reference to each block of ``table``, the last block first.
 
-        So the end of a sequence is evicted before its beginning, which more requests can use.
+        So the end of a sequence is evicted before its beginning, which more requests can use. Entries that are
+        ``NO_BLOCK`` are passed over.
 
         Raises:
             InvariantError: a block is released more often than it is held.
         """
-        if len(set(table)) == len(table):
+        distinct = set(table)
+        if NO_BLOCK in distinct:
+            distinct.remove(NO_BLOCK)
+            table = [block for block in table if block != NO_BLOCK]
+        if len(distinct) == len(table):
             wrong = next((block for block in table if self._references[block] < 1), None)
         else:
             counts = Counter(table)
@@ -190,11 +208,14 @@ class BlockPool:
         Raises:
             InvariantError: says which invariant is broken, and for which block.
         """
-        held = Counter(block for table in tables for block in table)
+        held = Counter(block for table in tables for block in table if block != NO_BLOCK)
         for block in held:
-            if not 0 <= block < self.num_blocks:
+            if block < 0 or block >= self.num_blocks:
                 raise InvariantError(f"a block table names block {block}, which does not exist")
-        for block, count in enumerate(self._references):
+        if self._references[NO_BLOCK] or self._keyed[NO_BLOCK]:
+            raise InvariantError("the place of absent blocks is held or keyed")
+        for block in range(self.num_blocks):
+            count = self._references[block]
             if count != held[block]:
                 raise InvariantError(
                     f"block {block} has {count} references but is in {held[block]} block tables"
@@ -209,7 +230,7 @@ class BlockPool:
                 raise InvariantError(f"block {block} is keyed but queued as free")
             if block in cached and not self._keyed[block]:
                 raise InvariantError(f"block {block} is not keyed but queued as cached")
-        if (len(free), len(cached)) != (self._num_free, self._num_cached):
+        if len(free) != self._num_free or len(cached) != self._num_cached:
             raise InvariantError(
                 f"{self._num_free} free and {self._num_cached} cached blocks are counted but "
                 f"{len(free)} and {len(cached)} are queued"
@@ -219,7 +240,9 @@ class BlockPool:
         seen: set[int] = set()
         last, block = end, self._next[end]
         while block != end:
-            if block in seen or block >= self.num_blocks:
+            if block < 0 or block >= self.num_blocks:
+                raise InvariantError(f"the {name} queue leads to {block}, which is no block")
+            if block in seen:
                 raise InvariantError(f"the {name} queue runs in a circle at block {block}")
             if self._previous[block] != last:
                 raise InvariantError(f"the {name} queue is torn before block {block}")
