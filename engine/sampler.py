@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import QuireError
+from engine.logprobs import likeliest, log_normalisers, logprobs_of, no_finite_maximum
 from engine.random import draw_key, exponential
 from engine.sampling_params import SamplingParams
+from engine.step_plan import Candidates
 
 GROUPS_OF = 64
 """Tokens of one group; a power of two."""
@@ -34,47 +35,106 @@ _GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every t
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How to choose one token.
+    """What to choose from one row of logits.
 
-    ``position`` is the absolute position of the token to make in its sequence (the number of tokens before
-    it); ``forbidden`` are ids that must not be chosen.
+    Attributes:
+        position: absolute position of the token to make in its sequence (the number of tokens before it).
+        forbidden: ids that must not be chosen.
+        extra_seeds: further draws, one for each, as rows with these seeds would draw.
+        best: instead of drawing, take this many of the likeliest tokens, best first, ties by lower id; fewer
+            where fewer are allowed.
+        logprobs: also return the log probability of a single draw.
     """
 
     params: SamplingParams
     seed: int
     position: int
     forbidden: tuple[int, ...] = ()
+    extra_seeds: tuple[int, ...] = ()
+    best: int = 0
+    logprobs: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether a single token is all that is asked for."""
+        return not (self.extra_seeds or self.best or self.logprobs)
 
 
 class Sampler:
     """Stateless; one for each model runner."""
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """Choose one token for each row of ``logits`` (float32 ``[S, vocab]``, overwritten).
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int | Candidates]:
+        """Choose from each row of ``logits`` (float32 ``[S, vocab]``, overwritten).
+
+        Returns a token for each row, or candidates where more was asked for. Log probabilities
+        are those of the raw logits, before ``forbidden``, temperature and filters.
 
         Raises:
             QuireError: a row has no finite logit to choose from.
         """
-        for index, row in enumerate(rows):
-            if row.forbidden:
-                logits[index, list(row.forbidden)] = -math.inf
-        best = _argmax(logits)
-        random = [index for index, row in enumerate(rows) if not row.params.greedy]
-        best_logits = logits.gather(1, best[:, None])
-        if not torch.isfinite(best_logits).all():
-            raise QuireError("the model's logits have no finite maximum; its weights or dtype may be broken")
-        if not random:
-            return _ints(best)
-        drawn = [rows[index] for index in random]
-        if len(random) == len(rows):
-            return _ints(_draw(logits, best_logits, drawn))
-        chosen = torch.tensor(random, device=logits.device)
-        best[chosen] = _draw(logits[chosen], best_logits[chosen], drawn)
+        several = [index for index, row in enumerate(rows) if not row.plain]
+        if not several:
+            return [*_choose(logits, rows)]
+        normalisers = log_normalisers(logits if len(several) == len(rows) else logits[several])
+        chosen = iter(_choose(logits, rows))
+        draws = [[next(chosen) for _ in range(1 + len(row.extra_seeds))] for row in rows]
+        searching = [index for index in several if rows[index].best]
+        if searching:
+            found = likeliest(
+                logits if len(searching) == len(rows) else logits[searching],
+                [rows[index].best for index in searching],
+            )
+            for index, tokens in zip(searching, found, strict=True):
+                draws[index] = tokens
+        outcomes: list[int | Candidates] = [tokens[0] for tokens in draws]
+        asked = [draws[index] for index in several]
+        for index, logprobs in zip(several, logprobs_of(logits, several, asked, normalisers), strict=True):
+            outcomes[index] = Candidates(tuple(draws[index]), logprobs)
+        return outcomes
+
+
+def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``; masks the forbidden ones.
+
+    A row that asks for its ``best`` gets the likeliest one.
+    """
+    for index, row in enumerate(rows):
+        if row.forbidden:
+            logits[index, list(row.forbidden)] = -math.inf
+    best = _argmax(logits)
+    random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
+    best_logits = logits.gather(1, best[:, None])
+    if not torch.isfinite(best_logits).all():
+        raise no_finite_maximum()
+    draws = _draws_of(rows)
+    if draws is not None:
+        best = best[torch.tensor(draws, device=best.device)]
+    if not random:
         return _ints(best)
+    drawn = [rows[index] for index in random]
+    if len(random) == len(rows):
+        return _ints(_draw(logits, best_logits, drawn))
+    chosen = torch.tensor(random, device=logits.device)
+    places = chosen
+    if draws is not None:
+        wanted = set(random)
+        places = torch.tensor([i for i, row in enumerate(draws) if row in wanted], device=logits.device)
+    best[places] = _draw(logits[chosen], best_logits[chosen], drawn)
+    return _ints(best)
+
+
+def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
+    """The row of each draw; ``None`` where each row has one."""
+    if not any(row.extra_seeds for row in rows):
+        return None
+    return [index for index, row in enumerate(rows) for _ in range(1 + len(row.extra_seeds))]
 
 
 def _draw(logits: Tensor, best: Tensor, rows: list[SampleRow]) -> Tensor:
-    """Tokens ``[S]`` for ``logits`` ``[S, vocab]`` with maxima ``best`` ``[S, 1]``; every row is random."""
+    """Tokens ``[D]`` for ``logits`` ``[S, vocab]`` with maxima ``best`` ``[S, 1]``; every row is random.
+
+    ``D`` counts all draws; the draws of a row follow each other.
+    """
     count, vocab = logits.shape
     device = logits.device
     groups = -(-vocab // GROUPS_OF)
@@ -85,12 +145,19 @@ def _draw(logits: Tensor, best: Tensor, rows: list[SampleRow]) -> Tensor:
     scaled.div_(temperature).exp_()
     _filter(weights, rows)
 
-    keys = torch.tensor([[draw_key(row.seed, row.position)] for row in rows], device=device)
+    sums = _group_sums(weights, groups)
+    keys = torch.tensor(
+        [[draw_key(seed, row.position)] for row in rows for seed in (row.seed, *row.extra_seeds)], device=device
+    )
+    draws = _draws_of(rows)
+    owners = None if draws is None else torch.tensor(draws, device=device)
     group_ids = torch.arange(groups, device=device)
-    race = exponential(keys, group_ids + _GROUP_CANDIDATES) / _group_sums(weights, groups).to(torch.float64)
+    race = exponential(keys, group_ids + _GROUP_CANDIDATES)
+    race = race / (sums if owners is None else sums[owners]).to(torch.float64)
     group = race.argmin(dim=1, keepdim=True)
     tokens = group + torch.arange(0, groups * GROUPS_OF, groups, device=device)
-    race = exponential(keys, tokens) / weights.gather(1, tokens).to(torch.float64)
+    within = weights.gather(1, tokens) if owners is None else weights[owners[:, None], tokens]
+    race = exponential(keys, tokens) / within.to(torch.float64)
     return tokens.gather(1, race.argmin(dim=1, keepdim=True))[:, 0]
 
 

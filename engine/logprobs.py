@@ -1,0 +1,75 @@
+"""Log probabilities that the model itself gives tokens, and the tokens that it likes best.
+
+All are of the raw logits: neither the temperature nor the filters of a request change them. Nothing here
+depends on the other rows of a batch: maxima are exact, sums are explicit trees, the rest is done one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.errors import QuireError
+
+
+def log_normalisers(logits: Tensor) -> list[float]:
+    """Log of the summed exponentials of each row of ``logits`` (float32 ``[S, vocab]``).
+
+    Raises:
+        QuireError: a row has none, because a logit is NaN or infinite or all are minus infinity.
+    """
+    highest = logits.amax(dim=1, keepdim=True)
+    sums = tree_sums(torch.sub(logits, highest).exp_())
+    # The logarithms in Python: torch's differ in their last bit with the place in a vector.
+    pairs = zip(highest[:, 0].tolist(), sums.tolist(), strict=True)
+    results = [high + math.log(total) if total > 0.0 else math.nan for high, total in pairs]
+    if not all(map(math.isfinite, results)):
+        raise no_finite_maximum()
+    return results
+
+
+def tree_sums(weights: Tensor) -> Tensor:
+    """Sum of each row of ``weights`` (``[S, N]``, overwritten): always the same additions, ``[S]``."""
+    width = weights.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        weights[:, : width - half] += weights[:, half:width]
+        width = half
+    return weights[:, 0]
+
+
+def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """The ``counts[i]`` tokens with the highest logits of row ``i``, best first, ties by lower id.
+
+    Fewer where fewer are allowed: a logit of minus infinity forbids its token.
+    """
+    most = min(max(counts), logits.shape[1])
+    places = torch.tensor([[min(count, most) - 1] for count in counts], device=logits.device)
+    least = logits.topk(most, dim=1).values.gather(1, places)
+    # More than ``counts`` may pass, where they tie; they come in the order of row and id.
+    found = ((logits >= least) & (logits > -math.inf)).nonzero(as_tuple=True)
+    rows: list[list[tuple[float, int]]] = [[] for _ in counts]
+    for row, token, value in zip(*(part.tolist() for part in (*found, logits[found])), strict=True):
+        rows[row].append((-value, token))
+    return [[token for _, token in sorted(row)[:count]] for row, count in zip(rows, counts, strict=True)]
+
+
+def logprobs_of(
+    logits: Tensor, rows: Sequence[int], tokens: Sequence[Sequence[int]], normalisers: Sequence[float]
+) -> list[tuple[float, ...]]:
+    """Of ``tokens[i]`` in row ``rows[i]`` of ``logits``, whose normaliser is ``normalisers[i]``."""
+    flat_rows = [row for row, several in zip(rows, tokens, strict=True) for _ in several]
+    flat_tokens = [token for several in tokens for token in several]
+    values = iter(logits[flat_rows, flat_tokens].tolist())
+    return [
+        tuple(next(values) - normaliser for _ in several)
+        for several, normaliser in zip(tokens, normalisers, strict=True)
+    ]
+
+
+def no_finite_maximum() -> QuireError:
+    """The error of logits that nothing can be chosen from."""
+    return QuireError("the model's logits have no finite maximum; its weights or dtype may be broken")
