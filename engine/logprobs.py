@@ -14,6 +14,9 @@ from torch import Tensor
 
 from engine.errors import QuireError
 
+GROUP = 64
+"""Tokens of a group, of which only the likeliest counts when the least of the best is sought."""
+
 
 def log_normalisers(logits: Tensor) -> list[float]:
     """Log of the summed exponentials of each row of ``logits`` (float32 ``[S, vocab]``).
@@ -46,15 +49,28 @@ def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
 
     Fewer where fewer are allowed: a logit of minus infinity forbids its token.
     """
-    most = min(max(counts), logits.shape[1])
+    rows, vocab = logits.shape
+    most = min(max(counts), vocab)
+    # As many groups as are wanted have a maximum that reaches ``least``: no token below it is among the best,
+    # and only those groups need a closer look.
+    size = GROUP if vocab >= 4 * GROUP * most else 1
+    if vocab % size:
+        logits = torch.nn.functional.pad(logits, (0, -vocab % size), value=-math.inf)
+    grouped = logits.view(rows, size, -1)
+    maxima = grouped.amax(dim=1)
     places = torch.tensor([[min(count, most) - 1] for count in counts], device=logits.device)
-    least = logits.topk(most, dim=1).values.gather(1, places)
-    # More than ``counts`` may pass, where they tie; they come in the order of row and id.
-    found = ((logits >= least) & (logits > -math.inf)).nonzero(as_tuple=True)
-    rows: list[list[tuple[float, int]]] = [[] for _ in counts]
-    for row, token, value in zip(*(part.tolist() for part in (*found, logits[found])), strict=True):
-        rows[row].append((-value, token))
-    return [[token for _, token in sorted(row)[:count]] for row, count in zip(rows, counts, strict=True)]
+    least = maxima.topk(most, dim=1).values.gather(1, places)
+    row, group = (maxima >= least).nonzero(as_tuple=True)
+    values = grouped[row, :, group]
+    pair, place = (values >= least[row]).nonzero(as_tuple=True)
+    tokens = place * grouped.shape[2] + group[pair]
+    found: list[list[tuple[float, int]]] = [[] for _ in counts]
+    for index, token, value in zip(
+        row[pair].tolist(), tokens.tolist(), values[pair, place].tolist(), strict=True
+    ):
+        if value > -math.inf:
+            found[index].append((-value, token))
+    return [[token for _, token in sorted(best)[:count]] for best, count in zip(found, counts, strict=True)]
 
 
 def logprobs_of(
