@@ -52,7 +52,8 @@ def simulate_contiguous(
     while arrivals or waiting or running:
         while arrivals and arrivals[0].arrival <= now:
             waiting.append(arrivals.popleft())
-        prefill = context = started = 0
+        prefill = started = 0
+        context = stored  # of those that decode
         while waiting:
             job = waiting[0]
             size = reservation.slots(job)
@@ -73,7 +74,6 @@ def simulate_contiguous(
                 raise ValueError(f"{waiting[0].name} needs runs of {size} slots and can never start")
             now = arrivals[0].arrival
             continue
-        context = stored
         stored += rows  # each decode stores the token that the step before made
         seconds = cost.step(prefill, rows, context)
         now += seconds

@@ -1,0 +1,123 @@
+"""Each baseline on a few requests, against steps worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtests.memory_experiment.constants import StepCost
+from loadtests.memory_experiment.contiguous import Reservation, simulate_contiguous
+from loadtests.memory_experiment.jobs import Job
+from loadtests.memory_experiment.measure import Meter, Result, Split
+from loadtests.memory_experiment.static_batches import simulate_static
+
+SECOND = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # every step takes a second
+
+
+def job(name: str, prompt: int, output: int, arrival: float = 0.0, width: int = 1) -> Job:
+    return Job(name, arrival, tuple(range(prompt)), output, width)
+
+
+def run(jobs: list[Job], reservation: Reservation, slots: int, saturated: bool = False) -> Result:
+    meter = Meter(reservation.value, 0, saturated, slots)
+    return simulate_contiguous(jobs, reservation, SECOND, meter, slots)
+
+
+def parts(split: Split) -> tuple[float, float, float, float]:
+    return (split.tokens, split.reserved, split.internal, split.external)
+
+
+def test_slots_of_each_reservation() -> None:
+    one = job("a", 10, 25)
+    assert Reservation.MAX.slots(one) == 2_048
+    assert Reservation.POW2.slots(one) == 10 + 32
+    assert Reservation.ORACLE.slots(one) == 35
+    assert Reservation.POW2.slots(job("b", 1_800, 200)) == 2_048
+
+
+def test_oracle_by_hand() -> None:
+    # 6 slots, rounded to 8: both run at once in a pool of 16, each for 3 steps, with 3, 4, 5 tokens stored.
+    result = run([job("a", 3, 3), job("b", 3, 3)], Reservation.ORACLE, 16)
+    assert result.steps == 3
+    assert result.batch == 2
+    assert parts(result.split) == (8, 4, 0, 4)
+    assert result.token_share == pytest.approx(100 * 8 / 12)
+    assert result.latency == 1.0  # 3 seconds for 3 tokens
+
+
+def test_pow2_by_hand() -> None:
+    # 3 + 4 slots, rounded to 8; 6 are ever used, so 1 of each is internal and 1 lost by rounding.
+    result = run([job("a", 3, 3), job("b", 3, 3)], Reservation.POW2, 16)
+    assert parts(result.split) == (8, 4, 2, 2)
+
+
+def test_max_by_hand() -> None:
+    # 2 runs of 2,048 and 904 slots left over; the third request waits for the first one's run.
+    jobs = [job("a", 3, 2), job("b", 3, 4), job("c", 3, 2)]
+    result = run(jobs, Reservation.MAX, 5_000)
+    assert result.steps == 4  # a: steps 1-2, b: 1-4, c: 3-4
+    assert result.batch == 2
+    # stored by step: 3 + 3, 4 + 4, 5 + 3, 6 + 4
+    assert result.split.tokens == (6 + 8 + 8 + 10) / 4
+    assert result.split.reserved == (12 - 6 + 12 - 8 + 12 - 8 + 12 - 10) / 4
+    assert result.split.internal == 2 * 2_048 - 12
+    assert result.split.external == 5_000 - 2 * 2_048
+    assert result.latency == pytest.approx((2 / 2 + 4 / 4 + 4 / 2) / 3)
+
+
+def test_first_come_first_served_blocks_a_small_one() -> None:
+    # "b" needs 16 slots of which 8 are free; "c" would fit but is behind it.
+    jobs = [job("a", 4, 4), job("b", 8, 8), job("c", 2, 2)]
+    result = run(jobs, Reservation.ORACLE, 16)
+    assert result.steps == 4 + 8 + 2
+    assert result.batch == 1
+
+
+def test_only_saturated_steps_are_measured() -> None:
+    jobs = [job("a", 4, 4), job("b", 8, 8)]
+    result = run(jobs, Reservation.ORACLE, 16, saturated=True)
+    assert result.split.tokens == (4 + 5 + 6 + 7) / 4  # while "b" waits
+    assert result.throughput == 1 / 4
+
+
+def test_every_sequence_has_a_run_of_its_own() -> None:
+    result = run([job("a", 4, 4, width=2), job("b", 4, 4)], Reservation.ORACLE, 16)
+    assert result.steps == 8
+    assert result.split.tokens == (2 * (4 + 5 + 6 + 7) + 4 + 5 + 6 + 7) / 8
+
+
+def test_what_never_fits_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"runs of 35 slots"):
+        run([job("a", 10, 25)], Reservation.ORACLE, 32)
+
+
+def test_idle_time_passes() -> None:
+    result = run([job("a", 1, 1), job("b", 1, 1, arrival=10.0)], Reservation.ORACLE, 4)
+    assert result.seconds == 11.0
+    assert result.latency == 1.0
+
+
+def test_cost_of_a_step_counts_prompts_rows_and_context() -> None:
+    cost = StepCost(1.0, 0.1, 0.01, 0.001, 0.0, 0.0)
+    result = simulate_contiguous([job("a", 10, 3)], Reservation.ORACLE, cost, Meter("o", 0, False, 16), 16)
+    # the prompt, then two decodes that read 10 and 11 tokens
+    assert result.seconds == pytest.approx((1.0 + 1.0) + (1.01 + 0.010) + (1.01 + 0.011))
+
+
+def test_static_batches_by_hand() -> None:
+    # two seats of 8 slots; "a" and "b" end together after b's 4 outputs, then "c" runs alone.
+    jobs = [job("a", 3, 2), job("b", 2, 4), job("c", 3, 1)]
+    result = simulate_static(jobs, SECOND, Meter("static", 0, False, 17), 17, 8)
+    assert result.steps == 5
+    # tokens of requests that still make some: 3 + 2, 4 + 3, then b: 4, 5, then c: 3
+    assert result.split.tokens == (5 + 7 + 4 + 5 + 3) / 5
+    # used later: a 5 - 3, b 6 - 2; 1, 3; 2; 1; c 1
+    assert result.split.reserved == (6 + 4 + 2 + 1 + 1) / 5
+    assert result.split.external == pytest.approx((1 + 1 + 1 + 1 + 9) / 5)
+    assert result.batch == (2 + 2 + 1 + 1 + 1) / 5
+    assert result.latency == pytest.approx((4 / 2 + 4 / 4 + 5 / 1) / 3)
+
+
+def test_static_batches_pad_and_run_ended_rows() -> None:
+    cost = StepCost(1.0, 0.1, 0.01, 0.001, 0.0, 0.0)
+    result = simulate_static([job("a", 3, 1), job("b", 2, 3)], cost, Meter("static", 0, False, 16), 16, 8)
+    assert result.seconds == pytest.approx((1 + 0.1 * 6) + (1.02 + 0.001 * 6) + (1.02 + 0.001 * 8))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loadtests.memory_experiment.buddy import BuddyAllocator
+
+
+def test_runs_are_the_next_power_of_two() -> None:
+    assert [BuddyAllocator.rounded(slots) for slots in (1, 2, 3, 4, 5, 25, 32, 33, 2048)] == [
+        1, 2, 4, 4, 8, 32, 32, 64, 2048,
+    ]  # fmt: skip
+
+
+def test_splits_and_merges_by_hand() -> None:
+    buddy = BuddyAllocator(16)
+    assert buddy.allocate(3) == 0  # 16 -> 8 + (4 + [4])
+    assert buddy.allocate(5) == 8
+    assert buddy.allocate(4) == 4
+    assert buddy.taken == 16
+    assert buddy.allocate(1) is None
+    buddy.release(0)
+    buddy.release(8)
+    assert buddy.allocate(9) is None  # 12 slots are free, but no run of 16
+    assert buddy.allocate(8) == 8
+    buddy.release(8)
+    buddy.release(4)
+    assert buddy.allocate(16) == 0
+
+
+def test_pool_of_any_size_is_its_binary_digits() -> None:
+    buddy = BuddyAllocator(15_700)  # 8,192 + 4,096 + 2,048 + ... hold 7 runs of 2,048
+    runs = [buddy.allocate(2_048) for _ in range(8)]
+    assert runs.pop() is None
+    assert sorted(run for run in runs if run is not None) == [*range(0, 7 * 2_048, 2_048)]
+    assert buddy.allocate(1_024) == 14_336
+    assert buddy.allocate(1_024) is None
+
+
+def test_digits_never_merge_with_each_other() -> None:
+    buddy = BuddyAllocator(6)  # runs of 4 and 2
+    assert buddy.allocate(4) == 0
+    assert buddy.allocate(2) == 4
+    buddy.release(4)
+    buddy.release(0)
+    assert buddy.allocate(5) is None
+    assert buddy.allocate(4) == 0
+
+
+def test_random_use_keeps_runs_apart_and_loses_none() -> None:
+    rng = random.Random(1)
+    buddy = BuddyAllocator(1_000)
+    taken: dict[int, int] = {}
+    for _ in range(3_000):
+        if taken and rng.random() < 0.5:
+            start = rng.choice(list(taken))
+            del taken[start]
+            buddy.release(start)
+        else:
+            slots = rng.randint(1, 200)
+            run = buddy.allocate(slots)
+            if run is not None:
+                size = BuddyAllocator.rounded(slots)
+                assert run % size == 0
+                assert run + size <= 1_000
+                assert all(run + size <= other or other + length <= run for other, length in taken.items())
+                taken[run] = size
+        assert buddy.taken == sum(taken.values())
+    for start in taken:
+        buddy.release(start)
+    assert [buddy.allocate(size) for size in (512, 256, 128, 64, 32, 8)] == [0, 512, 768, 896, 960, 992]
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        BuddyAllocator(0)
+    with pytest.raises(ValueError, match="at least 1"):
+        BuddyAllocator(4).allocate(0)
