@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequestError, QuireError
 from engine.models.folders import local_folder
-from engine.request import CacheNamespace, FinishReason, Request, validate
+from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, validate
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import has_tokenizer, load_tokenizer
 
@@ -27,14 +27,50 @@ _BAR_FROM = 8  # prompts; fewer are done before a bar helps
 
 
 @dataclass(frozen=True, slots=True)
-class RequestResult:
-    """The whole of one request."""
+class SequenceResult:
+    """One of the sequences that a request made."""
 
-    prompt_token_ids: list[int]
-    token_ids: list[int]  # generated; the last one is the stop token if one ended the request
+    token_ids: list[int]  # generated; the last one is the stop token if one ended the sequence
     text: str | None  # without special tokens; None if the model folder has no tokenizer
     finish_reason: FinishReason
+    score: float | None  # what ranked it, higher is better; None unless beam search or best_of did
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """The whole of one request. What it says of tokens, text and finish is its first sequence's: the best one,
+    where they are ranked.
+    """
+
+    prompt_token_ids: list[int]
     cached_tokens: int  # prompt tokens that the prefix cache supplied
+    sequences: list[SequenceResult]  # as many as ``n`` asked for
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequences[0].token_ids
+
+    @property
+    def text(self) -> str | None:
+        return self.sequences[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.sequences[0].finish_reason
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What has come of one request's sequences, by number."""
+
+    request: Request
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    last: dict[int, TokenDelta] = field(default_factory=dict)
+
+    def add(self, delta: TokenDelta) -> None:
+        self.token_ids.setdefault(delta.sequence, []).extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.last[delta.sequence] = delta
 
 
 class LLM:
@@ -92,29 +128,30 @@ class LLM:
             QuireError: a request failed while it ran.
         """
         requests = self._requests(prompts, params, namespace or CacheNamespace())
-        finished: dict[str, Request] = {}
+        collected = {request.request_id: _Collected(request) for request in requests}
+        running = dict(collected)
         try:
             for request in requests:
                 self.engine.add(request)
-            self._run(requests, finished, len(requests) > _BAR_FROM if progress is None else progress)
+            self._run(running, len(requests) > _BAR_FROM if progress is None else progress)
         finally:
-            for request in requests:
-                if request.request_id not in finished:
-                    self.engine.abort(request.request_id)
-        return [self._result(request) for request in requests]
+            for request_id in running:
+                self.engine.abort(request_id)
+        return [self._result(each) for each in collected.values()]
 
-    def _run(self, requests: list[Request], finished: dict[str, Request], progress: bool) -> None:
-        by_id = {request.request_id: request for request in requests}
+    def _run(self, running: dict[str, _Collected], progress: bool) -> None:
+        """Step until each request has ended, which takes it out of ``running``."""
         made, started = 0, time.perf_counter()
-        with tqdm(total=len(requests), unit="request", disable=not progress) as bar:
-            while len(finished) < len(requests):
+        with tqdm(total=len(running), unit="request", disable=not progress) as bar:
+            while running:
                 for delta in self.engine.step():
                     made += len(delta.token_ids)
-                    if delta.finish_reason is None:
-                        continue
-                    finished[delta.request_id] = by_id[delta.request_id]
+                    running[delta.request_id].add(delta)
                     if delta.finish_reason is FinishReason.ERROR:
                         raise QuireError(delta.error or "a request failed")
+                    if not delta.final:
+                        continue
+                    del running[delta.request_id]
                     rate = made / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                     bar.update()
@@ -140,11 +177,15 @@ class LLM:
         self._made += len(requests)
         return requests
 
-    def _result(self, request: Request) -> RequestResult:
+    def _result(self, collected: _Collected) -> RequestResult:
+        request, last = collected.request, collected.last
+        decodes = self._tokenizer is not None or has_tokenizer(self.folder)
+        sequences = []
+        for number in sorted(last):
+            made = collected.token_ids[number]
+            text = self.tokenizer.decode(made, skip_special_tokens=True) if decodes else None
+            reason = last[number].finish_reason
+            assert reason is not None
+            sequences.append(SequenceResult(made, text, reason, last[number].score))
         prompt = request.token_ids[: request.num_prompt_tokens]
-        made = request.token_ids[request.num_prompt_tokens :]
-        text: str | None = None
-        if self._tokenizer is not None or has_tokenizer(self.folder):
-            text = self.tokenizer.decode(made, skip_special_tokens=True)
-        assert request.finish_reason is not None
-        return RequestResult(prompt, made, text, request.finish_reason, request.cached_tokens or 0)
+        return RequestResult(prompt, last[min(last)].cached_tokens, sequences)
