@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -19,14 +20,16 @@ from engine.calibration import (
     Calibration,
     calibrate,
     processor_clock,
+    swap_rates,
 )
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.model_runner import ModelRunner
 from engine.random import request_seed
-from engine.recovery import RecomputeRecovery
+from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 from engine.scheduler import ScheduledChunk, Scheduler, SchedulerStats
+from engine.step_plan import Candidates, StepTiming
 
 _log = logging.getLogger("quire.engine")
 
@@ -72,7 +75,10 @@ class Engine:
             eos_token_ids=self.runner.eos_token_ids,
             model_key=self.runner.model_key,
             limits=self.limits,
-            recovery=RecomputeRecovery(),
+            recovery=self._recovery_policy(calibration),
+            host_blocks=self.runner.memory.host_blocks,
+            window=self.runner.model.largest_window,
+            priority_ageing=config.priority_ageing,
             check_invariants=config.check_invariants,
         )
         self._steps = 0
@@ -91,9 +97,13 @@ class Engine:
         request.arrival = request.arrival or time.monotonic()
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request in whatever state; its blocks are free at once. ``None`` if there is none such."""
+    def abort(self, request_id: str) -> list[TokenDelta]:
+        """End a request in whatever state; its blocks are free at once. Empty if there is none such."""
         return self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; running requests keep their blocks. Returns the blocks that became free."""
+        return self.scheduler.reset_prefix_cache()
 
     def has_work(self) -> bool:
         """Whether any request is not finished."""
@@ -113,19 +123,24 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.chunks:
             raise EngineDeadError("requests are waiting but the scheduler found nothing to run")
+        swap_out, swap_in = self.runner.transfer(plan.transfers) if plan.transfers else (0.0, 0.0)
         deltas: list[TokenDelta] = []
+        computing = time.perf_counter()
         try:
-            tokens = self.runner.run(plan.chunks)
+            outcomes = self.runner.run(plan.chunks)
         except Exception as error:
             if _out_of_memory(error):
                 raise
             _log.warning("a step of %d requests failed; running its parts", len(plan.chunks), exc_info=True)
-            tokens, failed = self._run_in_parts(plan.chunks)
+            outcomes, failed = self._run_in_parts(plan.chunks)
             for message, ids in _by_message(failed).items():
                 deltas += self.scheduler.fail(ids, message)
-        deltas += self.scheduler.commit(plan, tokens)
+        ended = time.perf_counter()
+        deltas += self.scheduler.commit(plan, outcomes, StepTiming(ended - computing, swap_out, swap_in))
         self._steps += 1
-        self._step_seconds = time.perf_counter() - started
+        self._step_seconds = ended - started
+        if self.config.check_at_idle and not self.scheduler.has_work():
+            self.scheduler.check()
         return deltas
 
     def stats(self) -> EngineStats:
@@ -140,13 +155,16 @@ class Engine:
             step_seconds=self._step_seconds,
         )
 
-    def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int], dict[str, str]]:
+    def _run_in_parts(
+        self, chunks: Sequence[ScheduledChunk]
+    ) -> tuple[list[int | Candidates], dict[str, str]]:
         """Run a failed step by halves.
 
-        Returns the tokens of all chunks that sample (0 for a failed one), and the message of each failed
-        request. If every request fails, a probe of the model decides whether they or the engine are at fault.
+        Returns the outcomes of all chunks that sample (0 for a failed one), and the message of each failed
+        request. If every chunk fails, a probe of the model decides whether they or the engine are at fault.
         """
-        tokens: dict[str, int] = {}
+        outcomes: dict[tuple[str, int], int | Candidates] = {}
+        failures = 0
         failed: dict[str, str] = {}
         parts = [chunks]
         while parts:
@@ -157,15 +175,24 @@ class Engine:
                 if _out_of_memory(error):
                     raise
                 if len(part) == 1:
+                    failures += 1
                     failed[part[0].request.request_id] = f"the request's computation failed: {error}"
                 else:
                     parts += [part[len(part) // 2 :], part[: len(part) // 2]]
                 continue
-            sampling = (chunk.request.request_id for chunk in part if chunk.samples)
-            tokens.update(zip(sampling, made, strict=True))
-        if len(failed) == len(chunks):
+            sampling = (chunk.request.key for chunk in part if chunk.samples)
+            outcomes.update(zip(sampling, made, strict=True))
+        if failures == len(chunks):
             self.runner.probe()
-        return [tokens.get(chunk.request.request_id, 0) for chunk in chunks if chunk.samples], failed
+        return [outcomes.get(chunk.request.key, 0) for chunk in chunks if chunk.samples], failed
+
+    def _recovery_policy(self, calibration: Calibration) -> RecoveryPolicy:
+        """The policy of the options, with rates as measured now."""
+        out = back = 0.0
+        if self.runner.memory.host_blocks:
+            out, back = swap_rates(self.runner.kv_cache)
+        rates = Rates(prefill=calibration.prefill_rate, swap_out=out, swap_in=back)
+        return RecoveryPolicy(RecoveryMode(self.config.recovery), self.limits.block_size, rates)
 
     def _calibrate(self, offline: bool) -> Calibration:
         given = self.config.token_budget
@@ -201,7 +228,8 @@ class EngineThread:
         self._config = config
         self._on_outputs = on_outputs
         self._on_death = on_death
-        self._inbox: SimpleQueue[Request | str | None] = SimpleQueue()  # a request, an id to abort, or stop
+        # a request, an id to abort, who wants to know that the prefix cache is reset, or stop
+        self._inbox: SimpleQueue[Request | str | Future[int] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
@@ -251,6 +279,17 @@ class EngineThread:
         """End a request, in whatever state; an unknown or finished one is ignored. Never raises."""
         self._inbox.put(request_id)
 
+    def reset_prefix_cache(self) -> Future[int]:
+        """Forget every cached prefix between two steps; the result is the number of blocks that became free.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        self._running()
+        done: Future[int] = Future()
+        self._inbox.put(done)
+        return done
+
     def stats(self) -> EngineStats:
         """The last snapshot; takes no lock."""
         self._running()
@@ -297,13 +336,13 @@ class EngineThread:
                 deltas += self._handle(engine, item)
             deltas += engine.step()
             for delta in deltas:
-                if delta.finish_reason is not None:
+                if delta.final:
                     self._live.discard(delta.request_id)
             self._stats = engine.stats()
             if deltas:
                 self._on_outputs(deltas)
 
-    def _take(self, wait: bool) -> list[Request | str | None]:
+    def _take(self, wait: bool) -> list[Request | str | Future[int] | None]:
         """All that is queued; at least one item if ``wait``."""
         items = [self._inbox.get()] if wait else []
         with contextlib.suppress(Empty):
@@ -311,15 +350,19 @@ class EngineThread:
                 items.append(self._inbox.get_nowait())
         return items
 
-    def _handle(self, engine: Engine, item: Request | str) -> list[TokenDelta]:
+    def _handle(self, engine: Engine, item: Request | str | Future[int]) -> list[TokenDelta]:
         if isinstance(item, str):
-            delta = engine.abort(item)
-            return [] if delta is None else [delta]
+            return engine.abort(item)
+        if isinstance(item, Future):
+            item.set_result(engine.reset_prefix_cache())
+            return []
         try:
             engine.add(item)
         except InvalidRequestError as error:
             index = item.generated_before
-            return [TokenDelta(item.request_id, index, (), FinishReason.ERROR, error=error.message)]
+            return [
+                TokenDelta(item.request_id, index, (), FinishReason.ERROR, error=error.message, final=True)
+            ]
         return []
 
 

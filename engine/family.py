@@ -33,15 +33,11 @@ class Family:
     request_id: str
     params: SamplingParams
     search: BeamSearch | None
+    seed: int = 0  # the request's; each further sequence draws with one of its own
     members: dict[int, Entry] = field(default_factory=dict)
     finished: list[Hypothesis] = field(default_factory=list)
     spread: bool = False
     next_sequence: int = 1  # numbers are never used twice
-
-    @property
-    def seats(self) -> int:
-        """Running requests that admitting its first sequence leads to."""
-        return len(self.members) if self.spread else self.params.width
 
     def best(self) -> list[Hypothesis]:
         """The ``n`` finished sequences with the highest scores, best first; equal scores keep their order."""

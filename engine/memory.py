@@ -26,14 +26,21 @@ CPU_LIMIT = 0.8
 """Largest share of the free memory that explicit sizes, or one sequence of the maximum length for each engine,
 may take on a machine."""
 
+SWAP_SHARE = 0.25
+"""Share of the free RAM that all engines together take by default beside their GPUs for swapping ..."""
+
+SWAP_CEILING = 4 << 30
+"""... and the most that one takes, in bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Size of the KV pool."""
+    """Size of the KV pool, and of the host pool that its blocks are swapped to."""
 
     num_blocks: int
     block_size: int
     bytes_per_token: int
+    host_blocks: int = 0
 
     @property
     def tokens(self) -> int:
@@ -45,25 +52,39 @@ class PoolSize:
         """Bytes of the pool."""
         return self.tokens * self.bytes_per_token
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host pool."""
+        return self.host_blocks * self.block_size * self.bytes_per_token
+
 
 def plan_pool(
-    config: EngineConfig, device_type: str, bytes_per_token: int, max_model_len: int, available: int
+    config: EngineConfig,
+    device_type: str,
+    bytes_per_token: int,
+    max_model_len: int,
+    available: int,
+    host_available: int = 0,
 ) -> PoolSize:
     """Size the pool for ``available`` free bytes of the device (``cpu`` or ``cuda``).
 
     ``num_blocks`` or ``kv_memory`` decide if given; else a CPU gives a bounded share of what is free, a GPU
     all of it (``available`` is what ``memory_fraction`` leaves). A pool's pages are taken when they are first
     written, so engines that share a machine's memory all see the same bytes free, whenever they start: each
-    may use its part.
+    may use its part. The host pool takes its bytes from the same part on a CPU, else from ``host_available``.
 
     Raises:
         ConfigError: too little memory; names the figures and the option that changes them.
     """
     block_bytes = config.block_size * bytes_per_token
     gpu = device_type != "cpu"
+    host_blocks = _plan_host_pool(config, gpu, block_bytes, host_available if gpu else available)
     engines = 1 if gpu else config.memory_sharers
-    limit = available if gpu else int(available * CPU_LIMIT / engines)
-    who, fewer = (f" by each of {engines} engines", ", or run fewer engines here") if engines > 1 else ("", "")
+    limit = available if gpu else _part(config, available) - host_blocks * block_bytes
+    who, fewer = _sharing(engines)
+    if host_blocks and not gpu:
+        who += f" beside {format_bytes(host_blocks * block_bytes)} of swap_space"
+        fewer = f" or swap_space{fewer}"
     one_sequence = -(-max_model_len // config.block_size) * block_bytes
     if config.num_blocks is not None:
         option, wanted = "num_blocks", config.num_blocks * block_bytes
@@ -72,12 +93,12 @@ def plan_pool(
     else:
         option = "memory_fraction" if gpu else "kv_memory"
         share = min(CPU_SHARE, CPU_SHARE_OF_ALL / engines)
-        wanted = limit if gpu else max(min(int(available * share), CPU_CEILING), one_sequence)
+        wanted = limit if gpu else min(max(min(int(available * share), CPU_CEILING), one_sequence), limit)
         if one_sequence > limit:
             raise ConfigError(
                 f"one sequence of max_model_len={max_model_len} tokens needs {format_bytes(one_sequence)} of "
-                f"KV memory but only {format_bytes(limit)} may be used{who}; lower max_model_len, "
-                f"or set {option}{fewer}"
+                f"KV memory but only {format_bytes(limit)} may be used{who}; lower max_model_len{fewer}, "
+                f"or set {option}"
             )
     if wanted > limit:
         raise ConfigError(
@@ -89,7 +110,43 @@ def plan_pool(
             f"{option} gives {wanted} bytes of KV memory but one block of {config.block_size} tokens needs "
             f"{block_bytes}; raise {option}"
         )
-    return PoolSize(wanted // block_bytes, config.block_size, bytes_per_token)
+    return PoolSize(wanted // block_bytes, config.block_size, bytes_per_token, host_blocks)
+
+
+def _plan_host_pool(config: EngineConfig, gpu: bool, block_bytes: int, available: int) -> int:
+    """Blocks to swap to, in ``available`` bytes of RAM; 0 where nothing would ever be swapped."""
+    if config.recovery == "recompute":
+        return 0
+    if config.swap_space is None:
+        share = int(available * SWAP_SHARE) // config.memory_sharers
+        blocks = min(SWAP_CEILING, share) // block_bytes if gpu else 0
+        if not blocks and config.recovery == "swap":
+            found = f"{format_bytes(available)} of RAM are free" if gpu else "a CPU takes none by itself"
+            raise ConfigError(f"recovery=swap needs memory to swap to but {found}; set swap_space")
+        return blocks
+    limit = _part(config, available)
+    who, fewer = _sharing(config.memory_sharers)
+    if config.swap_space > limit:
+        raise ConfigError(
+            f"swap_space asks for {format_bytes(config.swap_space)} of RAM but only {format_bytes(limit)} may "
+            f"be used{who}; lower swap_space{fewer}"
+        )
+    if 0 < config.swap_space < block_bytes:
+        raise ConfigError(
+            f"swap_space gives {config.swap_space} bytes but one block of {config.block_size} tokens needs "
+            f"{block_bytes}; raise swap_space, or set it to 0"
+        )
+    return config.swap_space // block_bytes
+
+
+def _part(config: EngineConfig, available: int) -> int:
+    """Bytes of the machine's free RAM that one engine may use."""
+    return int(available * CPU_LIMIT / config.memory_sharers)
+
+
+def _sharing(engines: int) -> tuple[str, str]:
+    """How errors speak of engines on the same machine: whose limit it is, and what else helps."""
+    return (f" by each of {engines} engines", ", or run fewer engines here") if engines > 1 else ("", "")
 
 
 def available_memory(device: torch.device, memory_fraction: float, reserve: int = 0) -> int:

@@ -119,9 +119,9 @@ class Request:
         return self.generated_before + self.num_output_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much
 class TokenDelta:
-    """What one step made for one sequence of a request.
+    """What one step made for one sequence of a request. Nobody changes it.
 
     ``index`` is the offset of the first token in the sequence's whole output (tokens made on earlier
     replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token; ``final``

@@ -7,11 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.block_pool import BlockPool, InvariantError
 from engine.errors import ConfigError, InvalidRequestError
+from engine.families import Families
+from engine.family import needs_family
+from engine.host_pool import HostPool
+from engine.preemption import Preemption
 from engine.prefix_index import PrefixIndex
+from engine.random import sequence_seed
 from engine.recovery import RecoveryPolicy
 from engine.request import FinishReason, ModelLimits, Request, RequestState, TokenDelta, validate
 from engine.request_table import Entry, RequestTable
-from engine.step_plan import ScheduledChunk, SchedulerStats, StepPlan
+from engine.step_plan import Candidates, ScheduledChunk, SchedulerStats, StepPlan, StepTiming
 from engine.step_planner import StepPlanner
 
 __all__ = ["ScheduledChunk", "Scheduler", "SchedulerStats", "StepPlan"]
@@ -20,22 +25,26 @@ __all__ = ["ScheduledChunk", "Scheduler", "SchedulerStats", "StepPlan"]
 class Scheduler:
     """Decides who runs, with which tokens and which blocks; one thread uses it.
 
-    A step is ``plan = schedule()``, running it, then ``commit(plan, tokens)``. There is no prefill or decode
-    phase: each request has ``computed`` tokens and a step brings it nearer to the end of ``token_ids``.
+    A step is ``plan = schedule()``, carrying out its transfers and running its chunks, then
+    ``commit(plan, outcomes)``. There is no prefill or decode phase: each sequence has ``computed`` tokens and a
+    step brings it nearer to the end of ``token_ids``.
 
-    Promises, within one priority and with order meaning ``Request.order``:
+    Promises, within one priority and with order meaning (priority, arrival, id, sequence), kept for life:
 
     - a request that fits the pool alone ends; what can never fit is refused by :meth:`add`;
-    - blocks are taken from the last running request in order, so the first is never preempted;
-    - while preempted requests wait, those behind them take only blocks that they do not need;
-    - a waiting request that does not fit is overtaken at most ``max_overtakes`` times.
+    - blocks are taken from the last running sequence in order, so the first is never preempted for a younger one;
+    - while preempted sequences wait, those behind them take only blocks that they do not need;
+    - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
 
     Args:
-        max_num_seqs: most running requests; never above ``token_budget``, so that each can decode in each step.
+        host: blocks to swap to.
+        max_num_seqs: most running sequences; never above ``token_budget``, so that each can decode in each step.
         token_budget: most tokens in one step.
         model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
-        look_ahead: waiting requests that do not fit and are passed over in one step.
-        max_overtakes: admissions past a waiting request after which nothing passes it.
+        priority_ageing: seconds of waiting that are worth one level of priority; ``None`` makes priority
+            absolute, so that better ones can hold up worse ones without bound.
+        look_ahead: waiting sequences that do not fit and are passed over in one step.
+        max_overtakes: admissions past a waiting sequence after which nothing passes it.
         clock: monotonic seconds; stamps requests that bring no ``arrival``.
         check_invariants: verify pool, index and tables after each call (slow; for tests).
     """
@@ -52,6 +61,8 @@ class Scheduler:
         model_key: tuple[object, ...],
         limits: ModelLimits,
         recovery: RecoveryPolicy,
+        host: HostPool | None = None,
+        priority_ageing: float | None = None,
         look_ahead: int = 8,
         max_overtakes: int = 32,
         clock: Callable[[], float] = time.monotonic,
@@ -67,26 +78,31 @@ class Scheduler:
             )
         self._pool = pool
         self._index = index
-        self._table = RequestTable(pool)
+        self._host = HostPool(0) if host is None else host
+        self._table = RequestTable(pool, self._host)
+        self._preemption = Preemption(pool, self._host, self._table, recovery)
+        self._max_num_seqs = min(max_num_seqs, token_budget)
         self._planner = StepPlanner(
             pool,
             index,
             self._table,
-            recovery,
-            max_num_seqs=max_num_seqs,
+            self._preemption,
+            max_num_seqs=self._max_num_seqs,
             token_budget=token_budget,
             prefix_caching=prefix_caching,
             look_ahead=look_ahead,
             max_overtakes=max_overtakes,
         )
+        self._families = Families(self._table, self._preemption, self._append, self._max_num_seqs)
         self._prefix_caching = prefix_caching
         self._eos = frozenset(eos_token_ids)
         self._model_key = model_key
         self._limits = limits
+        self._priority_ageing = priority_ageing
         self._clock = clock
         self._check_invariants = check_invariants
         self._prompt_tokens = self._generated_tokens = 0
-        self._query_tokens = self._hit_tokens = 0
+        self._query_tokens = self._hit_tokens = self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
 
     @classmethod
@@ -102,13 +118,16 @@ class Scheduler:
         model_key: tuple[object, ...],
         limits: ModelLimits,
         recovery: RecoveryPolicy,
+        host_blocks: int = 0,
+        window: int | None = None,
+        priority_ageing: float | None = None,
         check_invariants: bool = False,
     ) -> Scheduler:
-        """Make a scheduler with a pool and an index of its own."""
+        """Make a scheduler with pools and an index of its own; ``window`` is the model's largest, in tokens."""
         pool = BlockPool(num_blocks, block_size)
         return cls(
             pool,
-            PrefixIndex(pool),
+            PrefixIndex(pool, window=window),
             max_num_seqs=max_num_seqs,
             token_budget=token_budget,
             prefix_caching=prefix_caching,
@@ -116,6 +135,8 @@ class Scheduler:
             model_key=model_key,
             limits=limits,
             recovery=recovery,
+            host=HostPool(host_blocks),
+            priority_ageing=priority_ageing,
             check_invariants=check_invariants,
         )
 
@@ -125,46 +146,55 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never run, or its id is in use.
         """
-        if request.request_id in self._table.entries:
+        if (request.request_id, 0) in self._table.entries or request.request_id in self._families:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by a request that has not ended",
                 "request_id",
                 "duplicate_id",
             )
         total = validate(request.token_ids, request.params, self._limits, request.generated_before)
-        if len(request.token_ids) >= total:
+        longest = len(request.token_ids) + max(map(len, filter(None, request.outputs)), default=0)
+        if longest >= total:
             raise InvalidRequestError(
-                f"the request has {len(request.token_ids)} tokens, {request.generated_before} of them "
-                f"generated before, and may reach {total}: none is left to generate",
+                f"the request has {longest} tokens, {request.generated_before or longest - len(request.token_ids)}"
+                f" of them generated before, and may reach {total}: none is left to generate",
                 "max_tokens",
             )
-        request.max_total_tokens = total
         request.arrival = request.arrival or self._clock()
-        namespace = request.namespace
-        # Parts at fixed places: an adapter's name can never pass for a salt.
-        root = (self._model_key, self._pool.block_size, namespace.adapter, namespace.salt)
-        self._table.queue(Entry(request, root, request.order))
-
-    def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request in any state; ``None`` when there is no such request."""
-        entry = self._table.entries.get(request_id)
-        if entry is None:
-            return None
-        delta = self._finish(entry, FinishReason.ABORT)
+        request.max_total_tokens = total
+        if not needs_family(request):
+            self._queue(request)
+        elif request.outputs:
+            self._queue_sequences(request)
+        else:
+            self._families.open(request, self._ending(request))
+            self._queue(request, min(request.params.width, self._max_num_seqs))
         self._maybe_check()
-        return delta
+
+    def abort(self, request_id: str) -> list[TokenDelta]:
+        """End all sequences of a request in any state; empty when there is no such request."""
+        deltas = self._end(request_id, FinishReason.ABORT)
+        self._maybe_check()
+        return deltas
 
     def fail(self, request_ids: Iterable[str], message: str) -> list[TokenDelta]:
         """End requests whose step raised and was not committed: nothing that it wrote can be found.
 
         The others of that plan may be committed with it (samples of ended ones are dropped) or planned anew.
         """
-        entries = [
-            self._table.entries[name] for name in dict.fromkeys(request_ids) if name in self._table.entries
+        deltas = [
+            delta
+            for request_id in dict.fromkeys(request_ids)
+            for delta in self._end(request_id, FinishReason.ERROR, message)
         ]
-        deltas = [self._finish(entry, FinishReason.ERROR, error=message) for entry in entries]
         self._maybe_check()
         return deltas
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all that could be found; running requests keep their blocks. Returns how many became free."""
+        freed = self._index.reset()
+        self._maybe_check()
+        return freed
 
     def has_work(self) -> bool:
         """Whether any request has not ended; then :meth:`schedule` plans at least one chunk."""
@@ -178,57 +208,93 @@ class Scheduler:
             cached_blocks=pool.num_cached,
             free_blocks=pool.num_free,
             running=len(table.running),
-            waiting=len(table.waiting) - table.num_preempted,
+            waiting=len(table.waiting) - table.num_preempted - table.num_swapped,
             preempted=table.num_preempted,
+            swapped=table.num_swapped,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._generated_tokens + self._families.beam_tokens,
             prefix_query_tokens=self._query_tokens,
             prefix_hit_tokens=self._hit_tokens,
-            preemptions=self._planner.num_preemptions,
+            preemptions=self._preemption.count,
+            host_blocks=self._host.num_blocks,
+            host_blocks_used=self._host.num_used,
+            copied_blocks=self._copied_blocks,
+            recovery=self._preemption.stats(),
             finished=dict(self._finished),
         )
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; work that is planned but not committed is planned again."""
+        """Plan the next step; work that is planned but not committed is planned again.
+
+        The plan's transfers must be carried out before the next call, whatever becomes of its chunks.
+        """
         plan = self._planner.plan()
         for request in plan.admitted:
             self._prompt_tokens += request.num_prompt_tokens
             if self._prefix_caching:
                 self._query_tokens += request.num_prompt_tokens
                 self._hit_tokens += request.cached_tokens or 0
+        self._copied_blocks += len(plan.transfers.copies)
         self._maybe_check()
         return plan
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[TokenDelta]:
-        """Account for a step that ran; ``tokens`` are its samples, in the order of the chunks that sample.
+    def commit(
+        self, plan: StepPlan, outcomes: Sequence[int | Candidates], timing: StepTiming | None = None
+    ) -> list[TokenDelta]:
+        """Account for a step that ran; ``outcomes`` are of the chunks that sample, in their order.
 
-        Tokens of requests that ended since :meth:`schedule` are dropped.
+        Outcomes of requests that ended since :meth:`schedule` are dropped.
 
         Raises:
-            InvariantError: plan and tokens do not belong together, or the plan is stale.
+            InvariantError: plan and outcomes do not belong together, or the plan is stale.
         """
         expected = sum(chunk.samples for chunk in plan.chunks)
-        if len(tokens) != expected:
-            raise InvariantError(f"a step that samples {expected} tokens was committed with {len(tokens)}")
-        samples = iter(tokens)
-        deltas = []
+        if len(outcomes) != expected:
+            raise InvariantError(f"a step that samples {expected} tokens was committed with {len(outcomes)}")
+        self._table.settle()
+        if timing is not None:
+            self._preemption.account(plan, timing)
+        results = iter(outcomes)
+        deltas: list[TokenDelta] = []
+        made = 0
+        size = self._pool.block_size
         for chunk in plan.chunks:
             request = chunk.request
-            token = next(samples) if chunk.samples else None
-            entry = self._table.entries.get(request.request_id)
-            if entry is None or entry.request is not request:
-                continue
-            if request.computed != chunk.start or request.state is not RequestState.RUNNING:
+            outcome = next(results) if chunk.samples else None
+            if request.state is not RequestState.RUNNING:
+                if request.state is RequestState.FINISHED:
+                    continue
                 raise InvariantError(f"the plan for request {request.request_id!r} is stale")
-            request.computed += chunk.length
-            self._make_findable(entry)
-            if token is not None:
-                deltas.append(self._append(entry, token))
+            if request.computed != chunk.start:
+                raise InvariantError(f"the plan for request {request.request_id!r} is stale")
+            entry = chunk.entry
+            assert entry is not None
+            computed = request.computed = chunk.start + chunk.length
+            if self._prefix_caching and computed >= (entry.findable + 1) * size:
+                self._make_findable(entry)
+            if outcome is None:
+                continue
+            tokens = request.token_ids
+            if type(outcome) is int and request.family is None:
+                made += 1
+                tokens.append(outcome)
+                count = len(tokens)
+                if outcome not in entry.ending and count < request.max_total_tokens:  # as nearly always
+                    deltas.append(
+                        TokenDelta(
+                            request.request_id, count - 1 - entry.base, (outcome,), None, request.cached_tokens or 0
+                        )
+                    )
+                    continue
+                tokens.pop()
+                made -= 1
+            deltas += self._advance(entry, outcome)
+        self._generated_tokens += made
         self._maybe_check()
         return deltas
 
     def check(self) -> None:
-        """Verify pool, index, tables and lists; O(blocks), for tests and debugging.
+        """Verify pools, index, tables and lists; O(blocks), for tests and debugging.
 
         Raises:
             InvariantError: says what is wrong.
@@ -236,36 +302,96 @@ class Scheduler:
         self._pool.check([entry.request.block_table for entry in self._table.entries.values()])
         self._index.check()
         self._table.check()
+        self._families.check()
+
+    def _queue(self, request: Request, seats: int = 1) -> Entry:
+        namespace = request.namespace
+        # Parts at fixed places: an adapter's name can never pass for a tenant or a salt.
+        root = (self._model_key, self._pool.block_size, namespace.adapter, namespace.tenant, namespace.salt)
+        ageing = self._priority_ageing
+        first, second = (request.priority, request.arrival)
+        if ageing is not None:
+            first, second = 0, request.arrival + ageing * request.priority
+        order = (float(first), second, request.request_id, request.sequence)
+        base = request.num_prompt_tokens - request.generated_before
+        entry = Entry(request, root, order, self._ending(request), base, seats)
+        self._table.queue(entry)
+        if request.family is not None:
+            request.family.members[request.sequence] = entry
+        return entry
+
+    def _queue_sequences(self, request: Request) -> None:
+        """Go on with the sequences of a request that began on another replica."""
+        family = self._families.open(request, self._ending(request))
+        family.spread = True
+        family.next_sequence = len(request.outputs)
+        for sequence, output in enumerate(request.outputs):
+            if output is None:
+                continue
+            one = Request(
+                request.request_id,
+                request.token_ids + list(output),
+                request.params,
+                request.namespace,
+                request.priority,
+                request.arrival,
+                generated_before=len(output),
+                seed=sequence_seed(request.seed, sequence),
+                sequence=sequence,
+                family=family,
+            )
+            one.max_total_tokens = request.max_total_tokens
+            self._queue(one)
+
+    def _ending(self, request: Request) -> frozenset[int]:
+        params = request.params
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self._eos
 
     def _make_findable(self, entry: Entry) -> None:
         """Hand full blocks to the index: only now is their KV sure to be there."""
         request = entry.request
         full = request.computed // self._pool.block_size
-        if self._prefix_caching and full > entry.findable:
-            entry.node = self._index.extend(
-                entry.root, entry.node, request.token_ids, request.block_table, full
-            )
-            entry.findable = full
+        entry.node = self._index.extend(entry.root, entry.node, request.token_ids, request.block_table, full)
+        entry.findable = full
 
-    def _append(self, entry: Entry, token: int) -> TokenDelta:
+    def _advance(self, entry: Entry, outcome: int | Candidates) -> list[TokenDelta]:
+        if isinstance(outcome, int):
+            return self._append(entry, outcome, 0.0)
+        return self._families.advance(entry, outcome)
+
+    def _append(self, entry: Entry, token: int, logprob: float) -> list[TokenDelta]:
+        """One token for one sequence, and what follows from it."""
         request = entry.request
-        index = request.num_generated
+        index = len(request.token_ids) - entry.base
         request.token_ids.append(token)
+        request.logprob += logprob
         self._generated_tokens += 1
-        reason = self._stop_reason(request, token)
+        reason = self._stop_reason(entry, token)
         if reason is not None:
             return self._finish(entry, reason, index, (token,))
-        return TokenDelta(request.request_id, index, (token,), cached_tokens=request.cached_tokens or 0)
+        if request.params.ranked:
+            return []
+        return [
+            TokenDelta(
+                request.request_id, index, (token,), None, request.cached_tokens or 0, sequence=request.sequence
+            )
+        ]
 
-    def _stop_reason(self, request: Request, token: int) -> FinishReason | None:
-        params = request.params
-        generated = request.num_generated
-        ends = token in params.stop_token_ids or (token in self._eos and not params.ignore_eos)
-        if ends and generated > params.min_tokens:
+    def _stop_reason(self, entry: Entry, token: int) -> FinishReason | None:
+        request = entry.request
+        if token in entry.ending and request.num_generated > request.params.min_tokens:
             return FinishReason.STOP
-        if generated == params.max_tokens or len(request.token_ids) >= request.max_total_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[TokenDelta]:
+        """End every sequence of a request."""
+        if request_id in self._families:
+            entries = self._families.members(request_id)
+        else:
+            entry = self._table.entries.get((request_id, 0))
+            entries = [] if entry is None else [entry]
+        return [delta for entry in entries for delta in self._finish(entry, reason, error=error)]
 
     def _finish(
         self,
@@ -274,13 +400,20 @@ class Scheduler:
         index: int | None = None,
         tokens: tuple[int, ...] = (),
         error: str | None = None,
-    ) -> TokenDelta:
+    ) -> list[TokenDelta]:
         request = entry.request
         if index is None:
             index = request.num_generated
+        self._preemption.abandon(entry)
         self._table.finish(entry, reason)
-        self._finished[reason] += 1
-        return TokenDelta(request.request_id, index, tokens, reason, request.cached_tokens or 0, error)
+        delta = TokenDelta(
+            request.request_id, index, tokens, reason, request.cached_tokens or 0, error, request.sequence, True
+        )
+        deltas = [delta] if request.family is None else self._families.finished(entry, delta)
+        for ended in deltas:
+            if ended.finish_reason is not None:
+                self._finished[ended.finish_reason] += 1
+        return deltas
 
     def _maybe_check(self) -> None:
         if self._check_invariants:

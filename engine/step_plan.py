@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from engine.recovery import Decision, RecoveryStats
 from engine.request import FinishReason, Request
 
+if TYPE_CHECKING:
+    from engine.request_table import Entry
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # not frozen: one is made for each row of each step, and that would cost half of it
 class ScheduledChunk:
     """Tokens ``start:start + length`` of one request to run in this step.
 
     ``request.block_table`` covers them. ``samples`` says that the chunk reaches the end of ``token_ids``, so
-    that one token is sampled from its last row.
+    that one token is sampled from its last row. Nobody changes a chunk.
     """
 
     request: Request
     start: int
     length: int
     samples: bool
+    entry: Entry | None = None  # the scheduler's own
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """One sequence's part in a step's swaps."""
+
+    decision: Decision
+    blocks_out: int
+    blocks_in: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,8 @@ class StepPlan:
     transfers: Transfers = field(default_factory=Transfers)
     preempted: list[Request] = field(default_factory=list)  # lost their blocks while the plan was made
     admitted: list[Request] = field(default_factory=list)  # run for the first time
+    swaps: list[Swap] = field(default_factory=list)  # whose blocks the transfers move
+    prefill: int = 0  # tokens of chunks longer than one
 
     @property
     def num_tokens(self) -> int:
@@ -82,10 +99,15 @@ class SchedulerStats:
     free_blocks: int
     running: int
     waiting: int  # never admitted yet
-    preempted: int  # admitted before, waiting to recover
+    preempted: int  # admitted before, waiting to compute their KV again
+    swapped: int  # admitted before, waiting with their KV in host blocks
     prompt_tokens: int  # of admitted requests
     generated_tokens: int
     prefix_query_tokens: int  # prompt tokens looked up at first admission
     prefix_hit_tokens: int  # of those, found
     preemptions: int
-    finished: dict[FinishReason, int]
+    host_blocks: int
+    host_blocks_used: int
+    copied_blocks: int  # by copy-on-write
+    recovery: RecoveryStats
+    finished: dict[FinishReason, int]  # sequences

@@ -4,49 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.admission import Admission
 from engine.block_pool import BlockPool, InvariantError
 from engine.prefix_index import PrefixIndex
-from engine.recovery import Recovery, RecoveryPolicy
-from engine.request import Request, RequestState
+from engine.preemption import Preemption
+from engine.request import Request
 from engine.request_table import Entry, RequestTable
-from engine.step_plan import ScheduledChunk, StepPlan
+from engine.step_plan import ScheduledChunk, StepPlan, Swap, Transfers
 
 _MAX_GROWTH = 8.0  # blocks kept back for each running request after repeated preemption
-_MAX_SHARERS = 32  # waiting requests passed over in one step because their next block is in the making
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     """A plan in the making."""
 
     budget: int  # tokens left
-    decodes: int = 0  # running requests not yet planned that need exactly one token
-    reserved: int = 0  # blocks that running requests are about to need
+    decodes: int = 0  # running sequences not yet planned that need exactly one token
     short: bool = False  # blocks ran out
+    prefill: int = 0  # tokens of chunks longer than one
     chunks: list[ScheduledChunk] = field(default_factory=list)
+    transfers: Transfers = field(default_factory=Transfers)
+    swaps: list[Swap] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     prefilling: list[Entry] = field(default_factory=list)
 
     def take(self, entry: Entry, length: int) -> None:
-        """Plan the next ``length`` tokens of a request whose table covers them."""
+        """Plan the next ``length`` tokens of a sequence whose table covers them."""
         request = entry.request
-        remaining = entry.remaining
+        start = request.computed
+        remaining = len(request.token_ids) - start
         if remaining > 1:
             self.prefilling.append(entry)
-        self.chunks.append(ScheduledChunk(request, request.computed, length, length == remaining))
+            self.prefill += length
+        self.chunks.append(ScheduledChunk(request, start, length, length == remaining, entry))
         self.budget -= length
 
 
 class StepPlanner:
-    """Plans steps over the requests of one table; :class:`engine.scheduler.Scheduler` says what it promises."""
+    """Plans steps over the sequences of one table; :class:`engine.scheduler.Scheduler` says what it promises."""
 
     def __init__(
         self,
         pool: BlockPool,
         index: PrefixIndex,
         table: RequestTable,
-        recovery: RecoveryPolicy,
+        preemption: Preemption,
         *,
         max_num_seqs: int,
         token_budget: int,
@@ -57,189 +61,174 @@ class StepPlanner:
         self._pool = pool
         self._index = index
         self._table = table
-        self._recovery = recovery
-        self._max_num_seqs = min(max_num_seqs, token_budget)
-        self._token_budget = token_budget
-        self._prefix_caching = prefix_caching
-        self._look_ahead = look_ahead
-        self._max_overtakes = max_overtakes
+        self._preemption = preemption
+        self._max_num_seqs = max_num_seqs
+        self.token_budget = token_budget
         self._growth = 1.0
-        self.num_preemptions = 0
+        self._admission = Admission(
+            self,
+            pool,
+            index,
+            table,
+            preemption,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=prefix_caching,
+            look_ahead=look_ahead,
+            max_overtakes=max_overtakes,
+        )
 
     def plan(self) -> StepPlan:
         """Plan one step, changing block tables, states and ``computed`` of whom it admits or preempts."""
-        step = _Step(self._token_budget)
-        self._yield_to_priority(step)
+        self._table.settle()
+        step = Step(self.token_budget)
+        if self._table.waiting:
+            self._yield_to_priority(step)
         self._continue_running(step)
         if step.short:
             self._growth = min(_MAX_GROWTH, 2 * self._growth)
         else:
             self._growth = max(1.0, 0.99 * self._growth)
-            self._admit(step)
-        return StepPlan(step.chunks, step.preempted, step.admitted)
+            if self._table.waiting:
+                if not step.chunks:
+                    self._make_room(step)
+                self._admission.admit(step)
+        return StepPlan(
+            step.chunks, step.transfers, step.preempted, step.admitted, step.swaps, step.prefill
+        )
 
-    def _continue_running(self, step: _Step) -> None:
-        """Give each running request its tokens, oldest first, one kept for each that decodes."""
+    def _continue_running(self, step: Step) -> None:
+        """Give each running sequence its tokens, oldest first, one kept for each that decodes."""
         running = self._table.running
-        step.decodes = sum(entry.remaining == 1 for entry in running)
+        chunks = step.chunks
+        step.decodes = sum(len(e.request.token_ids) - e.request.computed == 1 for e in running)
         position = 0
-        while position < len(running):  # preemption shortens the list, at its end
+        while position < len(running):  # preemption shortens the list, mostly at its end
             entry = running[position]
-            length = entry.remaining
+            request = entry.request
+            computed = request.computed
+            length = len(request.token_ids) - computed
             if length == 1:
                 step.decodes -= 1
-            else:
+                if computed < entry.writable:  # as nearly always
+                    chunks.append(ScheduledChunk(request, computed, 1, True, entry))
+                    step.budget -= 1
+                    position += 1
+                    continue
+            elif length > 1:
                 length = min(length, step.budget - step.decodes)
             if length > 0:
-                length = self._grow(entry, length, step)
+                length = self.grow(entry, length, step)
                 if length == 0:
                     return
                 step.take(entry, length)
-            step.reserved += self._about_to_need(entry)
+                position = self._table.position(entry, position)
             position += 1
 
-    def _grow(self, entry: Entry, length: int, step: _Step) -> int:
-        """Make the table cover up to ``length`` more tokens; return how many, 0 if ``entry`` was preempted.
+    def grow(self, entry: Entry, length: int, step: Step) -> int:
+        """Let ``entry`` write up to ``length`` more tokens; return how many, 0 if it was preempted itself.
 
+        Its table comes to cover them, and a block that others hold, too, is copied before it is written.
         Fewer tokens now are better than a preemption: blocks are taken from others only for the first token.
         """
         request = entry.request
-        table = request.block_table
-        size = self._pool.block_size
-        missing = self._pool.blocks_for(request.computed + length) - len(table)
-        while missing > 0:
-            count = min(missing, self._pool.num_available)
-            blocks = self._pool.allocate(count, after=table[-1] if table else None) if count else None
+        pool, size = self._pool, self._pool.block_size
+        computed = request.computed
+        self._drop_unseen(request)
+        while True:
+            table = request.block_table
+            first = computed // size
+            copy = first < len(table) and pool.references(table[first]) > 1
+            missing = copy + max(0, pool.blocks_for(computed + length) - len(table))
+            if missing == 0:
+                break
+            count = min(missing, pool.num_available)
+            blocks = pool.allocate(count, table[-1] if table and not copy else None) if count else None
             if blocks:
+                if copy:
+                    step.transfers.copies.append((table[first], blocks[0]))
+                    pool.release(table[first : first + 1])
+                    table[first] = blocks.pop(0)
                 table.extend(blocks)
                 break
-            if len(table) * size > request.computed:
+            if not copy and len(table) * size > computed:
                 break
             step.short = True
-            victim = self._table.running[-1]
-            if victim is entry and len(self._table.running) == 1:
-                raise InvariantError(f"request {request.request_id!r} runs alone and does not fit the pool")
-            self._preempt_last(step)
-            if victim is entry:
+            if self._make_way(entry, step):
                 return 0
-        return min(length, len(table) * size - request.computed)
+        entry.writable = len(table) * size
+        return min(length, entry.writable - computed)
 
-    def _about_to_need(self, entry: Entry) -> int:
-        """Blocks to keep back from admissions for a running request.
+    def about_to_need(self, entry: Entry) -> int:
+        """Blocks to keep back from admissions for a running sequence.
 
         They are the rest of its prefill and a block of growth, more after preemptions: admitting into the last
-        free blocks would preempt somebody a few steps later.
+        free blocks would preempt somebody a few steps later. Sequences that will be forked from it count, too.
         """
         request = entry.request
         growth = int(self._growth * self._pool.block_size)
         tokens = min(request.max_total_tokens, len(request.token_ids) + growth)
-        return max(0, self._pool.blocks_for(tokens) - len(request.block_table))
+        own = max(0, self._pool.blocks_for(tokens) - len(request.block_table))
+        return own + (entry.seats - 1) * (own + 1)
 
-    def _preempt_last(self, step: _Step) -> None:
-        victim = self._table.running[-1].request
-        if self._recovery.choose(victim) is not Recovery.RECOMPUTE:
-            raise InvariantError(f"request {victim.request_id!r} cannot recover in the chosen way")
-        self._table.preempt_last()
-        self.num_preemptions += 1
-        step.preempted.append(victim)
+    def reserve(self) -> int:
+        """Blocks to keep back from admissions for all running sequences."""
+        return sum(map(self.about_to_need, self._table.running))
 
-    def _yield_to_priority(self, step: _Step) -> None:
-        """Preempt lower priorities for the first waiting request, if that lets it in."""
-        running, waiting = self._table.running, self._table.waiting
-        if not waiting or not running or running[-1].request.priority <= waiting[0].request.priority:
+    def _drop_unseen(self, request: Request) -> None:
+        """Release the blocks that no layer of a sliding-window model can see any more."""
+        if self._index.window is not None:
+            self._table.drop_before(request, self._index.visible_from(request.computed))
+
+    def _make_way(self, entry: Entry, step: Step) -> bool:
+        """Preempt somebody so that ``entry`` can grow; true if it was ``entry`` itself."""
+        running = self._table.running
+        position = len(running) - 1
+        if running[position] is entry:
+            if not step.chunks:
+                # All before it are held and wait for this one: they can wait without blocks.
+                position -= 1
+                if position < 0:
+                    raise InvariantError(
+                        f"request {entry.request.request_id!r} runs alone and does not fit the pool"
+                    )
+        victim = running[position]
+        self._preemption.preempt(position, step)
+        return victim is entry
+
+    def _make_room(self, step: Step) -> None:
+        """Nobody can run: all who have blocks are held until a relative that waits has its turn, so let it in."""
+        running = self._table.running
+        head = self._admission.head()
+        while running and head is not None and self._admission.needed(head) > self._pool.num_available:
+            self._preemption.preempt(len(running) - 1, step)
+
+    def _yield_to_priority(self, step: Step) -> None:
+        """Preempt lower priorities for the first waiting sequence, if that lets it in."""
+        running = self._table.running
+        head = self._admission.head()
+        if head is None or not running or not _outranks(head, running[-1]):
             return
-        head = waiting[0]
-        needed = self._needed(head)
+        needed = self._admission.needed(head)
         hits = set(self._index.blocks(head.node))
-        reserved = sum(map(self._about_to_need, running))
+        reserved = self.reserve()
+        seats = self._table.seats
         freed = victims = 0
-        while len(running) - victims >= self._max_num_seqs or (
+        while (seats + head.seats > self._max_num_seqs and victims < len(running)) or (
             victims < len(running) and needed + reserved > self._pool.num_available + freed
         ):
             victim = running[-1 - victims]
-            if victim.request.priority <= head.request.priority:
+            if not _outranks(head, victim):
                 return
             freed += sum(
-                self._pool.references(block) == 1 and block not in hits for block in victim.request.block_table
+                block >= 0 and self._pool.references(block) == 1 and block not in hits
+                for block in victim.request.block_table
             )
-            reserved -= self._about_to_need(victim)
+            reserved -= self.about_to_need(victim)
+            seats -= victim.seats
             victims += 1
         for _ in range(victims):
-            self._preempt_last(step)
+            self._preemption.preempt(len(running) - 1, step)
 
-    def _admit(self, step: _Step) -> None:
-        """Start waiting requests in order, passing over a bounded number that do not fit."""
-        running, waiting = self._table.running, self._table.waiting
-        position = misses = sharers = kept = 0
-        passed: list[Entry] = []
-        while position < len(waiting) and step.budget > 0 and len(running) < self._max_num_seqs:
-            entry = waiting[position]
-            needed = self._needed(entry)
-            if self._in_the_making(entry, step):
-                sharers += 1
-                if sharers > _MAX_SHARERS:
-                    return
-            elif not running or needed + step.reserved + kept <= self._pool.num_available:
-                self._start(position, step)
-                for other in passed:
-                    other.overtakes += 1
-                continue
-            else:
-                misses += 1
-                if misses > self._look_ahead or entry.overtakes >= self._max_overtakes:
-                    return
-                passed.append(entry)
-            if entry.request.state is RequestState.PREEMPTED:
-                kept += self._pool.blocks_for(len(entry.request.token_ids) + 1)
-            position += 1
 
-    def _needed(self, entry: Entry) -> int:
-        """Blocks that admission takes out of the available ones, for all tokens and one more.
-
-        The prefix is matched anew at each try: what was there in the last step may be gone, or grown.
-        """
-        tokens = entry.request.token_ids
-        needed = self._pool.blocks_for(len(tokens) + 1)
-        if not self._prefix_caching:
-            return needed
-        # The last token is always run: its logits are needed.
-        entry.node = self._index.match(entry.root, tokens, len(tokens) - 1, entry.node)
-        return needed - sum(self._pool.references(block) > 0 for block in self._index.blocks(entry.node))
-
-    def _in_the_making(self, entry: Entry, step: _Step) -> bool:
-        """Whether a request in this very plan computes the next block that ``entry`` misses.
-
-        It then waits, holding nothing, and is asked again in the next step. That ends: the other request moves
-        on by at least a token in each step that makes this one wait.
-        """
-        if not self._prefix_caching:
-            return False
-        size = self._pool.block_size
-        depth = entry.node.depth if entry.node is not None else 0
-        end = (depth + 1) * size
-        tokens = entry.request.token_ids
-        if end > len(tokens) - 1:
-            return False
-        block = tokens[depth * size : end]
-        return any(
-            owner.findable == depth
-            and owner.node is entry.node
-            and owner.root == entry.root
-            and owner.request.token_ids[depth * size : end] == block
-            for owner in step.prefilling
-        )
-
-    def _start(self, position: int, step: _Step) -> None:
-        """Admit a request for which there are blocks."""
-        entry = self._table.start(position)
-        request = entry.request
-        request.block_table = self._index.blocks(entry.node)
-        self._pool.share(request.block_table)
-        entry.findable = len(request.block_table)
-        request.computed = entry.findable * self._pool.block_size
-        if request.cached_tokens is None:
-            request.cached_tokens = request.computed
-            step.admitted.append(request)
-        length = self._grow(entry, min(entry.remaining, step.budget), step)
-        step.take(entry, length)
-        step.reserved += self._about_to_need(entry)
+def _outranks(waiting: Entry, running: Entry) -> bool:
+    return waiting.request.priority < running.request.priority and waiting.order < running.order

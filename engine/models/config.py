@@ -97,6 +97,12 @@ class ModelConfig:
         return self.windows[layer] if self.windows else None
 
     @property
+    def largest_window(self) -> int | None:
+        """Tokens back from which no layer looks, its own token included; ``None`` where a layer sees all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if windows and len(windows) == len(self.windows) else None
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all weights, tied ones counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)

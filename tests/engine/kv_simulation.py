@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable
+from typing import Any
 
 from engine.block_pool import BlockPool
 from engine.prefix_index import PrefixIndex
-from engine.recovery import RecomputeRecovery
+from engine.host_pool import HostPool
+from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.request import CacheNamespace, ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.step_plan import StepPlan
+from engine.step_plan import Candidates, StepPlan, StepTiming, Transfers
 
 VOCAB = 50
 EOS = 49
@@ -33,18 +36,24 @@ def make_scheduler(
     max_overtakes: int = 32,
     hash_tokens: Callable[[tuple[int, ...]], int] = hash,
     check_invariants: bool = True,
+    host_blocks: int = 0,
+    recovery: str = "recompute",
+    window: int | None = None,
+    priority_ageing: float | None = None,
 ) -> Scheduler:
     pool = BlockPool(num_blocks, block_size)
     return Scheduler(
         pool,
-        PrefixIndex(pool, hash_tokens),
+        PrefixIndex(pool, hash_tokens, window),
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
         prefix_caching=prefix_caching,
         eos_token_ids=(EOS,),
         model_key=("model", "float32"),
         limits=ModelLimits(VOCAB, max_model_len, num_blocks, block_size),
-        recovery=RecomputeRecovery(),
+        recovery=RecoveryPolicy(RecoveryMode(recovery), block_size, Rates(1000.0, 250.0, 250.0)),
+        host=HostPool(host_blocks),
+        priority_ageing=priority_ageing,
         look_ahead=look_ahead,
         max_overtakes=max_overtakes,
         check_invariants=check_invariants,
@@ -63,17 +72,24 @@ def make_request(
     min_tokens: int = 0,
     stop: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    outputs: tuple[tuple[int, ...] | None, ...] = (),
+    **sequences: Any,
 ) -> Request:
     return Request(
         name,
         list(tokens),
         SamplingParams(
-            max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop, ignore_eos=ignore_eos
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stop,
+            ignore_eos=ignore_eos,
+            **sequences,
         ),
         namespace=CacheNamespace(salt=salt),
         priority=priority,
         arrival=1.0 if arrival is None else arrival,
         generated_before=generated_before,
+        outputs=outputs,
     )
 
 
@@ -84,12 +100,21 @@ class KVSimulation:
     of the text before, token) its own. A slot that holds anything else than its reader's own text is a fault.
     """
 
-    def __init__(self, block_size: int, sample: Callable[[Request], int] | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        sample: Callable[[Request], int] | None = None,
+        window: int | None = None,
+    ) -> None:
         self.block_size = block_size
         self.sample = sample or (lambda request: self.text(request) % (VOCAB - 1))
+        self.window = window
         self.slots: dict[tuple[int, int], int] = {}
-        self.output: dict[str, list[int]] = {}
+        self.host: dict[tuple[int, int], int] = {}
+        self.output: dict[str, list[int]] = {}  # by request id; "id#1" is its second sequence
         self.ended: dict[str, TokenDelta] = {}
+        self.over: set[str] = set()
+        self.computed_tokens = 0
         self._names: dict[tuple[object, int], int] = {}
 
     def extend(self, before: object, token: int) -> int:
@@ -104,24 +129,64 @@ class KVSimulation:
             texts.append(self.extend(texts[-1] if texts else request.namespace, token))
         return texts
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """Write all slots of the step, then let each chunk read everything before its end."""
+    def transfer(self, transfers: Transfers) -> None:
+        """Copy blocks; all sources of a kind are read before any destination is written."""
+        for pairs, source, destination in (
+            (transfers.swap_out, self.slots, self.host),
+            (transfers.copies, self.slots, self.slots),
+            (transfers.swap_in, self.host, self.slots),
+        ):
+            targets = [to for _, to in pairs]
+            assert len(set(targets)) == len(targets), "two copies into one block"
+            read = [
+                {offset: source[block, offset] for offset in range(self.block_size) if (block, offset) in source}
+                for block, _ in pairs
+            ]
+            for (_, to), contents in zip(pairs, read, strict=True):
+                for offset in range(self.block_size):
+                    destination.pop((to, offset), None)
+                destination.update({(to, offset): text for offset, text in contents.items()})
+
+    def run(self, plan: StepPlan) -> list[int | Candidates]:
+        """Make the transfers, write all slots of the step, then let each chunk read what it sees."""
+        self.transfer(plan.transfers)
         writers: set[tuple[int, int]] = set()
         for chunk in plan.chunks:
             texts = self.texts(chunk.request)
+            self.computed_tokens += chunk.length
             for position in range(chunk.start, chunk.start + chunk.length):
                 slot = self._slot(chunk.request, position)
                 assert slot not in writers, "two rows of one step write one slot"
+                assert slot[0] >= 0, "a write to a block that is gone"
                 writers.add(slot)
                 self.slots[slot] = texts[position]
-        tokens = []
+        outcomes: list[int | Candidates] = []
         for chunk in plan.chunks:
             texts = self.texts(chunk.request)
-            for position in range(chunk.start + chunk.length):
+            first = 0 if self.window is None else max(0, chunk.start - self.window + 1)
+            for position in range(first, chunk.start + chunk.length):
                 assert self.slots[self._slot(chunk.request, position)] == texts[position], "another text's KV"
             if chunk.samples:
-                tokens.append(self.sample(chunk.request))
-        return tokens
+                outcomes.append(self.outcome(chunk.request))
+        return outcomes
+
+    def outcome(self, request: Request) -> int | Candidates:
+        """A token; for families some tokens with log probabilities that only the text decides."""
+        family = request.family
+        if family is None:
+            return self.sample(request)
+        text = zlib.crc32(bytes(request.token_ids))  # the same in every run
+        if family.search is not None:
+            offers = range(min(family.search.candidates, VOCAB))
+            tokens = tuple((text * 7 + offer * 11) % VOCAB for offer in offers)
+            return Candidates(tokens, tuple(-0.1 * (text % 5) - 0.3 * offer for offer in offers))
+        if not family.spread:
+            width = family.params.width
+            return Candidates(
+                tuple((text + 3 * draw) % (VOCAB - 1) for draw in range(width)), (-1.0,) * width
+            )
+        token = self.sample(request)
+        return Candidates((token,), (-(text % 7) / 3,)) if family.params.ranked else token
 
     def _slot(self, request: Request, position: int) -> tuple[int, int]:
         return request.block_table[position // self.block_size], position % self.block_size
@@ -129,16 +194,24 @@ class KVSimulation:
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Note what came out; each token must follow the one before it, and nothing may follow the end."""
         for delta in deltas:
-            assert delta.request_id not in self.ended, "a delta after the last"
-            output = self.output.setdefault(delta.request_id, [])
+            key = f"{delta.request_id}#{delta.sequence}" if delta.sequence else delta.request_id
+            assert key not in self.ended, "a delta after the last"
+            assert delta.request_id not in self.over, "a delta after the request's end"
+            output = self.output.setdefault(key, [])
             assert delta.index == len(output), "a token is lost or doubled"
             output.extend(delta.token_ids)
             if delta.finish_reason is not None:
-                self.ended[delta.request_id] = delta
+                self.ended[key] = delta
+            if delta.final:
+                assert delta.finish_reason is not None
+                self.over.add(delta.request_id)
 
     def step(self, scheduler: Scheduler) -> StepPlan:
         plan = scheduler.schedule()
-        self.deliver(scheduler.commit(plan, self.run(plan)))
+        timing = StepTiming(
+            0.001 * plan.num_tokens, 0.004 * len(plan.transfers.swap_out), 0.004 * len(plan.transfers.swap_in)
+        )
+        self.deliver(scheduler.commit(plan, self.run(plan), timing))
         return plan
 
     def drain(self, scheduler: Scheduler, most_steps: int = 10_000) -> int:

@@ -132,10 +132,10 @@ def test_abort_frees_a_request_in_any_state(make_engine: MakeEngine, steps: int)
     engine.add(make_request("a", PROMPT, max_tokens=30))
     for _ in range(steps):
         engine.step()
-    delta = engine.abort("a")
+    (delta,) = engine.abort("a")
     assert delta is not None
     assert delta.finish_reason is FinishReason.ABORT
-    assert engine.abort("a") is None
+    assert engine.abort("a") == []
     assert engine.step() == []
     assert_idle(engine)
 
@@ -149,7 +149,7 @@ def test_abort_of_a_preempted_request(make_engine: MakeEngine) -> None:
         assert engine.has_work()
         engine.step()
     victim = next(request for request in requests if request.state is RequestState.PREEMPTED)
-    assert engine.abort(victim.request_id) is not None
+    assert engine.abort(victim.request_id)
     while engine.has_work():
         engine.step()
     others = [request.finish_reason for request in requests if request is not victim]

@@ -432,16 +432,16 @@ def test_abort_in_every_state_frees_everything() -> None:
     stats = scheduler.stats()
     assert (stats.running, stats.preempted, stats.waiting) == (1, 1, 1)
     made = len(simulation.output["young"])
-    delta = scheduler.abort("young")
+    (delta,) = scheduler.abort("young")
     assert delta is not None
     assert (delta.finish_reason, delta.index, delta.token_ids) == (FinishReason.ABORT, made, ())
     assert scheduler.stats().preempted == 0
-    delta = scheduler.abort("waits")
+    (delta,) = scheduler.abort("waits")
     assert delta is not None
     assert delta.cached_tokens == 0
-    assert scheduler.abort("old") is not None
-    assert scheduler.abort("old") is None
-    assert scheduler.abort("never") is None
+    assert scheduler.abort("old")
+    assert scheduler.abort("old") == []
+    assert scheduler.abort("never") == []
     stats = scheduler.stats()
     assert not scheduler.has_work()
     assert (stats.referenced_blocks, stats.finished[FinishReason.ABORT]) == (0, 3)

@@ -64,7 +64,7 @@ def test_every_request_ends(
             break
         oldest = min(
             (r for r in requests.values() if r.state is RequestState.RUNNING),
-            key=lambda r: r.order,
+            key=lambda r: (r.priority, r.arrival, r.request_id),
             default=None,
         )
         waiting = [r for r in requests.values() if r.state in (RequestState.WAITING, RequestState.PREEMPTED)]
@@ -78,8 +78,8 @@ def test_every_request_ends(
         live = [name for name, request in requests.items() if request.state is not RequestState.FINISHED]
         if live and rng.random() < 0.05:
             aborted = scheduler.abort(rng.choice(live))
-            assert aborted is not None
-            simulation.deliver([aborted])
+            assert len(aborted) == 1
+            simulation.deliver(aborted)
         if plan.chunks and rng.random() < 0.05:
             victim = rng.choice(plan.chunks).request.request_id
             simulation.deliver(scheduler.fail([victim], "planted"))

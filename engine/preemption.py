@@ -1,0 +1,137 @@
+"""Takes the blocks of a running sequence, and sees to it that its KV comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.block_pool import NO_BLOCK, BlockPool
+from engine.host_pool import HostPool
+from engine.recovery import Recovery, RecoveryPolicy, RecoveryStats, Victim
+from engine.request_table import Entry, RequestTable
+from engine.step_plan import StepPlan, StepTiming, Swap
+
+if TYPE_CHECKING:
+    from engine.step_planner import Step
+
+
+class Preemption:
+    """Preempts, lets the policy choose the recovery, and tells it what the recovery really took."""
+
+    def __init__(self, pool: BlockPool, host: HostPool, table: RequestTable, policy: RecoveryPolicy) -> None:
+        self._pool = pool
+        self._host = host
+        self._table = table
+        self._policy = policy
+        self._open = 0  # recoveries that are not complete
+        self.count = 0
+        self._stats: RecoveryStats | None = None  # until the next decision begins or ends
+
+    def stats(self) -> RecoveryStats:
+        """Figures of the policy, made anew only after a decision began or ended."""
+        if self._stats is None:
+            self._stats = self._policy.stats()
+        return self._stats
+
+    def preempt(self, position: int, step: Step) -> None:
+        """Preempt the running sequence at ``position``, which has no chunk in this step."""
+        entry = self._table.running[position]
+        request = entry.request
+        blocks = request.block_table[: self._pool.blocks_for(request.computed)]
+        contents = self._contents(entry, blocks)
+        self.abandon(entry)
+        self._stats = None
+        host_table = None
+        if contents:
+            decision = self._policy.choose(self._victim(entry, blocks, contents))
+            entry.decision = decision
+            self._open += 1
+            if decision.recovery is Recovery.SWAP:
+                taken = self._host.swap_out(contents)
+                assert taken is not None, "the policy was told that they fit"
+                copied, pairs = taken
+                host_blocks = iter(copied)
+                host_table = [NO_BLOCK if block == NO_BLOCK else next(host_blocks) for block in blocks]
+                step.transfers.swap_out.extend(pairs)
+                step.swaps.append(Swap(decision, len(pairs), 0))
+        self._table.preempt(position, host_table)
+        self.count += 1
+        step.preempted.append(request)
+
+    def resumed(self, entry: Entry, kept: int) -> None:
+        """A preempted sequence runs again and found ``kept`` of its blocks in the prefix index."""
+        decision = entry.decision
+        if decision is None:
+            return
+        self._policy.resumed(decision, kept)
+        if entry.request.computed >= decision.tokens and decision.recovery is Recovery.RECOMPUTE:
+            self._close(entry)
+
+    def abandon(self, entry: Entry) -> None:
+        """A sequence ended, or lost its blocks again, before its recovery was complete."""
+        if entry.decision is not None:
+            self._policy.abandon(entry.decision)
+            entry.decision = self._stats = None
+            self._open -= 1
+
+    def account(self, plan: StepPlan, timing: StepTiming) -> None:
+        """Charge the recoveries in ``plan`` with their shares of its time, before ``computed`` moves on."""
+        tokens = plan.num_tokens
+        if tokens and plan.prefill:
+            self._policy.saw_prefill(plan.prefill, timing.compute * plan.prefill / tokens)
+        if plan.swaps:
+            self._account_swaps(plan, timing)
+        if not self._open or not tokens:
+            return
+        for chunk in plan.chunks:
+            entry = chunk.entry
+            if entry is None or entry.decision is None:
+                continue
+            decision = entry.decision
+            if decision.recovery is Recovery.SWAP:
+                self._close(entry)  # its copy was part of this step, and charged above
+                continue
+            end = chunk.start + chunk.length
+            again = min(end, decision.tokens) - chunk.start
+            if again > 0:
+                self._policy.spent(decision, timing.compute * again / tokens)
+            if end >= decision.tokens:
+                self._close(entry)
+
+    def _account_swaps(self, plan: StepPlan, timing: StepTiming) -> None:
+        out, back = len(plan.transfers.swap_out), len(plan.transfers.swap_in)
+        if out:
+            self._policy.saw_swap_out(out, timing.swap_out)
+        if back:
+            self._policy.saw_swap_in(back, timing.swap_in)
+        for swap in plan.swaps:
+            seconds = timing.swap_out * swap.blocks_out / out if out else 0.0
+            seconds += timing.swap_in * swap.blocks_in / back if back else 0.0
+            self._policy.spent(swap.decision, seconds)
+
+    def _close(self, entry: Entry) -> None:
+        assert entry.decision is not None
+        self._policy.done(entry.decision)
+        entry.decision = self._stats = None
+        self._open -= 1
+
+    def _contents(self, entry: Entry, blocks: list[int]) -> list[tuple[int, int, int]]:
+        """What names the contents of a sequence's blocks: block, generation, valid tokens."""
+        size, computed = self._pool.block_size, entry.request.computed
+        return [
+            (block, self._pool.generation(block), min(size, computed - place * size))
+            for place, block in enumerate(blocks)
+            if block != NO_BLOCK
+        ]
+
+    def _victim(self, entry: Entry, blocks: list[int], contents: list[tuple[int, int, int]]) -> Victim:
+        to_copy = self._host.plan(contents)
+        findable = entry.findable if entry.node is not None and entry.node.alive else 0
+        held = sum(block != NO_BLOCK and self._pool.references(block) > 1 for block in blocks[:findable])
+        return Victim(
+            tokens=entry.request.computed,
+            blocks=len(contents),
+            to_copy=to_copy,
+            findable=findable,
+            held=held,
+            swappable=bool(self._host.num_blocks) and to_copy <= self._host.num_free,
+        )
