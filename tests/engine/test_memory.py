@@ -77,6 +77,74 @@ def test_too_little_is_one_line_that_names_the_option(
     assert all(word in message for word in words), message
 
 
+def swap_blocks(available: int, device: str = "cpu", ram: int = 0, **options: Any) -> int:
+    config = EngineConfig(model="m", **options)
+    return plan_pool(config, device, 32 * KIB, 4096, available, ram).host_blocks
+
+
+def test_a_gpu_swaps_to_a_bounded_share_of_the_ram() -> None:
+    assert swap_blocks(8 * GIB, "cuda", 8 * GIB) == 4096  # a quarter
+    assert swap_blocks(8 * GIB, "cuda", 8 * GIB, memory_sharers=4) == 1024
+    assert swap_blocks(8 * GIB, "cuda", 100 * GIB) == 8192  # no more than 4 GiB
+    assert swap_blocks(8 * GIB, "cuda", 100 * GIB, swap_space=6 * GIB) == 12_288
+    assert swap_blocks(8 * GIB, "cuda", MIB) == 0
+    assert plan(8 * GIB, "cuda", swap_space=0) == plan(8 * GIB, "cuda")  # the RAM is not the GPU's memory
+
+
+def test_recomputing_takes_no_memory_to_swap_to() -> None:
+    assert swap_blocks(8 * GIB, "cuda", 8 * GIB, recovery="recompute") == 0
+    assert swap_blocks(8 * GIB, recovery="recompute", swap_space=GIB) == 0
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_on_a_cpu_swap_space_and_pool_share_the_limit(engines: int) -> None:
+    assert swap_blocks(8 * GIB) == 0
+    part = int(8 * GIB * 0.8) // engines // (512 * KIB)
+    options: dict[str, Any] = {"memory_sharers": engines, "swap_space": GIB + 5}
+    assert swap_blocks(8 * GIB, **options) == 2048
+    assert plan(8 * GIB, **options) == min(plan(8 * GIB, memory_sharers=engines), part - 2048)
+    assert plan(8 * GIB, num_blocks=part - 2048, **options) == part - 2048
+    with pytest.raises(
+        ConfigError, match=r"num_blocks asks for .* beside 1 GiB of swap_space; lower num_blocks or"
+    ):
+        plan(8 * GIB, num_blocks=part - 2047, **options)
+
+
+def test_the_swap_space_may_leave_the_pool_less_than_its_usual_share() -> None:
+    assert plan(GIB, swap_space=600 * MIB) == int(GIB * 0.8) // (512 * KIB) - 1200
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=4096 tokens needs 128 MiB .* lower max_model_len or swap"
+    ):
+        plan(GIB, swap_space=700 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("available", "options", "words"),
+    [
+        (GIB, {"swap_space": GIB}, ["swap_space asks for 1 GiB", "819.2 MiB", "lower swap_space"]),
+        (GIB, {"swap_space": 700 * MIB, "memory_sharers": 4}, ["204.8 MiB", "each of 4", "run fewer"]),
+        (GIB, {"swap_space": 1000}, ["swap_space gives 1000 bytes", "524288", "raise swap_space"]),
+        (GIB, {"recovery": "swap"}, ["recovery=swap", "a CPU takes none", "set swap_space"]),
+    ],
+)
+def test_wrong_swap_space_is_one_line_that_names_it(
+    available: int, options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(available, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_swapping_beside_a_gpu_needs_ram() -> None:
+    assert swap_blocks(8 * GIB, "cuda", 8 * GIB, recovery="swap") == 4096
+    with pytest.raises(ConfigError, match="1 MiB of RAM are free; set swap_space"):
+        swap_blocks(8 * GIB, "cuda", MIB, recovery="swap")
+    with pytest.raises(ConfigError, match=r"swap_space asks for 7 GiB of RAM but only 6\.4 GiB"):
+        swap_blocks(80 * GIB, "cuda", 8 * GIB, swap_space=7 * GIB)
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name

@@ -1,0 +1,41 @@
+"""The engine's options refuse what cannot work, by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int8"}, ["dtype='int8'", "bfloat16"]),
+        ({"block_size": 0}, ["block_size is 0", "at least 1"]),
+        ({"memory_fraction": 0.0}, ["memory_fraction is 0.0", "above 0"]),
+        ({"recovery": "hope"}, ["recovery='hope'", "auto, swap, recompute"]),
+        ({"swap_space": -1}, ["swap_space is -1", "at least 0"]),
+        ({"recovery": "swap", "swap_space": 0}, ["recovery=swap", "set swap_space"]),
+        ({"priority_ageing": 0.0}, ["priority_ageing is 0.0", "above 0 seconds"]),
+        ({"priority_ageing": -2.5}, ["priority_ageing is -2.5"]),
+        ({"priority_ageing": math.nan}, ["priority_ageing is nan"]),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_line_that_names_them(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(model="m", **options)
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_recovery_options_take_their_whole_range() -> None:
+    for recovery in ("auto", "recompute"):
+        EngineConfig(model="m", recovery=recovery, swap_space=0, priority_ageing=0.25)
+    EngineConfig(model="m", recovery="swap", swap_space=1)
+    EngineConfig(model="m", recovery="swap")  # whether there is memory shows when the pool is planned
