@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import enum
-import statistics
-from collections import deque
 from dataclasses import dataclass
 
 from engine.block_pool import InvariantError
 from engine.errors import ConfigError
-
-STALE = 64
-"""Decisions without a measurement after which a rate is doubted; also the fewest from one trial to the next."""
+from engine.estimators import STALE, RunningMedian, UnitCost
 
 _TRIAL_FACTOR = 8.0  # an alternative that seems dearer than this is not worth trying
-_MEMORY = 16.0  # typical measurements over which a rate is averaged
-_CALIBRATION = 1.0  # what a calibration counts for, in typical measurements
-_DOUBTED = 0.5  # what a stale rate still counts for
-_LARGEST = 4.0  # a measurement counts for at most this many typical ones
-_SLOWEST = 4.0  # a measurement is taken to be at most this many times slower than the average
 _SURVIVAL_START = 0.5  # before anything is known it errs least
 _SURVIVAL_STEP = 1.0 / 16.0
 _KEPT_RATIOS = 512
@@ -89,7 +80,7 @@ class RecoveryStats:
     estimates: dict[Recovery, float]  # sums over the finished ones
     outcomes: dict[Recovery, float]
     median_ratio: dict[Recovery, float | None]  # outcome / estimate, of at most 512 that finished last
-    median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same
+    median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same; may be inf
     rates: Rates
     survival: float  # probability that a findable block that nobody else holds is found again
 
@@ -97,47 +88,6 @@ class RecoveryStats:
     def pending(self) -> int:
         """Recoveries that have neither finished nor been abandoned."""
         return sum(self.decisions.values()) - sum(self.finished.values()) - self.abandoned
-
-
-class _Cost:
-    """Average seconds of a unit, over the last measurements, each weighted by its units.
-
-    Sizes are counted in typical measurements (the average size, itself weighted by size), so that the memory
-    is equally long for small and large requests. Averaging seconds, not rates, bounds what a measurement that
-    was too fast can do; one that was too slow is cut off.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self.seconds = 1.0 / rate if rate > 0 else None
-        self._weight = _CALIBRATION if rate > 0 else 0.0
-        self._typical = 0.0
-        self.last_seen = 0  # number of the decision after which it was measured last
-
-    @property
-    def rate(self) -> float:
-        """Units a second, 0 where unknown."""
-        return 1.0 / self.seconds if self.seconds else 0.0
-
-    def is_stale(self, decisions: int) -> bool:
-        """Whether the last measurement lies :data:`STALE` decisions back."""
-        return decisions - self.last_seen >= STALE
-
-    def measure(self, units: int, seconds: float, decisions: int) -> None:
-        """Refine the average; a measurement without time or units says nothing."""
-        if units <= 0 or seconds <= 0:
-            return
-        if self.is_stale(decisions):
-            self._weight = min(self._weight, _DOUBTED)
-        self.last_seen = decisions
-        size = min(units / self._typical, _LARGEST) if self._typical else 1.0
-        self._typical += (units - self._typical) * (size / (_MEMORY + size) if self._typical else 1.0)
-        measured = seconds / units
-        if self.seconds is None:
-            self.seconds = measured
-        else:
-            measured = min(measured, self.seconds * _SLOWEST)
-            self.seconds += (measured - self.seconds) * size / (self._weight + size)
-        self._weight = min(self._weight + size, _MEMORY)
 
 
 class RecoveryPolicy:
@@ -163,9 +113,9 @@ class RecoveryPolicy:
             raise ConfigError(f"block_size is {block_size} but must be at least 1")
         self.mode = RecoveryMode(mode)
         self._block_size = block_size
-        self._prefill = _Cost(rates.prefill)
-        self._out = _Cost(rates.swap_out)
-        self._in = _Cost(rates.swap_in)
+        self._prefill = UnitCost(rates.prefill)
+        self._out = UnitCost(rates.swap_out)
+        self._in = UnitCost(rates.swap_in)
         self._survival = _SURVIVAL_START
         self._lessons = 0
         self._allowance = 0.0  # seconds that the next trial may cost more than the cheaper way
@@ -177,9 +127,8 @@ class RecoveryPolicy:
         self._abandoned = self._fallbacks = self._trials = 0
         self._estimates = dict.fromkeys(Recovery, 0.0)
         self._outcomes = dict.fromkeys(Recovery, 0.0)
-        self._ratios: dict[Recovery, deque[float]] = {
-            recovery: deque(maxlen=_KEPT_RATIOS) for recovery in Recovery
-        }
+        self._ratios = {recovery: RunningMedian(_KEPT_RATIOS) for recovery in Recovery}
+        self._errors = {recovery: RunningMedian(_KEPT_RATIOS) for recovery in Recovery}
 
     @property
     def rates(self) -> Rates:
@@ -244,7 +193,9 @@ class RecoveryPolicy:
         self._estimates[recovery] += decision.estimate
         self._outcomes[recovery] += decision.outcome
         if decision.estimate > 0:
-            self._ratios[recovery].append(decision.outcome / decision.estimate)
+            ratio = decision.outcome / decision.estimate
+            self._ratios[recovery].add(ratio)
+            self._errors[recovery].add(abs(1.0 - ratio) / ratio if ratio else float("inf"))
 
     def abandon(self, decision: Decision) -> None:
         """Drop a recovery that will not be completed; nothing happens if it has ended."""
@@ -265,8 +216,7 @@ class RecoveryPolicy:
         self._in.measure(blocks, seconds, self._total)
 
     def stats(self) -> RecoveryStats:
-        """Return a snapshot; sorts at most 512 ratios of each kind."""
-        ratios = self._ratios.items()
+        """Return a snapshot; O(1)."""
         return RecoveryStats(
             decisions=dict(self._decisions),
             finished=dict(self._finished),
@@ -275,11 +225,8 @@ class RecoveryPolicy:
             trials=self._trials,
             estimates=dict(self._estimates),
             outcomes=dict(self._outcomes),
-            median_ratio={recovery: statistics.median(seen) if seen else None for recovery, seen in ratios},
-            median_error={
-                recovery: statistics.median(_error(ratio) for ratio in seen) if seen else None
-                for recovery, seen in ratios
-            },
+            median_ratio={recovery: ratios.value for recovery, ratios in self._ratios.items()},
+            median_error={recovery: errors.value for recovery, errors in self._errors.items()},
             rates=self.rates,
             survival=self._survival,
         )
@@ -288,7 +235,7 @@ class RecoveryPolicy:
         kept = victim.held + self._survival * (victim.findable - victim.held)
         swap = recompute = None
         if self._out.seconds is not None and self._in.seconds is not None:
-            swap = victim.to_copy * self._out.seconds + (victim.blocks - kept) * self._in.seconds
+            swap = victim.to_copy * self._out.seconds + max(victim.blocks - kept, 0.0) * self._in.seconds
         if self._prefill.seconds is not None:
             recompute = max(victim.tokens - kept * self._block_size, 0.0) * self._prefill.seconds
         return {Recovery.SWAP: swap, Recovery.RECOMPUTE: recompute}
@@ -337,7 +284,3 @@ class RecomputeRecovery(RecoveryPolicy):
 
 def _other(recovery: Recovery) -> Recovery:
     return Recovery.SWAP if recovery is Recovery.RECOMPUTE else Recovery.RECOMPUTE
-
-
-def _error(ratio: float) -> float:
-    return abs(1.0 - ratio) / ratio if ratio else float("inf")
