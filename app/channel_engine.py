@@ -24,7 +24,7 @@ BEAT_S = 1.0
 """A channel with nothing to say sends an empty frame this often."""
 
 MAX_UNACKNOWLEDGED = 512
-"""Frames on their way; beyond it tokens gather here, one entry for each live attempt."""
+"""Frames on their way; beyond it tokens gather here, one entry for each live sequence of each attempt."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Channel:
     sequence: int = 0
     last_frame: float = 0.0
     acknowledged: int = 0  # frames that the ingress has read
-    unsent: dict[int, wire.Record] = field(default_factory=dict)
+    unsent: dict[int, dict[int, wire.Record]] = field(default_factory=dict)  # by attempt and sequence
     attempts: dict[int, Attempt] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     closed: str = ""  # why
@@ -64,6 +64,12 @@ class Channel:
         """Whether too many frames are unacknowledged."""
         return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
 
+    def take(self) -> list[wire.Record]:
+        """All that is unsent, for the next frame."""
+        records = [record for sequences in self.unsent.values() for record in sequences.values()]
+        self.unsent.clear()
+        return records
+
 
 class AttemptEngine(Protocol):
     """What an attempt needs of the engine; ``EngineThread`` has it."""
@@ -72,7 +78,7 @@ class AttemptEngine(Protocol):
         """Queue a request."""
 
     def abort(self, request_id: str) -> None:
-        """End a request in whatever state."""
+        """End a request, all its sequences, in whatever state."""
 
 
 class ChannelHub:
@@ -114,12 +120,11 @@ class ChannelHub:
                     break
                 channel.wake.clear()
                 if not channel.blocked:
-                    records = list(channel.unsent.values())
-                    channel.unsent.clear()
+                    records = channel.take()
                     yield wire.pack_records(epoch, self._next(channel), records)
             # What was made before the end still counts: the ingress goes on from there.
             if channel.unsent and not channel.blocked:
-                yield wire.pack_records(epoch, self._next(channel), channel.unsent.values())
+                yield wire.pack_records(epoch, self._next(channel), channel.take())
         finally:
             watcher.cancel()
             self.close(channel, channel.closed or "the ingress closed it")
@@ -153,10 +158,13 @@ class ChannelHub:
             if attempt is None:
                 continue
             channel = attempt.channel
-            record = channel.unsent.get(attempt.number)
+            unsent = channel.unsent.setdefault(attempt.number, {})
+            record = unsent.get(delta.sequence)
             if record is None:
-                record = wire.Record(attempt.number, delta.index, list(delta.token_ids))
-                channel.unsent[attempt.number] = record
+                record = wire.Record(
+                    attempt.number, delta.index, list(delta.token_ids), sequence=delta.sequence
+                )
+                unsent[delta.sequence] = record
             else:
                 record.token_ids.extend(delta.token_ids)
             record.cached_tokens = delta.cached_tokens
@@ -164,6 +172,9 @@ class ChannelHub:
             if delta.finish_reason is not None:
                 record.end = delta.finish_reason
                 record.message = delta.error or ""
+            if delta.final:
+                record.final = True
+                unsent[delta.sequence] = unsent.pop(delta.sequence)  # what waited longer must not come after it
                 del self._attempts[delta.request_id]
                 del channel.attempts[attempt.number]
                 if not attempt.done.done():
@@ -280,6 +291,7 @@ async def run_attempt(
                     priority=submission.priority,
                     arrival=time.monotonic() - submission.age_s,
                     generated_before=submission.generated_before,
+                    outputs=submission.outputs,
                 )
             )
             return {"made": await attempt.done}

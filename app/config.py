@@ -35,7 +35,7 @@ def _bytes(value: object) -> object:
     """Of ``"2GiB"``, ``"500MB"`` or a plain number; other types pass through to pydantic."""
     value = _absent(value)
     try:
-        return parse_bytes(value) if isinstance(value, str) else value
+        return parse_bytes(value) if isinstance(value, str) and value.strip() != "0" else value
     except ConfigError as error:
         raise ValueError(str(error)) from None
 
@@ -76,8 +76,12 @@ class AppConfig(BaseModel):
     max_num_seqs: int = Field(256, ge=1)
     token_budget: OptionalInt = Field(None, ge=1)
     prefix_caching: bool = True
+    swap_space: Size = Field(None, ge=0)
+    recovery: str = "auto"
+    priority_ageing: OptionalFloat = Field(None, gt=0)
     seed: int = 0
     check_invariants: bool = False
+    check_at_idle: bool = False
 
     engine_replicas: int = Field(2, ge=1)
     ingress_replicas: int = Field(1, ge=1)
@@ -89,6 +93,17 @@ class AppConfig(BaseModel):
     max_live_requests: int = Field(4096, ge=1)
     unavailable_after_s: float = Field(60.0, gt=0)
     drain_timeout_s: float = Field(600.0, gt=0)
+    tenant_header: OptionalStr = Field(
+        None,
+        pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
+        description="header whose value names a tenant, such as x-tenant or authorization: prefixes are shared "
+        "only within one. A gateway must set or check it, since whoever can choose it chooses the tenant; only "
+        "its digest is kept. Without it all clients are one tenant, divided by their own cache_salt alone",
+    )
+    admin_routes: bool = Field(
+        False,
+        description="serve POST /admin/reset_prefix_cache to whoever reaches the port; keep clients from it",
+    )
 
     @property
     def model_name(self) -> str:
@@ -122,9 +137,13 @@ class AppConfig(BaseModel):
             max_num_seqs=self.max_num_seqs,
             token_budget=self.token_budget,
             prefix_caching=self.prefix_caching,
+            swap_space=self.swap_space,
+            recovery=self.recovery,
+            priority_ageing=self.priority_ageing,
             num_threads=num_threads,
             seed=self.seed,
             check_invariants=self.check_invariants,
+            check_at_idle=self.check_at_idle,
         )
 
 

@@ -19,7 +19,7 @@ class GenerationError(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to generate.
+    """One prompt, and the sequences to make of it.
 
     ``request_id`` is for logs; it need not be unique.
     """
@@ -33,15 +33,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that arrived for one request.
+    """Tokens that arrived for one sequence of a request.
 
-    ``index`` is the offset of the first token in the whole output. Only the last delta has a
-    ``finish_reason`` (``"stop"`` or ``"length"``); it may carry no token, and with ``"stop"`` its last token
-    may be the end-of-sequence or stop token. ``cached_tokens`` is the exact number of prompt tokens that the
-    prefix cache supplied at the first admission.
+    ``index`` is the offset of the first token in the sequence's whole output. Only a sequence's last delta has
+    a ``finish_reason`` (``"stop"`` or ``"length"``); it may carry no token, and with ``"stop"`` its last token
+    may be the end-of-sequence or stop token. ``final`` says that it is the last delta of all. ``cached_tokens``
+    is the exact number of prompt tokens that the prefix cache supplied at the first admission.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: str | None
     cached_tokens: int
     index: int
+    sequence: int = 0
+    final: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray import serve
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from app.model_store import resolve
 from app.openai_service import OpenAIService
 from app.relay import EngineClient
 from app.request_body import read_json_object
+from app.tenant import tenant_of
 
 
 async def health(request: Request) -> Response:
@@ -40,16 +42,26 @@ async def get_model(request: Request) -> Response:
 
 
 async def completions(request: Request) -> ASGIApp:
-    return await _service(request).completions(await read_json_object(request))
+    return await _service(request).completions(await read_json_object(request), _tenant(request))
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    return await _service(request).chat(await read_json_object(request))
+    return await _service(request).chat(await read_json_object(request), _tenant(request))
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    if not _service(request).admin_routes:
+        raise HTTPException(404)
+    return await _service(request).reset_prefix_cache()
 
 
 def _service(request: Request) -> OpenAIService:
     service: OpenAIService = request.app.state.service_of()
     return service
+
+
+def _tenant(request: Request) -> str:
+    return tenant_of(request.headers, _service(request).tenant_header)
 
 
 def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
@@ -61,6 +73,7 @@ def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
             Route("/v1/models/{name:path}", get_model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         ],
         exception_handlers=ERROR_HANDLERS,
     )
@@ -96,6 +109,8 @@ class IngressReplica:
             fingerprint(folder),
             max_live_requests=options.max_live_requests,
             unavailable_after_s=options.unavailable_after_s,
+            tenant_header=options.tenant_header,
+            admin_routes=options.admin_routes,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -21,16 +21,28 @@ class EngineMetrics:
     def __init__(self, model_name: str) -> None:
         self._tags = {"model_name": model_name}
         self._blocks = _gauge("quire_kv_blocks", "KV blocks by state: referenced, cached or free.", "state")
-        self._requests = _gauge("quire_requests", "Requests by state: running, waiting or preempted.", "state")
+        self._requests = _gauge(
+            "quire_requests", "Sequences by state: running, waiting, preempted or swapped.", "state"
+        )
+        self._host_blocks = _gauge("quire_host_blocks", "Host blocks that hold swapped-out KV.")
         self._occupancy = _gauge("quire_kv_occupancy", "Referenced KV blocks over all, 0 to 1.")
         self._step_seconds = _gauge("quire_step_seconds", "Duration of the last engine step.")
-        self._finished = _Total("quire_finished_requests", "Finished requests by reason.", "finished_reason")
+        self._finished = _Total("quire_finished_requests", "Finished sequences by reason.", "finished_reason")
         self._totals = {
             "prompt_tokens": _Total("quire_prompt_tokens", "Prompt tokens of admitted requests."),
             "generated_tokens": _Total("quire_generated_tokens", "Tokens made."),
             "prefix_query_tokens": _Total("quire_prefix_query_tokens", "Prompt tokens looked up in the cache."),
             "prefix_hit_tokens": _Total("quire_prefix_hit_tokens", "Prompt tokens that the cache supplied."),
-            "preemptions": _Total("quire_preemptions", "Requests that lost their blocks for a while."),
+            "preemptions": _Total("quire_preemptions", "Sequences that lost their blocks for a while."),
+        }
+        self._fallbacks = _Total("quire_recovery_fallbacks", "Swaps wanted while the host pool was full.")
+        self._recoveries = {
+            "decisions": _Total("quire_recovery_decisions", "Chosen recoveries, by kind.", "recovery"),
+            "finished": _Total("quire_recoveries", "Recoveries that have ended, by kind.", "recovery"),
+            "estimates": _Total(
+                "quire_recovery_estimated_seconds", "What ended recoveries were expected to cost.", "recovery"
+            ),
+            "outcomes": _Total("quire_recovery_seconds", "What ended recoveries have cost.", "recovery"),
         }
 
     def update(self, stats: EngineStats) -> None:
@@ -38,14 +50,19 @@ class EngineMetrics:
         scheduler = stats.scheduler
         for state in ("referenced", "cached", "free"):
             self._set(self._blocks, getattr(scheduler, f"{state}_blocks"), state=state)
-        for state in ("running", "waiting", "preempted"):
+        for state in ("running", "waiting", "preempted", "swapped"):
             self._set(self._requests, getattr(scheduler, state), state=state)
+        self._set(self._host_blocks, scheduler.host_blocks_used)
         self._set(self._occupancy, scheduler.referenced_blocks / stats.num_blocks)
         self._set(self._step_seconds, stats.step_seconds)
         for name, total in self._totals.items():
             total.advance(getattr(scheduler, name), self._tags)
         for reason, count in scheduler.finished.items():
             self._finished.advance(count, {**self._tags, "finished_reason": reason.value})
+        self._fallbacks.advance(scheduler.recovery.fallbacks, self._tags)
+        for name, total in self._recoveries.items():
+            for recovery, amount in getattr(scheduler.recovery, name).items():
+                total.advance(amount, {**self._tags, "recovery": recovery.value})
 
     def _set(self, gauge: Any, value: float, **tags: str) -> None:
         gauge.set(value, tags={**self._tags, **tags})
@@ -56,9 +73,9 @@ class _Total:
 
     def __init__(self, name: str, description: str, *tags: str) -> None:
         self._counter = metrics.Counter(name, description=description, tag_keys=(*TAGS, *tags))
-        self._last: dict[tuple[str, ...], int] = {}
+        self._last: dict[tuple[str, ...], float] = {}
 
-    def advance(self, total: int, tags: dict[str, str]) -> None:
+    def advance(self, total: float, tags: dict[str, str]) -> None:
         key = tuple(tags.values())
         more = total - self._last.get(key, 0)
         if more > 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one response, all its outputs together."""
+    """Tokens of one response, all its choices together; a prompt with several counts once."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -60,7 +60,7 @@ class Envelope:
 
 
 def completion_body(envelope: Envelope, outputs: list[Output], usage: Usage) -> dict[str, Any]:
-    """Answer to ``POST /v1/completions``; choices in the order of the prompts."""
+    """Answer to ``POST /v1/completions``; choices in the order of the prompts, those of one prompt together."""
     choices = [
         {"index": i, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason}
         for i, output in enumerate(outputs)
@@ -68,11 +68,18 @@ def completion_body(envelope: Envelope, outputs: list[Output], usage: Usage) -> 
     return envelope.body("text_completion", choices, usage)
 
 
-def chat_body(envelope: Envelope, output: Output, usage: Usage) -> dict[str, Any]:
+def chat_body(envelope: Envelope, outputs: list[Output], usage: Usage) -> dict[str, Any]:
     """Answer to ``POST /v1/chat/completions``."""
-    message = {"role": "assistant", "content": output.text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": output.finish_reason}
-    return envelope.body("chat.completion", [choice], usage)
+    choices = [
+        {
+            "index": i,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+        }
+        for i, output in enumerate(outputs)
+    ]
+    return envelope.body("chat.completion", choices, usage)
 
 
 class ChunkWriter:
@@ -91,13 +98,14 @@ class ChunkWriter:
         self._head = "data: " + head.removesuffix("]}")
         self._null_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
-    def role(self) -> bytes:
-        """The first chunk of a chat."""
-        choice = '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+    def role(self, index: int) -> bytes:
+        """The first chunk of a chat's choice ``index``."""
+        delta = '{"role":"assistant","content":""}'
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'
         return f"{self._head}{choice}]{self._null_usage}".encode()
 
     def text(self, index: int, text: str, finish_reason: str | None, usage: Usage) -> bytes:
-        """The chunk for one delta of output ``index``; ``usage`` is the usage so far."""
+        """The chunk for one delta of choice ``index``; ``usage`` is the usage so far."""
         quoted = encode_text(text)
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         if not self._chat:

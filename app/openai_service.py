@@ -6,63 +6,44 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.cache_reset import CacheReset
 from app.chat import PromptTokenizer
-from app.errors import model_not_found
+from app.choices import Job, Piece, TokenSource, pieces
+from app.errors import ApiFault, model_not_found
 from app.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
-from app.openai_types import GenerationOptions, parse_chat, parse_completion
-from app.relay import Delta, GenerateRequest, GenerationError, UnavailableError
+from app.openai_types import parse_chat, parse_completion
+from app.relay import UnavailableError
 from app.sse import DONE, EventStream, WholeResponse
-from app.text import OutputText
 from engine.errors import InvalidRequestError
-from engine.request import CacheNamespace, ModelLimits, validate
+from engine.request import ModelLimits, validate
 
 LIMITS_POLL_S = 0.05
 
 
-class EngineSource(Protocol):
+class EngineSource(TokenSource, Protocol):
     """The part of ``EngineClient`` that this needs."""
 
     def limits(self) -> ModelLimits | None: ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]: ...
-
     def status(self) -> dict[str, Any]: ...
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One response to make: its sequences, and whether they continue a text or answer a chat."""
-
-    options: GenerationOptions
-    prompts: list[list[int]]
-    chat: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one delta adds to output ``index``; the counts are that output's so far."""
-
-    index: int
-    text: str
-    finish_reason: str | None
-    num_tokens: int
-    cached_tokens: int
+    async def reset_prefix_cache(self) -> CacheReset: ...
 
 
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` prompts at a time are refused,
+    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` choices at a time are refused,
     waiting ones included; requests that come before any engine has answered wait ``unavailable_after_s``
-    seconds for one. ``num_live`` counts the prompts from a request's arrival to its response's end.
+    seconds for one. ``num_live`` counts the choices from a request's arrival to its response's end.
+    ``tenant_header`` and ``admin_routes`` are for the routes; see ``AppConfig``.
     """
 
     def __init__(
@@ -74,6 +55,8 @@ class OpenAIService:
         *,
         max_live_requests: int = 4096,
         unavailable_after_s: float = 60.0,
+        tenant_header: str | None = None,
+        admin_routes: bool = False,
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
@@ -83,6 +66,8 @@ class OpenAIService:
         self.max_live_requests = max_live_requests
         self.num_live = 0
         self.unavailable_after_s = unavailable_after_s
+        self.tenant_header = tenant_header
+        self.admin_routes = admin_routes
 
     def health(self) -> Response:
         """200 while a request would find an engine, else 503."""
@@ -98,46 +83,60 @@ class OpenAIService:
         self._check_model(name)
         return JSONResponse(self._model_entry())
 
-    async def completions(self, body: dict[str, Any]) -> ASGIApp:
-        """Answer ``POST /v1/completions``.
+    async def completions(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
+        """Answer ``POST /v1/completions``; ``tenant`` divides the prefix cache.
 
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
         request = parse_completion(body)
         self._check_model(request.options.model)
-        with self._admit(len(request.prompts)) as slots:
+        with self._admit(len(request.prompts) * request.options.params.n) as slots:
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            response = self._respond(Job(request.options, prompts, chat=False), limits)
+            response = self._respond(Job(request.options, prompts, chat=False, tenant=tenant), limits)
             return _Admitted(response, slots.pop_all())
 
-    async def chat(self, body: dict[str, Any]) -> ASGIApp:
+    async def chat(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
         request = parse_chat(body)
         self._check_model(request.options.model)
-        with self._admit(1) as slots:
+        with self._admit(request.options.params.n) as slots:
             limits = await self._limits()
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len)
-            response = self._respond(Job(request.options, [prompt], chat=True), limits)
+            response = self._respond(Job(request.options, [prompt], chat=True, tenant=tenant), limits)
             return _Admitted(response, slots.pop_all())
 
-    def _admit(self, prompts: int) -> ExitStack:
-        """Take ``prompts`` slots before anything waits for the request; closing the result gives them back."""
-        if self.num_live + prompts > self.max_live_requests:
+    async def reset_prefix_cache(self) -> Response:
+        """Answer ``POST /admin/reset_prefix_cache``: an error if any replica failed, naming it.
+
+        Raises:
+            UnavailableError: no engine replica is routable.
+        """
+        reset = await self._source.reset_prefix_cache()
+        replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
+        if reset.failures:
+            causes = "; ".join(f"{replica}: {why}" for replica, why in reset.failures.items())
+            message = f"{replicas} replicas freed {freed} blocks, {len(reset.failures)} failed: {causes}"
+            return ApiFault(500, message, "server_error", code="reset_failed").to_response()
+        return JSONResponse({"replicas": replicas, "freed_blocks": freed})
+
+    def _admit(self, choices: int) -> ExitStack:
+        """Take ``choices`` slots before anything waits for the request; closing the result gives them back."""
+        if self.num_live + choices > self.max_live_requests:
             raise UnavailableError(
                 f"{self.num_live} requests are live and at most {self.max_live_requests} are allowed "
                 "(max_live_requests); try again later"
             )
-        self.num_live += prompts
+        self.num_live += choices
         slots = ExitStack()
-        slots.callback(self._release, prompts)
+        slots.callback(self._release, choices)
         return slots
 
-    def _release(self, prompts: int) -> None:
-        self.num_live -= prompts
+    def _release(self, choices: int) -> None:
+        self.num_live -= choices
 
     def _respond(self, job: Job, limits: ModelLimits) -> ASGIApp:
         for prompt in job.prompts:
@@ -151,17 +150,17 @@ class OpenAIService:
         )
 
     async def _whole(self, job: Job, envelope: Envelope) -> Response:
-        outputs = [_Collected() for _ in job.prompts]
-        async with aclosing(self._pieces(job, envelope)) as pieces:
-            async for piece in pieces:
+        outputs = [_Collected() for _ in range(job.num_choices)]
+        async with aclosing(self._pieces(job, envelope)) as arriving:
+            async for piece in arriving:
                 outputs[piece.index].add(piece)
         usage = Usage(
-            sum(map(len, job.prompts)),
+            job.prompt_tokens,
             sum(output.num_tokens for output in outputs),
-            sum(output.cached_tokens for output in outputs),
+            sum(output.cached_tokens for output in outputs[:: job.options.params.n]),
         )
         results = [Output("".join(output.texts), output.finish_reason) for output in outputs]
-        body = chat_body(envelope, results[0], usage) if job.chat else completion_body(envelope, results, usage)
+        body = (chat_body if job.chat else completion_body)(envelope, results, usage)
         return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
     async def _events(self, job: Job, envelope: Envelope) -> AsyncGenerator[bytes, None]:
@@ -172,50 +171,24 @@ class OpenAIService:
             include_usage=options.include_usage,
             continuous_usage=options.continuous_usage,
         )
-        made = [0] * len(job.prompts)
+        n = options.params.n
+        made = [0] * job.num_choices
         cached = [0] * len(job.prompts)
-        usage = Usage(sum(map(len, job.prompts)))
-        opening = writer.role() if job.chat else b""
-        async with aclosing(self._pieces(job, envelope)) as pieces:
-            async for piece in pieces:
+        usage = Usage(job.prompt_tokens)
+        opening = b"".join(map(writer.role, range(n))) if job.chat else b""
+        async with aclosing(self._pieces(job, envelope)) as arriving:
+            async for piece in arriving:
+                prompt = piece.index // n
                 usage.completion_tokens += piece.num_tokens - made[piece.index]
-                usage.cached_tokens += piece.cached_tokens - cached[piece.index]
+                usage.cached_tokens += piece.cached_tokens - cached[prompt]
                 made[piece.index] = piece.num_tokens
-                cached[piece.index] = piece.cached_tokens
+                cached[prompt] = piece.cached_tokens
                 yield opening + writer.text(piece.index, piece.text, piece.finish_reason, usage)
                 opening = b""
         yield writer.usage(usage) + DONE
 
     def _pieces(self, job: Job, envelope: Envelope) -> AsyncGenerator[Piece, None]:
-        if len(job.prompts) == 1:
-            return self._one(job, envelope, 0)
-        return _merge([self._one(job, envelope, index) for index in range(len(job.prompts))])
-
-    async def _one(self, job: Job, envelope: Envelope, index: int) -> AsyncGenerator[Piece, None]:
-        """The output of one prompt; leaving early aborts it on the engine."""
-        options = job.options
-        request = GenerateRequest(
-            request_id=f"{envelope.id}-{index}",
-            token_ids=job.prompts[index],
-            params=options.params,
-            namespace=CacheNamespace(salt=options.cache_salt),
-        )
-        detokenizer = self._tokenizer.decoder.detokenizer(continues_text=not job.chat)
-        output = OutputText(detokenizer, options.stop, options.params.min_tokens)
-        # EngineClient.generate is an async generator; closing it aborts the request.
-        deltas = cast(AsyncGenerator[Delta, None], self._source.generate(request))
-        async with aclosing(deltas):
-            async for delta in deltas:
-                reason = delta.finish_reason
-                if reason == "abort":
-                    raise GenerationError("the engine aborted this request; send it again")
-                text = output.push(delta.token_ids, reason)
-                if output.stopped:
-                    reason = "stop"
-                yield Piece(index, text, reason, output.num_tokens, delta.cached_tokens)
-                if reason is not None:
-                    return
-        raise GenerationError("the engine ended this request without saying why")
+        return pieces(job, envelope.id, self._source, self._tokenizer.decoder)
 
     async def _limits(self) -> ModelLimits:
         deadline = time.monotonic() + self.unavailable_after_s
@@ -253,7 +226,7 @@ class _Admitted:
 
 
 class _Collected:
-    """One output as it gathers."""
+    """One choice as it gathers."""
 
     __slots__ = ("cached_tokens", "finish_reason", "num_tokens", "texts")
 
@@ -293,33 +266,3 @@ def _check_prompt(prompt: list[int], job: Job, limits: ModelLimits) -> None:
             "min_tokens",
             "context_length_exceeded",
         )
-
-
-async def _merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all ``sources`` as they come; an error of one ends all."""
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
-
-    async def drain(source: AsyncGenerator[Piece, None]) -> None:
-        try:
-            async with aclosing(source):
-                async for piece in source:
-                    queue.put_nowait(piece)
-            queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - raised again by the reader
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(drain(source)) for source in sources]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

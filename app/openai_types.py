@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.errors import show
+from app.json_fields import boolean, integer, integers, number, text, wrong
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
@@ -20,6 +21,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_SALT_CHARS = 256
 MAX_TOP_K = 2**31 - 1
+MAX_PRIORITY = 1000
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -27,14 +29,13 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _KNOWN = frozenset({
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
+    "n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority",
     # Hints that ask nothing of the answer:
     "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
     "reasoning_effort", "verbosity",
 })
 # fmt: on
 _OFF: dict[str, Callable[[Any], bool]] = {
-    "n": lambda v: v == 1 and v is not True,
-    "best_of": lambda v: v == 1 and v is not True,
     "echo": lambda v: v is False,
     "suffix": lambda v: v == "",
     "logprobs": lambda v: v is False,
@@ -44,8 +45,6 @@ _OFF: dict[str, Callable[[Any], bool]] = {
     "presence_penalty": lambda v: v == 0,
     "frequency_penalty": lambda v: v == 0,
     "repetition_penalty": lambda v: v == 1,
-    "length_penalty": lambda v: v == 1,
-    "use_beam_search": lambda v: v is False,
     "tools": lambda v: v == [],
     "tool_choice": lambda v: v in ("none", "auto"),
     "functions": lambda v: v == [],
@@ -69,6 +68,7 @@ class GenerationOptions:
     params: SamplingParams
     stop: tuple[str, ...]
     cache_salt: str
+    priority: int  # lower runs first
     stream: bool
     include_usage: bool  # a last chunk with the usage
     continuous_usage: bool  # the usage so far in every chunk
@@ -101,7 +101,9 @@ class ChatRequest:
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
     fields = _known_fields(body, "prompt")
-    return CompletionRequest(_prompts(fields.get("prompt")), _options(fields, COMPLETION_MAX_TOKENS))
+    request = CompletionRequest(_prompts(fields.get("prompt")), _options(fields, COMPLETION_MAX_TOKENS))
+    _check_width(len(request.prompts), request.options.params)
+    return request
 
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
@@ -109,7 +111,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     fields = _known_fields(body, "messages")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of at least 1")
+        raise wrong("messages", messages, "a list of at least 1")
     return ChatRequest([_message(message, i) for i, message in enumerate(messages)], _options(fields, None))
 
 
@@ -132,12 +134,12 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
     max_tokens = default_max_tokens
     for name in ("max_tokens", "max_completion_tokens"):  # the newer name wins
         if name in fields:
-            max_tokens = _integer(fields, name, 1)
-    stream = _boolean(fields, "stream")
+            max_tokens = integer(fields, name, 1)
+    stream = boolean(fields, "stream")
     stream_options = _stream_options(fields, stream)
     for name in ("model", "user", "cache_salt"):
         if name in fields:
-            _text(fields[name], name)
+            text(fields[name], name)
     salt = fields.get("cache_salt", "")
     if len(salt) > MAX_SALT_CHARS:
         raise InvalidRequestError(
@@ -145,30 +147,104 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         )
     params = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=_integer(fields, "min_tokens", 0) if "min_tokens" in fields else 0,
-        temperature=_number(fields, "temperature", 1.0),
-        top_k=min(_integer(fields, "top_k", 0), MAX_TOP_K) if "top_k" in fields else 0,
-        top_p=_number(fields, "top_p", 1.0),
-        min_p=_number(fields, "min_p", 0.0),
-        seed=_integer(fields, "seed", None) if "seed" in fields else None,
-        stop_token_ids=tuple(_integers(fields.get("stop_token_ids", []), "stop_token_ids")),
-        ignore_eos=_boolean(fields, "ignore_eos"),
+        min_tokens=integer(fields, "min_tokens", 0) if "min_tokens" in fields else 0,
+        temperature=number(fields, "temperature", 1.0),
+        top_k=min(integer(fields, "top_k", 0), MAX_TOP_K) if "top_k" in fields else 0,
+        top_p=number(fields, "top_p", 1.0),
+        min_p=number(fields, "min_p", 0.0),
+        seed=integer(fields, "seed", None) if "seed" in fields else None,
+        stop_token_ids=tuple(integers(fields.get("stop_token_ids", []), "stop_token_ids")),
+        ignore_eos=boolean(fields, "ignore_eos"),
+        **_sequences(fields),
     )
+    stop = _stops(fields.get("stop", []))
+    if params.ranked:
+        _check_ranked(params, stop, stream)
     return GenerationOptions(
         model=fields.get("model"),
         params=params,
-        stop=_stops(fields.get("stop", [])),
+        stop=stop,
         cache_salt=salt,
+        priority=_priority(fields),
         stream=stream,
         include_usage=stream_options.get("include_usage", False),
         continuous_usage=stream_options.get("continuous_usage_stats", False),
     )
 
 
+def _sequences(fields: dict[str, Any]) -> dict[str, Any]:
+    """How many sequences to make of one prompt, and by which search."""
+    n = integer(fields, "n", 1) if "n" in fields else 1
+    best_of = integer(fields, "best_of", 1) if "best_of" in fields else n
+    beams = boolean(fields, "use_beam_search")
+    length_penalty = number(fields, "length_penalty", 1.0)
+    early_stopping = fields.get("early_stopping", False)
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise wrong("early_stopping", early_stopping, 'true, false or "never"')
+    for name, given in (
+        ("length_penalty", length_penalty != 1),
+        ("early_stopping", early_stopping is not False),
+    ):
+        if given and not beams:
+            raise InvalidRequestError(
+                f"{name} is {show(fields[name])} but use_beam_search is not true; set it, or leave {name} out",
+                name,
+            )
+    return {
+        "n": n,
+        "best_of": best_of if best_of != n else None,  # as if it had not been given
+        "use_beam_search": beams,
+        "beam_width": integer(fields, "beam_width", 1) if "beam_width" in fields else None,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+    }
+
+
+def _check_ranked(params: SamplingParams, stop: tuple[str, ...], stream: bool) -> None:
+    """Results that are ranked exist at the end only, and the engine ranks tokens, not text."""
+    if params.use_beam_search:
+        name, asked = "use_beam_search", "use_beam_search is true"
+    else:
+        name, asked = "best_of", f"best_of is {params.best_of} with n {params.n}"
+    if stream:
+        raise InvalidRequestError(
+            f"{asked}, so which results to return is only known at the end, but stream is true; "
+            f"set stream to false or leave {name} out",
+            name,
+        )
+    if stop:
+        raise InvalidRequestError(
+            f"stop has {len(stop)} entries but {asked}: sequences are ranked by their tokens, before there is "
+            "any text to look for stop strings in; use stop_token_ids",
+            "stop",
+        )
+
+
+def _check_width(prompts: int, params: SamplingParams) -> None:
+    if prompts * params.width > MAX_PROMPTS:
+        name = "beam_width" if params.beam_width is not None else "n" if params.best_of is None else "best_of"
+        raise InvalidRequestError(
+            f"prompt has {prompts} entries and {name} is {params.width}, together {prompts * params.width} "
+            f"sequences, but at most {MAX_PROMPTS} are allowed",
+            name,
+        )
+
+
+def _priority(fields: dict[str, Any]) -> int:
+    if "priority" not in fields:
+        return 0
+    value = fields["priority"]
+    if type(value) is not int or abs(value) > MAX_PRIORITY:
+        raise wrong(
+            "priority", value, f"an integer between {-MAX_PRIORITY} (runs first) and {MAX_PRIORITY} (runs last)"
+        )
+    return value
+
+
 def _stream_options(fields: dict[str, Any], stream: bool) -> dict[str, bool]:
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
+        raise wrong("stream_options", options, "an object")
     if options and not stream:
         raise InvalidRequestError("stream_options is only allowed with stream true", "stream_options")
     for name in options:
@@ -176,7 +252,7 @@ def _stream_options(fields: dict[str, Any], stream: bool) -> dict[str, bool]:
             raise InvalidRequestError(
                 f"{show(name)} is not a known stream option", "stream_options", "unknown_parameter"
             )
-        options[name] = _boolean(options, name, "stream_options.")
+        options[name] = boolean(options, name, "stream_options.")
     if options.get("include_obfuscation"):
         raise InvalidRequestError(
             "stream_options.include_obfuscation is not supported; leave it out",
@@ -212,34 +288,34 @@ def _prompt(entry: object, name: str) -> str | list[int]:
     if isinstance(entry, str | list) and not entry:
         raise InvalidRequestError(f"{name} is empty; at least 1 token is needed", "prompt", "empty_prompt")
     if isinstance(entry, str):
-        return _text(entry, name, "prompt")
+        return text(entry, name, "prompt")
     if isinstance(entry, list):
-        return _integers(entry, name, "prompt")
-    raise _wrong(name, entry, "a string or a list of token ids", "prompt")
+        return integers(entry, name, "prompt")
+    raise wrong(name, entry, "a string or a list of token ids", "prompt")
 
 
 def _message(message: object, index: int) -> ChatMessage:
     name = f"messages[{index}]"
     if not isinstance(message, dict):
-        raise _wrong(name, message, "an object with role and content")
+        raise wrong(name, message, "an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
+        raise wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
     for key, value in message.items():
         if key not in ("role", "content", "name") and value not in (None, [], ""):
             raise InvalidRequestError(
                 f"{name}.{key[:64]} is not supported", f"{name}.{key[:64]}", "unsupported_parameter"
             )
     if message.get("name") is not None:
-        _text(message["name"], f"{name}.name")
+        text(message["name"], f"{name}.name")
     return ChatMessage(ROLES[role], _content(message.get("content"), f"{name}.content"))
 
 
 def _content(content: object, name: str) -> str:
     if isinstance(content, str):
-        return _text(content, name)
+        return text(content, name)
     if not isinstance(content, list) or not content:
-        raise _wrong(name, content, "a string or a list of text parts")
+        raise wrong(name, content, "a string or a list of text parts")
     texts: list[str] = []
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
@@ -247,72 +323,22 @@ def _content(content: object, name: str) -> str:
             raise InvalidRequestError(
                 f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name
             )
-        texts.append(_text(part.get("text"), f"{name}[{i}].text"))
+        texts.append(text(part.get("text"), f"{name}[{i}].text"))
     return "\n".join(texts)
 
 
 def _stops(stop: object) -> tuple[str, ...]:
     entries = [stop] if isinstance(stop, str) else stop
     if not isinstance(entries, list):
-        raise _wrong("stop", stop, "a string or a list of strings")
+        raise wrong("stop", stop, "a string or a list of strings")
     if len(entries) > MAX_STOPS:
         raise InvalidRequestError(
             f"stop has {len(entries)} entries but at most {MAX_STOPS} are allowed", "stop"
         )
     for i, entry in enumerate(entries):
-        text = _text(entry, f"stop[{i}]", "stop")
-        if not 1 <= len(text) <= MAX_STOP_CHARS:
+        found = text(entry, f"stop[{i}]", "stop")
+        if not 1 <= len(found) <= MAX_STOP_CHARS:
             raise InvalidRequestError(
-                f"stop[{i}] has {len(text)} characters but must have 1 to {MAX_STOP_CHARS}", "stop"
+                f"stop[{i}] has {len(found)} characters but must have 1 to {MAX_STOP_CHARS}", "stop"
             )
     return tuple(dict.fromkeys(entries))
-
-
-def _text(value: object, name: str, param: str | None = None) -> str:
-    if not isinstance(value, str):
-        raise _wrong(name, value, "a string", param)
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{name} has half of a surrogate pair at character {error.start}, which is no text", param or name
-        ) from error
-    return value
-
-
-def _integers(value: object, name: str, param: str | None = None) -> list[int]:
-    if not isinstance(value, list):
-        raise _wrong(name, value, "a list of token ids", param)
-    if set(map(type, value)) - {int}:
-        i = next(i for i, entry in enumerate(value) if type(entry) is not int)
-        raise _wrong(f"{name}[{i}]", value[i], "a token id", param or name)
-    return value
-
-
-def _integer(fields: dict[str, Any], name: str, low: int | None) -> int:
-    value = fields[name]
-    if type(value) is not int or (low is not None and value < low):
-        bound = "" if low is None else f", at least {low}"
-        raise _wrong(name, value, f"an integer{bound}")
-    return value
-
-
-def _number(fields: dict[str, Any], name: str, default: float) -> float:
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong(name, value, "a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise InvalidRequestError(f"{name} is too large a number", name) from error
-
-
-def _boolean(fields: dict[str, Any], name: str, prefix: str = "") -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(f"{prefix}{name}", value, "true or false")
-    return bool(value)
-
-
-def _wrong(name: str, value: object, must_be: str, param: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {show(value)} but must be {must_be}", param or name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app import wire
+from app.cache_reset import CacheReset, reset_prefix_caches
 from app.channel_set import ChannelSet
 from app.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 from app.live_request import LiveRequest
@@ -96,7 +97,7 @@ class EngineClient:
         }
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        """Yield the request's tokens in order, none lost or doubled; the last delta has a finish reason.
+        """Yield each sequence's tokens in order, none lost or doubled; the last delta of all is ``final``.
 
         Closing or cancelling the generator aborts the request on the engine.
 
@@ -123,13 +124,25 @@ class EngineClient:
                 if isinstance(delta, QuireError):
                     raise delta
                 yield delta
-                if delta.finish_reason is not None:
+                if delta.final:
                     return
         finally:
             live.ended = True
             self._requests.discard(live)
             if not live.complete:
                 live.driver.cancel()
+
+    async def reset_prefix_cache(self) -> CacheReset:
+        """Empty the prefix cache of every routable replica.
+
+        Raises:
+            UnavailableError: there is none.
+        """
+        await self.start()
+        replicas = self._ledger.routable()
+        if not replicas:
+            raise UnavailableError("no engine replica has an open channel; try again later")
+        return await reset_prefix_caches(self._handle, replicas)
 
     @property
     def _channels(self) -> ChannelSet:
@@ -161,7 +174,7 @@ class EngineClient:
                 logger.warning(
                     "request %s tries again after %d tokens: %s",
                     live.request.request_id,
-                    len(live.output),
+                    live.num_tokens,
                     setback.reason,
                 )
                 # A call may fail a little before the channel of its replica does.
@@ -301,18 +314,18 @@ class EngineClient:
         for record in records:
             live = self._live.get(record.attempt)
             if live is None or live.ended or live.interrupt.is_set():
-                if live is None and record.end is None:
+                if live is None and not record.final:
                     stale.append(record.attempt)
                 continue
             booking = self._ledger.booking(record.attempt)
             if booking is None or booking.route != route:
                 continue
-            if record.index != len(live.output):
+            if not live.is_due(record):
                 logger.error(
-                    "request %s got tokens from offset %d where %d was due",
+                    "request %s got tokens of sequence %d from offset %d where others were due",
                     live.request.request_id,
+                    record.sequence,
                     record.index,
-                    len(live.output),
                 )
                 live.fault("tokens were lost on the way")
                 live.interrupt.set()

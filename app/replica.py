@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 class EngineReplica:
     """Owns the engine thread; everything else runs on this replica's event loop.
 
-    The three calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
+    The calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
     ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and cancelling
-    stay true) and ``beat``. ``target`` and ``meta`` are read by the router.
+    stay true), ``beat`` and ``reset_prefix_cache``. ``target`` and ``meta`` are read by the router.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -66,6 +66,14 @@ class EngineReplica:
         """Lease and acknowledgement; see ``ChannelHub.beat``."""
         return self._hub.beat(cid, epoch, acknowledged, stale)
 
+    async def reset_prefix_cache(self, *, target: str) -> int:
+        """Empty the prefix cache; running requests keep their blocks. Returns how many blocks became free.
+
+        Raises:
+            EngineDeadError: the engine's thread has ended.
+        """
+        return await asyncio.wrap_future(self._engine.reset_prefix_cache())
+
     async def check_health(self) -> None:
         """Asked by Serve's controller, which replaces this replica after three failures.
 
@@ -87,6 +95,8 @@ class EngineReplica:
             "free_blocks": stats.scheduler.free_blocks,
             "running": stats.scheduler.running,
             "waiting": stats.scheduler.waiting,
+            "swapped": stats.scheduler.swapped,
+            "host_blocks_used": stats.scheduler.host_blocks_used,
             "channels": self._hub.snapshot(),
         }
 

@@ -3,16 +3,18 @@
 A frame is a header and its records::
 
     header  version u8, kind u8, epoch u32, sequence u32, count u32
-    record  attempt u64, index u32, cached u32, tokens u32, end u8, message bytes u16;
+    record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, final u8, message bytes u16;
             then the tokens, u32 each, and the message
 
-A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids.
+A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids:
+the prompt's, then those of each unfinished output, whose lengths the JSON has.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 import struct
 from collections.abc import Iterable
@@ -23,11 +25,11 @@ from engine.errors import QuireError
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIII")
-_RECORD = struct.Struct("<QIIIBH")
+_RECORD = struct.Struct("<QIIIIBBH")
 _SUBMISSION = struct.Struct("<BII")
 
 _END_CODES: dict[FinishReason | None, int] = {
@@ -53,7 +55,10 @@ class FrameKind(enum.IntEnum):
 
 @dataclass(slots=True)
 class Record:
-    """New tokens of one attempt; ``index`` is the offset of the first one in the request's whole output."""
+    """New tokens of one sequence of an attempt; ``index`` is the offset of the first one in its whole output.
+
+    With ``end`` it is the sequence's last record, with ``final`` the attempt's, too.
+    """
 
     attempt: int
     index: int
@@ -61,6 +66,8 @@ class Record:
     cached_tokens: int = 0
     end: FinishReason | None = None
     message: str = ""  # with FinishReason.ERROR
+    sequence: int = 0
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One attempt: ``token_ids`` ends with the ``generated_before`` tokens that earlier attempts made."""
+    """One attempt: ``token_ids`` ends with the ``generated_before`` tokens that earlier attempts made.
+
+    If it goes on with several sequences, ``token_ids`` is the prompt alone, and ``outputs`` has the tokens that
+    each of them has so far, or ``None`` for one that has ended.
+    """
 
     request_id: str
     attempt: int
@@ -91,6 +102,7 @@ class Submission:
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0
     generated_before: int = 0
+    outputs: tuple[tuple[int, ...] | None, ...] = ()
     age_s: float = 0.0  # since the client's request arrived; keeps its place in the engine's order
 
 
@@ -105,10 +117,12 @@ def pack_records(epoch: int, sequence: int, records: Iterable[Record]) -> bytes:
         parts.append(
             _RECORD.pack(
                 record.attempt,
+                record.sequence,
                 record.index,
                 record.cached_tokens,
                 len(tokens),
                 _END_CODES[record.end],
+                record.final,
                 len(message),
             )
         )
@@ -149,7 +163,7 @@ def unpack_frame(data: bytes) -> Frame:
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:
     records = []
     for _ in range(count):
-        attempt, index, cached, num_tokens, code, length = _RECORD.unpack_from(data, offset)
+        attempt, sequence, index, cached, num_tokens, code, final, length = _RECORD.unpack_from(data, offset)
         offset += _RECORD.size
         tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
         offset += 4 * num_tokens
@@ -157,7 +171,8 @@ def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record],
             raise ValueError("a message runs past the end")
         message = data[offset : offset + length].decode("utf-8", "replace") if length else ""
         offset += length
-        records.append(Record(attempt, index, tokens, cached, _END_REASONS[code], message))
+        end = _END_REASONS[code]
+        records.append(Record(attempt, index, tokens, cached, end, message, sequence, bool(final)))
     return records, offset
 
 
@@ -169,15 +184,16 @@ def pack_submission(submission: Submission) -> bytes:
             "request_id": submission.request_id,
             "attempt": submission.attempt,
             "params": params,
-            "adapter": submission.namespace.adapter,
-            "salt": submission.namespace.salt,
+            "namespace": dataclasses.asdict(submission.namespace),
+            "outputs": [None if output is None else len(output) for output in submission.outputs],
             "priority": submission.priority,
             "generated_before": submission.generated_before,
             "age_s": submission.age_s,
         }
     ).encode()
-    tokens = submission.token_ids
-    return _SUBMISSION.pack(VERSION, len(head), len(tokens)) + head + struct.pack(f"<{len(tokens)}I", *tokens)
+    tokens = [*submission.token_ids, *itertools.chain.from_iterable(filter(None, submission.outputs))]
+    header = _SUBMISSION.pack(VERSION, len(head), len(submission.token_ids))
+    return header + head + struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def unpack_submission(data: bytes) -> Submission:
@@ -193,6 +209,7 @@ def unpack_submission(data: bytes) -> Submission:
         offset = _SUBMISSION.size
         head = json.loads(data[offset : offset + length])
         tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset + length))
+        outputs = _unpack_outputs(head["outputs"], data, offset + length + 4 * num_tokens)
         params = head["params"]
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
     except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
@@ -202,11 +219,20 @@ def unpack_submission(data: bytes) -> Submission:
         attempt=head["attempt"],
         token_ids=tokens,
         params=SamplingParams(**params),
-        namespace=CacheNamespace(adapter=head["adapter"], salt=head["salt"]),
+        namespace=CacheNamespace(**head["namespace"]),
         priority=head["priority"],
         generated_before=head["generated_before"],
+        outputs=outputs,
         age_s=head["age_s"],
     )
+
+
+def _unpack_outputs(lengths: list[int | None], data: bytes, offset: int) -> tuple[tuple[int, ...] | None, ...]:
+    outputs: list[tuple[int, ...] | None] = []
+    for length in lengths:
+        outputs.append(None if length is None else struct.unpack_from(f"<{length}I", data, offset))
+        offset += 4 * (length or 0)
+    return tuple(outputs)
 
 
 def _check_version(version: int) -> None:

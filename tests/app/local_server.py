@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from app.cache_reset import CacheReset
 from app.chat import PromptTokenizer
 from app.ingress import fingerprint, make_api
 from app.openai_service import OpenAIService
@@ -54,19 +55,26 @@ class LocalClient:
         self._queues[request_id] = (asyncio.get_running_loop(), queue)
         ended = False
         try:
-            self.engine.submit(Request(request_id, list(request.token_ids), params, request.namespace))
+            self.engine.submit(
+                Request(request_id, list(request.token_ids), params, request.namespace, request.priority)
+            )
             while not ended:
                 delta = await queue.get()
-                ended = delta.finish_reason is not None
+                ended = delta.final
                 if delta.finish_reason is FinishReason.ERROR:
                     raise GenerationError(delta.error or "unknown")
                 reason = None if delta.finish_reason is None else delta.finish_reason.value
-                yield Delta(delta.token_ids, reason, delta.cached_tokens, delta.index)
+                yield Delta(
+                    delta.token_ids, reason, delta.cached_tokens, delta.index, delta.sequence, delta.final
+                )
         finally:
             del self._queues[request_id]
             if not ended:
                 self.aborted.append(request_id)
                 self.engine.abort(request_id)
+
+    async def reset_prefix_cache(self) -> CacheReset:
+        return CacheReset({"local": await asyncio.wrap_future(self.engine.reset_prefix_cache())}, {})
 
     def _on_outputs(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -123,5 +131,5 @@ def is_idle(server: LocalServer) -> bool:
         server.client.engine.num_live == 0
         and server.client.status()["live_requests"] == 0
         and stats.referenced_blocks == 0
-        and stats.running + stats.waiting == 0
+        and stats.running + stats.waiting + stats.preempted + stats.swapped == 0
     )

@@ -1,7 +1,8 @@
 """Both ends of the channels in one process: the transport behaves as Serve's does, replicas can be broken.
 
-The engine behind it makes token ``(sum of the original prompt + position in the output) % 1000``, one for each
-request and ``step``, so every test knows what must arrive.
+The engine behind it makes token ``(sum of the original prompt + position in the output + 100 * sequence) % 1000``
+for each sequence and ``step``, so every test knows what must arrive. Of several sequences each is one token
+shorter than the one before it; ranked ones come whole, once the first has all its tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,9 @@ LIMITS = ModelLimits(vocab_size=1000, max_model_len=10_000, num_blocks=10_000, b
 _names = itertools.count()
 
 
-def expected_tokens(prompt: list[int], count: int) -> list[int]:
-    """What the engine makes of ``prompt``."""
-    return [(sum(prompt) + index) % LIMITS.vocab_size for index in range(count)]
+def expected_tokens(prompt: list[int], count: int, sequence: int = 0) -> list[int]:
+    """What the engine makes of ``prompt``; ``count`` is the request's ``max_tokens``."""
+    return [(sum(prompt) + index + 100 * sequence) % LIMITS.vocab_size for index in range(count - sequence)]
 
 
 class CountingEngine:
@@ -33,32 +34,55 @@ class CountingEngine:
     def __init__(self) -> None:
         self.hub: ChannelHub
         self.live: dict[str, Request] = {}
+        self.made: dict[str, dict[int, int]] = {}  # tokens that each live sequence has
         self.aborted: list[str] = []
 
     def submit(self, request: Request) -> None:
         validate(request.token_ids, request.params, LIMITS, request.generated_before)
         self.live[request.request_id] = request
+        if request.outputs:
+            for sequence, output in enumerate(request.outputs):
+                whole = expected_tokens(request.token_ids, request.params.max_tokens or 0, sequence)
+                assert output is None or list(output) == whole[: len(output)]
+            made = {i: len(output) for i, output in enumerate(request.outputs) if output is not None}
+        else:
+            made = {0: request.generated_before, **dict.fromkeys(range(1, request.params.n), 0)}
+        self.made[request.request_id] = made
 
     def abort(self, request_id: str) -> None:
         if self.live.pop(request_id, None) is not None:
             self.aborted.append(request_id)
 
     def step(self) -> None:
-        deltas = []
+        deltas: list[TokenDelta] = []
         for request in list(self.live.values()):
-            index = request.num_generated
-            prompt = request.token_ids[: request.num_prompt_tokens - request.generated_before]
-            token = expected_tokens(prompt, index + 1)[-1]
-            request.token_ids.append(token)
-            done = request.num_generated == request.params.max_tokens
-            if done:
-                del self.live[request.request_id]
-            deltas.append(
-                TokenDelta(
-                    request.request_id, index, (token,), FinishReason.LENGTH if done else None, cached_tokens=4
-                )
-            )
+            deltas += self._advance(request)
         self.hub.deliver(deltas)
+
+    def _advance(self, request: Request) -> Iterator[TokenDelta]:
+        name, params, made = request.request_id, request.params, self.made[request.request_id]
+        prompt = request.token_ids[: len(request.token_ids) - request.generated_before]
+        assert params.max_tokens is not None
+        for sequence in sorted(made, reverse=True):
+            index, whole = made[sequence], expected_tokens(prompt, params.max_tokens, sequence)
+            made[sequence] = index + 1
+            if params.ranked:
+                continue
+            reason = None
+            if index + 1 == len(whole):
+                reason = FinishReason.LENGTH
+                del made[sequence]
+            yield TokenDelta(name, index, (whole[index],), reason, 4, sequence=sequence, final=not made)
+        if params.ranked and made[0] == params.max_tokens:
+            made.clear()
+            for sequence in range(params.n):
+                whole = expected_tokens(prompt, params.max_tokens, sequence)
+                final = sequence == params.n - 1
+                yield TokenDelta(
+                    name, 0, tuple(whole), FinishReason.LENGTH, 4, sequence=sequence, final=final, score=0.0
+                )
+        if not made:
+            del self.live[name], self.made[name]
 
 
 class LoopbackReplica:
@@ -70,6 +94,7 @@ class LoopbackReplica:
         self.hub = ChannelHub(wire.Hello(LIMITS), self.engine.abort)
         self.engine.hub = self.hub
         self.dead = False
+        self.cached_blocks = 0
         self.calls: set[asyncio.Task[Any]] = set()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -150,6 +175,7 @@ class LoopbackHandle:
         self.channel = SimpleNamespace(remote=self._channel)
         self.generate = SimpleNamespace(remote=self._generate)
         self.beat = SimpleNamespace(remote=self._beat)
+        self.reset_prefix_cache = SimpleNamespace(remote=self._reset_prefix_cache)
         for _ in range(replicas):
             self.add()
 
@@ -211,6 +237,16 @@ class LoopbackHandle:
             return replica.hub.beat(cid, epoch, acknowledged, stale)
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(beat()))
+
+    def _reset_prefix_cache(self, *, target: str) -> LoopbackResponse:
+        async def reset() -> int:
+            replica = self.replicas[target]
+            if replica.dead:
+                raise ConnectionError("the replica is unavailable")
+            freed, replica.cached_blocks = replica.cached_blocks, 0
+            return freed
+
+        return LoopbackResponse(asyncio.get_running_loop().create_task(reset()))
 
 
 @contextlib.asynccontextmanager

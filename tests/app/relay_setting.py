@@ -57,3 +57,19 @@ def quiet(handle: LoopbackHandle, client: EngineClient) -> bool:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110  (the condition spans both ends)
         await asyncio.sleep(0.001)
+
+
+async def collect_all(client: EngineClient, wanted: GenerateRequest) -> list[list[int]]:
+    """The tokens of each sequence."""
+    outputs: list[list[int]] = [[] for _ in range(wanted.params.n)]
+    ended: set[int] = set()
+    async for delta in client.generate(wanted):
+        assert delta.sequence not in ended
+        assert delta.index == len(outputs[delta.sequence])
+        outputs[delta.sequence] += delta.token_ids
+        if delta.finish_reason is not None:
+            assert delta.finish_reason == "length"
+            ended.add(delta.sequence)
+        assert delta.final == (len(ended) == wanted.params.n)
+    assert len(ended) == wanted.params.n
+    return outputs

@@ -44,7 +44,7 @@ class Setting:
         return stream
 
     def token(self, number: int, index: int, token: int, end: FinishReason | None = None) -> None:
-        self.hub.deliver([TokenDelta(f"e{number}", index, (token,), end)])
+        self.hub.deliver([TokenDelta(f"e{number}", index, (token,), end, final=end is not None)])
 
 
 def run(test: Callable[[Setting], Coroutine[Any, Any, None]]) -> None:
@@ -74,6 +74,46 @@ def test_records_of_one_step_share_a_frame_and_waiting_tokens_merge() -> None:
         setting.token(2, 1, 21, FinishReason.STOP)
         (record,) = await next_records(stream)
         assert (record.index, record.token_ids, record.end) == (1, [21], FinishReason.STOP)
+
+    run(test)
+
+
+def test_sequences_of_an_attempt_are_apart_and_its_final_record_comes_last() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        ends = FinishReason.LENGTH
+        setting.hub.deliver([TokenDelta("e1", 0, (10 + sequence,), sequence=sequence) for sequence in range(3)])
+        setting.hub.deliver([TokenDelta("e1", 1, (21,), ends, sequence=1)])
+        setting.hub.deliver([TokenDelta("e1", 1, (32,), sequence=2), TokenDelta("e1", 1, (30,))])
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 1
+        # Sequence 0 began first and ends last: its record must not lead to the end before the others are read.
+        setting.hub.deliver(
+            [TokenDelta("e1", 2, (42,), ends, sequence=2), TokenDelta("e1", 2, (40,), ends, final=True)]
+        )
+        records = await next_records(stream)
+        assert [(r.attempt, r.sequence, r.index, r.token_ids, r.end, r.final) for r in records] == [
+            (1, 1, 0, [11, 21], ends, False),
+            (1, 2, 0, [12, 32, 42], ends, False),
+            (1, 0, 0, [10, 30, 40], ends, True),
+        ]
+        assert await attempt.done == 8
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.aborted == []
+
+    run(test)
+
+
+def test_an_attempt_lives_until_all_its_sequences_have_ended() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.hub.deliver([TokenDelta("e1", 0, (10,), FinishReason.STOP, sequence=1)])
+        assert not attempt.done.done()
+        assert setting.hub.detach(attempt)
+        assert setting.hub.snapshot()["ingress"] == {
+            "epoch": 1, "attempts": 0, "unsent": 0, "frames": 1, "acknowledged": 0
+        }  # fmt: skip
 
     run(test)
 

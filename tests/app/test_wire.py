@@ -21,6 +21,8 @@ records = st.lists(
         cached_tokens=u32,
         end=st.sampled_from([None, *FinishReason]),
         message=st.text(max_size=100),
+        sequence=u32,
+        final=st.booleans(),
     ),
     max_size=8,
 )
@@ -36,7 +38,7 @@ def test_records_round_trip(epoch: int, sequence: int, batch: list[wire.Record])
 
 def test_frame_of_64_tokens_is_small() -> None:
     batch = [wire.Record(attempt, 7, [attempt]) for attempt in range(64)]
-    assert len(wire.pack_records(1, 2, batch)) == 14 + 64 * (23 + 4)
+    assert len(wire.pack_records(1, 2, batch)) == 14 + 64 * (28 + 4)
 
 
 def test_long_message_is_cut_at_the_limit() -> None:
@@ -70,29 +72,49 @@ def test_other_versions_are_refused() -> None:
 
 @given(
     tokens=st.lists(u32, max_size=50),
+    outputs=st.lists(st.none() | st.lists(u32, max_size=9).map(tuple), max_size=5).map(tuple),
     stops=st.lists(st.integers(0, 100), max_size=5),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
     salt=st.text(max_size=20),
     priority=st.integers(-5, 5),
 )
 def test_submission_round_trip(
-    tokens: list[int], stops: list[int], seed: int | None, salt: str, priority: int
+    tokens: list[int],
+    outputs: tuple[tuple[int, ...] | None, ...],
+    stops: list[int],
+    seed: int | None,
+    salt: str,
+    priority: int,
 ) -> None:
     submission = wire.Submission(
         request_id="r-1",
         attempt=2**40,
         token_ids=tokens,
-        params=SamplingParams(max_tokens=None, top_p=0.9, seed=seed, stop_token_ids=tuple(stops)),
-        namespace=CacheNamespace(adapter="a", salt=salt),
+        params=SamplingParams(
+            max_tokens=None, top_p=0.9, seed=seed, stop_token_ids=tuple(stops), n=3, best_of=5
+        ),
+        namespace=CacheNamespace(adapter="a", tenant="t", salt=salt),
         priority=priority,
         generated_before=3,
+        outputs=outputs,
         age_s=0.25,
     )
     assert wire.unpack_submission(wire.pack_submission(submission)) == submission
 
 
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_every_field_of_a_beam_search_arrives(early_stopping: bool | str) -> None:
+    params = SamplingParams(
+        n=2, use_beam_search=True, beam_width=4, length_penalty=-0.5, early_stopping=early_stopping
+    )
+    submission = wire.Submission("r", 1, [1, 2], params)
+    assert wire.unpack_submission(wire.pack_submission(submission)).params == params
+
+
 def test_bad_submissions() -> None:
-    packed = wire.pack_submission(wire.Submission("r", 1, [1, 2], SamplingParams()))
+    packed = wire.pack_submission(
+        wire.Submission("r", 1, [1, 2], SamplingParams(), outputs=((3,), None, (4, 5)))
+    )
     for cut in (0, 5, 30, len(packed) - 1):
         with pytest.raises(wire.WireError):
             wire.unpack_submission(packed[:cut])
