@@ -1,0 +1,46 @@
+"""Empties the prefix caches of engine replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+RESET_WITHIN_S = 30.0
+"""An engine answers between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What came of it: freed blocks of each replica that did it, and why the others did not."""
+
+    freed_blocks: dict[str, int]
+    failures: dict[str, str]
+
+
+async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheReset:
+    """Ask each of ``replicas`` of the engine deployment's ``handle``, all at once."""
+
+    async def reset(replica: str) -> int:
+        async with asyncio.timeout(RESET_WITHIN_S):
+            return int(await handle.options(_by_reference=False).reset_prefix_cache.remote(target=replica))
+
+    loop = asyncio.get_running_loop()
+    # An empty context: a client that leaves must not leave some replicas out.
+    tasks = {
+        replica: loop.create_task(reset(replica), context=contextvars.Context()) for replica in sorted(replicas)
+    }
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    freed: dict[str, int] = {}
+    failures: dict[str, str] = {}
+    for replica, task in tasks.items():
+        error = asyncio.CancelledError("Serve cancelled the call") if task.cancelled() else task.exception()
+        if error is None:
+            freed[replica] = task.result()
+        elif isinstance(error, TimeoutError):
+            failures[replica] = f"no answer within {RESET_WITHIN_S:g} s"
+        else:
+            failures[replica] = (str(error) or type(error).__name__).splitlines()[0]
+    return CacheReset(freed, failures)
