@@ -10,6 +10,7 @@ from pathlib import Path
 
 COMMANDS: dict[str, list[str]] = {
     "kernels": ["loadtests.kernels"],
+    "memory": ["loadtests.memory"],
     "throughput": ["loadtests.throughput"],
     "http": ["loadtests.throughput", "--http"],
     "locust": ["loadtests.locust_run"],

@@ -44,7 +44,7 @@ class Lengths:
 
 
 SHAREGPT = Lengths("161/338", 161, 338, 2.0, (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25))
-ALPACA = Lengths("19/58", 19, 58, 30.0, (4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0))
+ALPACA = Lengths("19/58", 19, 58, 30.0, (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0))
 WORKLOADS = (SHAREGPT, ALPACA)
 
 SHARED_PREFIXES = (80, 341)
@@ -131,3 +131,28 @@ PUBLISHED_SAVING = {
 
 PUBLISHED_PREFIX_GAIN = {80: 1.67, 341: 3.58}
 """Throughput over Orca (Oracle) with that shared prefix (figure 16)."""
+
+PUBLISHED_RATE_GAIN = {"Orca Oracle": (1.7, 2.7), "Orca Max": (2.7, 8.0)}
+"""Request rate over these baselines at about the same latency, ShareGPT, over the models (section 6.2)."""
+
+SATURATION_RATE = 4.0
+"""Arrivals at saturation, in multiples of the published rate."""
+
+SATURATION_JOBS = {SHAREGPT.name: 1_500, ALPACA.name: 4_000}
+CURVE_JOBS = {SHAREGPT.name: 600, ALPACA.name: 1_500}
+BLOCK_SIZE_JOBS = {SHAREGPT.name: 500, ALPACA.name: 2_000}
+BLOCK_SIZE_RATE = {SHAREGPT.name: 1.8, ALPACA.name: 30.0}  # requests per second, of the latency by block size
+
+LATENCY_LIMIT = 0.2
+"""Seconds per output token up to which a rate counts as served."""
+
+SHARING_JOBS = {SHAREGPT.name: 150, ALPACA.name: 600}
+SHARING_SEQUENCE_RATE = {SHAREGPT.name: 1.0, ALPACA.name: 12.0}
+"""Sequences per second in the sharing runs, low enough that nobody is preempted: a request for ``n`` sequences
+comes ``n`` times more seldom."""
+
+PREFIX_JOBS = 2_000
+PREFIX_RATE = 60.0  # requests per second: more than any system serves
+
+TRACE_JOBS = 2_000
+"""Requests from the beginning of a trace."""

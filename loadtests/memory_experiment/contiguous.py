@@ -35,7 +35,7 @@ def simulate_contiguous(
     cost: StepCost,
     meter: Meter,
     slots: int = POOL_SLOTS,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Result:
     """Run ``jobs`` (in order of arrival), in their order: one that finds no free run blocks those behind it.
 

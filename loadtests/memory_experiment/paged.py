@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from engine.recovery import RecomputeRecovery, RecoveryPolicy
+from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.request import ModelLimits, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.step_plan import StepPlan
+from engine.step_plan import Candidates, StepPlan, StepTiming
 from loadtests.memory_experiment.constants import (
     BLOCK_SIZE,
     MAX_LENGTH,
@@ -20,61 +22,138 @@ from loadtests.memory_experiment.constants import (
 )
 from loadtests.memory_experiment.jobs import VOCABULARY, Job
 from loadtests.memory_experiment.measure import Meter, Result
+from loadtests.memory_experiment.sharing import SharingMeter
 
-SYSTEM = "paged"
-_TOKEN = 1  # what the simulated model always answers
+PAGED = "paged"
 
 
-def make_scheduler(
-    *,
-    slots: int = POOL_SLOTS,
-    block_size: int = BLOCK_SIZE,
-    max_length: int = MAX_LENGTH,
-    prefix_caching: bool = True,
-    recovery: RecoveryPolicy | None = None,
-) -> Scheduler:
-    """A scheduler over a pool of ``slots`` tokens, as the engine makes one."""
-    num_blocks = slots // block_size
-    return Scheduler.create(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=MAX_NUM_SEQS,
-        token_budget=TOKEN_BUDGET,
-        prefix_caching=prefix_caching,
-        eos_token_ids=(),
-        model_key=(),
-        limits=ModelLimits(VOCABULARY, max_length, num_blocks, block_size),
-        recovery=recovery or RecomputeRecovery(),
-    )
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Sizes of the pools, in tokens, and how a preempted request recovers."""
+
+    slots: int = POOL_SLOTS
+    block_size: int = BLOCK_SIZE
+    host_slots: int = 0
+    recovery: RecoveryMode = RecoveryMode.RECOMPUTE
+    rates: Rates = field(
+        default_factory=Rates
+    )  # what the policy believes at first; it learns from what it sees
+
+    def scheduler(self, max_length: int = MAX_LENGTH) -> tuple[Scheduler, RecoveryPolicy]:
+        """A scheduler as the engine makes one."""
+        num_blocks = self.slots // self.block_size
+        policy = RecoveryPolicy(self.recovery, self.block_size, self.rates)
+        scheduler = Scheduler.create(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=MAX_NUM_SEQS,
+            token_budget=TOKEN_BUDGET,
+            prefix_caching=True,
+            eos_token_ids=(),
+            model_key=(),
+            limits=ModelLimits(VOCABULARY, max_length, num_blocks, self.block_size),
+            recovery=policy,
+            host_blocks=self.host_slots // self.block_size,
+        )
+        return scheduler, policy
+
+
+class Machine:
+    """Takes the time of a step; with ``noise``, each part by a log-normal factor of that sigma and mean 1."""
+
+    def __init__(self, cost: StepCost, block_size: int = BLOCK_SIZE, noise: float = 0.0, seed: int = 0) -> None:
+        self._cost = cost
+        self._block = cost.swapped_block * block_size / BLOCK_SIZE
+        self._noise = noise
+        self._rng = random.Random(seed)
+
+    def run(self, plan: StepPlan) -> StepTiming:
+        """Seconds that the plan takes."""
+        prefill = rows = context = 0
+        for chunk in plan.chunks:
+            if chunk.length == 1:
+                rows += 1
+                context += chunk.start
+            else:
+                prefill += chunk.length
+        compute = self._cost.step(prefill, rows, context) * self._factor()
+        transfers = plan.transfers
+        if not transfers:
+            return StepTiming(compute)
+        return StepTiming(compute, self._copy(len(transfers.swap_out)), self._copy(len(transfers.swap_in)))
+
+    def _copy(self, blocks: int) -> float:
+        return (self._cost.swap_call + blocks * self._block) * self._factor() if blocks else 0.0
+
+    def _factor(self) -> float:
+        if not self._noise:
+            return 1.0
+        return self._rng.lognormvariate(-(self._noise**2) / 2, self._noise)
 
 
 def make_request(job: Job) -> Request:
     """The job as the engine sees it: it ends by length, which the scheduler does not plan with."""
-    params = SamplingParams(max_tokens=job.output, ignore_eos=True)
+    if job.parents is not None:
+        params = SamplingParams(
+            max_tokens=job.output, ignore_eos=True, use_beam_search=True, n=job.width, temperature=0.0
+        )
+    else:
+        params = SamplingParams(max_tokens=job.output, ignore_eos=True, n=job.width)
     return Request(job.name, list(job.prompt), params, arrival=job.arrival + 1e-9)
 
 
-def work_of(plan: StepPlan) -> tuple[int, int, int]:
-    """Prompt tokens, decodes, and KV tokens that the decodes read."""
-    prefill = rows = context = 0
+def outcomes_of(plan: StepPlan, jobs: dict[str, Job]) -> list[int | Candidates]:
+    """What the model answers: tokens that tell siblings apart, and beams that go on as recorded."""
+    answers: list[int | Candidates] = []
     for chunk in plan.chunks:
-        if chunk.length == 1:
-            rows += 1
-            context += chunk.start
+        if not chunk.samples:
+            continue
+        request = chunk.request
+        if request.family is None:
+            answers.append(1)
+        elif jobs[request.request_id].parents is not None:
+            answers.append(_offers(request, jobs[request.request_id]))
+        elif request.num_output_tokens == 0 and request.sequence == 0:
+            width = request.params.width
+            answers.append(Candidates(tuple(range(1, width + 1)), (-1.0,) * width))
         else:
-            prefill += chunk.length
-    return prefill, rows, context
+            answers.append(1 + request.sequence)
+    return answers
+
+
+def _offers(request: Request, job: Job) -> Candidates:
+    """Offers with which the beam search chooses the recorded parents.
+
+    The sum of beam ``i`` after ``t`` tokens is made to be ``-(t * width + i)``, exact in floating point, so a
+    beam's own sum says which one it is. What must not go on is far less likely.
+    """
+    assert job.parents is not None
+    width = job.width
+    made = request.num_output_tokens
+    beam = -int(request.logprob) - made * width
+    parents = job.parents[made % len(job.parents)] if made else (0,) * width
+    tokens = []
+    logprobs = []
+    for rank, parent in enumerate(parents):
+        if parent == beam:
+            tokens.append(1 + rank)
+            logprobs.append(-float((made + 1) * width + rank) - request.logprob)
+    for rank in range(width - len(tokens)):
+        tokens.append(1 + width + rank)
+        logprobs.append(-1e9)
+    return Candidates(tuple(tokens), tuple(logprobs))
 
 
 def simulate_paged(
     jobs: Sequence[Job],
     scheduler: Scheduler,
-    cost: StepCost,
+    machine: Machine,
     meter: Meter,
     block_size: int = BLOCK_SIZE,
-    progress: Callable[[], None] = lambda: None,
+    sharing: SharingMeter | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Result:
-    """Run single-sequence ``jobs`` (in order of arrival) through ``scheduler``."""
+    """Run ``jobs`` (in order of arrival) through ``scheduler``, which is empty."""
     arrivals = deque(jobs)
     live: dict[str, Job] = {}
     now = 0.0
@@ -86,22 +165,32 @@ def simulate_paged(
             live[job.name] = job
             scheduler.add(make_request(job))
         plan = scheduler.schedule()
-        seconds = cost.step(*work_of(plan))
+        timing = machine.run(plan)
+        seconds = timing.compute + timing.swap_out + timing.swap_in
         now += seconds
         stats = scheduler.stats()
         allocated = stats.referenced_blocks * block_size
-        tokens = sum(chunk.request.computed + chunk.length for chunk in plan.chunks)
+        empty = 0  # only in last blocks, which nobody shares once their next token is planned
+        for chunk in plan.chunks:
+            empty += len(chunk.request.block_table) * block_size - chunk.start - chunk.length
         meter.step(
             seconds,
-            tokens=tokens,
+            tokens=allocated - empty,
             reserved=0,
-            internal=allocated - tokens,
+            internal=empty,
             allocated=allocated,
             batch=len(plan.chunks),
             waiting=stats.waiting + stats.preempted > 0,
         )
-        for delta in scheduler.commit(plan, [_TOKEN] * sum(chunk.samples for chunk in plan.chunks)):
+        if sharing is not None:
+            sharing.step(plan, seconds, stats.referenced_blocks)
+        for delta in scheduler.commit(plan, outcomes_of(plan, live), timing):
             if delta.finish_reason is not None:
-                meter.end(live.pop(delta.request_id), now)
-                progress()
+                job = live[delta.request_id]
+                if job.width == 1 or delta.final:
+                    del live[job.name]
+                    meter.end(job, now)
+                    if sharing is not None:
+                        sharing.forget(job)
+                    progress()
     return meter.result(now, scheduler.stats().preemptions)

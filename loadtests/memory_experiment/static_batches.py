@@ -9,7 +9,7 @@ from loadtests.memory_experiment.constants import MAX_LENGTH, POOL_SLOTS, StepCo
 from loadtests.memory_experiment.jobs import Job
 from loadtests.memory_experiment.measure import Meter, Result
 
-SYSTEM = "static batches"
+STATIC = "static batches"
 
 
 def simulate_static(
@@ -18,7 +18,7 @@ def simulate_static(
     meter: Meter,
     slots: int = POOL_SLOTS,
     max_length: int = MAX_LENGTH,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Result:
     """Run ``jobs`` (in order of arrival) in batches of as many as the memory holds at ``max_length`` each.
 

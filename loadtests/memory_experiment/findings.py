@@ -1,0 +1,79 @@
+"""What the parts of the experiment hand to the command: tables, figures with bars, plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+from loadtests.memory_experiment.constants import GPU_LIKE, POOL_SLOTS
+from loadtests.memory_experiment.contiguous import Reservation, simulate_contiguous
+from loadtests.memory_experiment.jobs import Job
+from loadtests.memory_experiment.measure import Meter, Result
+from loadtests.memory_experiment.paged import PAGED, Machine, Memory, simulate_paged
+from loadtests.memory_experiment.static_batches import STATIC, simulate_static
+from loadtests.report import Figure
+
+SYSTEMS = (STATIC, *(reservation.value for reservation in Reservation), PAGED)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a title; ``note`` explains what cannot be seen from the header."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One picture: lines, or, with ``labels``, parts of a stacked bar for each label."""
+
+    name: str  # of the file, without its ending
+    title: str
+    x_label: str
+    y_label: str
+    series: dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    labels: tuple[str, ...] = ()
+    log_x: bool = False
+    y_max: float | None = None
+
+
+@dataclass(slots=True)
+class Findings:
+    """Everything that one part found out."""
+
+    tables: list[Table] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+
+
+@contextmanager
+def progress_bar(name: str, requests: int) -> Iterator[Callable[[], object]]:
+    """A bar that each ended request moves; silent where nobody watches."""
+    with tqdm(total=requests, desc=name, unit="request", unit_scale=True, disable=None) as bar:
+        yield bar.update
+
+
+def simulate(
+    system: str,
+    jobs: Sequence[Job],
+    progress: Callable[[], object],
+    *,
+    saturated: bool = True,
+    memory: Memory | None = None,
+) -> Result:
+    """Run one of ``SYSTEMS`` on the GPU-like machine; a tenth of the requests warms it up."""
+    memory = memory or Memory()
+    meter = Meter(system, len(jobs) // 10, saturated, POOL_SLOTS)
+    if system == STATIC:
+        return simulate_static(jobs, GPU_LIKE, meter, progress=progress)
+    if system == PAGED:
+        scheduler, _ = memory.scheduler()
+        machine = Machine(GPU_LIKE, memory.block_size)
+        return simulate_paged(jobs, scheduler, machine, meter, memory.block_size, progress=progress)
+    return simulate_contiguous(jobs, Reservation(system), GPU_LIKE, meter, progress=progress)

@@ -1,0 +1,86 @@
+"""How long requests take as more of them come: normalised latency against request rate."""
+
+from __future__ import annotations
+
+from loadtests.memory_experiment.constants import (
+    CURVE_JOBS,
+    LATENCY_LIMIT,
+    PUBLISHED_RATE_GAIN,
+    SEED,
+    SHAREGPT,
+    WORKLOADS,
+    Lengths,
+)
+from loadtests.memory_experiment.contiguous import Reservation
+from loadtests.memory_experiment.findings import SYSTEMS, Findings, Plot, Table, progress_bar, simulate
+from loadtests.memory_experiment.jobs import make_jobs
+from loadtests.memory_experiment.paged import PAGED
+from loadtests.report import Figure
+
+
+def run_latency() -> Findings:
+    """All systems at each rate; the same requests for all systems."""
+    findings = Findings()
+    total = sum(len(SYSTEMS) * len(lengths.rates) * CURVE_JOBS[lengths.name] for lengths in WORKLOADS)
+    with progress_bar("latency", total) as progress:
+        for lengths in WORKLOADS:
+            curves: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+            for rate in lengths.rates:
+                jobs = make_jobs(lengths, rate, CURVE_JOBS[lengths.name], SEED)
+                for system in SYSTEMS:
+                    result = simulate(system, jobs, progress, saturated=False)
+                    curves[system].append(result.latency)
+            _describe(findings, lengths, curves)
+    return findings
+
+
+def sustained(rates: tuple[float, ...], latencies: list[float], limit: float) -> float:
+    """Highest rate with a latency up to ``limit``, linear between the measured ones; 0 if there is none."""
+    if latencies[0] > limit:
+        return 0.0
+    for i in range(1, len(rates)):
+        if latencies[i] > limit:
+            part = (limit - latencies[i - 1]) / (latencies[i] - latencies[i - 1])
+            return rates[i - 1] + part * (rates[i] - rates[i - 1])
+    return rates[-1]
+
+
+def _describe(findings: Findings, lengths: Lengths, curves: dict[str, list[float]]) -> None:
+    name, rates = lengths.name, lengths.rates
+    limit = LATENCY_LIMIT
+    reached = {system: sustained(rates, curve, limit) for system, curve in curves.items()}
+    findings.tables.append(
+        Table(
+            f"Normalised latency of {name}, seconds per output token, by requests per second",
+            ("system", *(f"{rate:g}" for rate in rates), f"rate at {limit:g} s"),
+            tuple(
+                (system, *(f"{latency:.3f}" for latency in curve), f"{reached[system]:.2f}")
+                for system, curve in curves.items()
+            ),
+        )
+    )
+    findings.plots.append(
+        Plot(
+            f"latency-{name.replace('/', '-')}",
+            f"Normalised latency, lengths {name}",
+            "requests per second",
+            "seconds per output token",
+            {system: (rates, tuple(curve)) for system, curve in curves.items()},
+            y_max=5 * limit,
+        )
+    )
+    for system in SYSTEMS:
+        findings.figures.append(
+            Figure(f"{name}: rate at {limit:g} s per token, {system}", reached[system], " req/s")
+        )
+    for reservation in (Reservation.ORACLE, Reservation.MAX):
+        if not reached[reservation.value]:
+            continue
+        gain = reached[PAGED] / reached[reservation.value]
+        note = ""
+        if lengths is SHAREGPT:
+            low, high = PUBLISHED_RATE_GAIN[reservation.value]
+            note = f" (published: {low:g} to {high:g})"
+        findings.figures.append(
+            Figure(f"{name}: rate over {reservation.value} at that latency{note}", gain, "x")
+        )
