@@ -1,10 +1,17 @@
-"""How fast this machine prefills, and the token budget that follows."""
+"""How fast this machine prefills and swaps, and the token budget that follows."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.kv_cache import KVCache
+from engine.step_plan import Transfers
 
 STEP_SECONDS = 0.1
 """Aim for the longest step on a CPU: it bounds how long an abort or another request's first token waits."""
@@ -20,6 +27,10 @@ DECODE_SHARE = 0.75
 _TRIAL_TOKENS = (16, 64, 256)
 _REPEAT_BELOW = 0.1  # seconds
 _LONGEST_TRIAL = 0.4  # seconds expected; a longer trial is not begun
+_REPEATS = 3
+
+_SWAP_BYTES = 32 << 20  # of a trial: more than a processor's caches hold
+_SWAP_SECONDS = 0.15  # after which no trial is begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,49 @@ def calibrate(
     return Calibration(rate, budget_for(rate))
 
 
+def steady_prefill_rate(
+    prefill: Callable[[int], None], tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Tokens per second of ``prefill(tokens)``, which must wait for the end; for devices that want full steps.
+
+    The first call does not count: it may compile kernels.
+    """
+    prefill(tokens)
+    return tokens / min(_timed(prefill, tokens, clock) for _ in range(_REPEATS))
+
+
+def swap_rates(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    """Blocks per second that ``cache`` copies to the host and back, the best of a few trials; at most 0.2 s.
+
+    To be called before any block is in use: it zeroes the first ones.
+
+    Raises:
+        ValueError: the cache has no host blocks.
+    """
+    block_bytes = cache.pool[0].numel() * cache.pool.element_size()
+    blocks = min(cache.num_blocks, cache.host_blocks, max(_SWAP_BYTES // block_bytes, 1))
+    if not blocks:
+        raise ValueError("a cache without host blocks cannot swap")
+    cache.pool[:blocks].zero_()  # so that the pages exist
+    pairs = [(block, block) for block in range(blocks)]
+
+    def swap(transfers: Transfers) -> None:
+        cache.transfer(transfers)
+        if cache.pool.device.type == "cuda":
+            torch.cuda.synchronize(cache.pool.device)
+
+    out, back = Transfers(swap_out=pairs), Transfers(swap_in=pairs)
+    swap(out)  # the first one makes the host's pages
+    least_out = least_back = math.inf
+    start = clock()
+    for _ in range(_REPEATS):
+        least_out = min(least_out, _timed(swap, out, clock))
+        least_back = min(least_back, _timed(swap, back, clock))
+        if clock() - start > _SWAP_SECONDS:
+            break
+    return blocks / least_out, blocks / least_back
+
+
 def processor_clock(num_threads: int) -> Callable[[], float]:
     """Seconds that ``num_threads`` busy threads would have taken on idle cores.
 
@@ -66,7 +120,7 @@ def budget_for(rate: float) -> int:
     return max(MIN_BUDGET, min(MAX_BUDGET, int(rate * STEP_SECONDS + 8) // 16 * 16))
 
 
-def _timed(prefill: Callable[[int], None], tokens: int, clock: Callable[[], float]) -> float:
+def _timed(call: Callable[[Any], None], argument: Any, clock: Callable[[], float]) -> float:
     start = clock()
-    prefill(tokens)
+    call(argument)
     return max(clock() - start, 1e-6)

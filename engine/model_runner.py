@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -18,9 +19,11 @@ from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
 from engine.models.loader import load_model, model_revision
 from engine.plan import kv_bytes_per_token
+from engine.random import sequence_seed
 from engine.request import ModelLimits, Request
 from engine.sampler import Sampler, SampleRow
 from engine.sizes import format_bytes
+from engine.step_plan import Candidates, Transfers
 from kernels import AttentionMetadata, get_kernels
 
 _log = logging.getLogger("quire.engine")
@@ -56,8 +59,18 @@ class ModelRunner:
         self.bytes_per_token = kv_bytes_per_token(self.model, self.dtype)
         reserve = self._step_bytes(config.token_budget or 2048, config.max_num_seqs)
         available = available_memory(self.device, config.memory_fraction, reserve)
-        self.memory = plan_pool(config, self.device.type, self.bytes_per_token, self.max_model_len, available)
-        self.kv_cache = KVCache(self.model, self.memory.num_blocks, config.block_size, self.dtype, self.device)
+        ram = available_memory(torch.device("cpu"), config.memory_fraction)
+        self.memory = plan_pool(
+            config, self.device.type, self.bytes_per_token, self.max_model_len, available, ram
+        )
+        self.kv_cache = KVCache(
+            self.model,
+            self.memory.num_blocks,
+            config.block_size,
+            self.dtype,
+            self.device,
+            self.memory.host_blocks,
+        )
         self.sampler = Sampler()
         self.eos_token_ids = self.model.eos_token_ids
         self.on_logits: LogitsHook | None = None
@@ -82,6 +95,14 @@ class ModelRunner:
             self.memory.tokens / self.max_model_len,
             self.max_model_len,
         )
+        if self.memory.host_blocks:
+            _log.info(
+                "swap space: %s of RAM, %d tokens in %d blocks; recovery of preempted requests: %s",
+                format_bytes(self.memory.host_bytes),
+                self.memory.host_blocks * config.block_size,
+                self.memory.host_blocks,
+                config.recovery,
+            )
 
     def limits(self) -> ModelLimits:
         """What requests must keep to here."""
@@ -90,9 +111,10 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Compute ``chunks`` and choose a token for each that samples, in their order.
+    def run(self, chunks: Sequence[Chunk]) -> list[int | Candidates]:
+        """Compute ``chunks`` and choose for each that samples, in their order.
 
+        The outcome is a token, or for a request for several sequences the candidates that its next step needs.
         Running the same chunks again writes the same keys and values and chooses the same tokens, so a step
         that failed half-way may be repeated in parts.
         """
@@ -104,6 +126,21 @@ class ModelRunner:
         if self.on_logits is not None:
             self.on_logits(sampling, logits)
         return self.sampler.sample(logits, [self._sample_row(request) for request in sampling])
+
+    @torch.inference_mode()
+    def transfer(self, transfers: Transfers) -> tuple[float, float]:
+        """Copy the blocks that a step begins with; return the seconds of swap-out and swap-in.
+
+        See :meth:`KVCache.transfer`. Unlike :meth:`run` it must not be repeated: sources may be overwritten.
+        """
+        return self.kv_cache.transfer(transfers)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: int) -> None:
+        """Compute a prompt of ``tokens`` tokens in the first blocks, to the end; for calibration."""
+        self.forward_alone([0] * tokens, self.kv_cache)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -133,7 +170,16 @@ class ModelRunner:
         forbidden: tuple[int, ...] = ()
         if request.num_generated < params.min_tokens:
             forbidden = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        return SampleRow(params, request.seed, len(request.token_ids), forbidden)
+        row = SampleRow(params, request.seed, len(request.token_ids), forbidden)
+        family = request.family
+        if family is None:
+            return row
+        if family.search is not None:
+            return dataclasses.replace(row, best=family.search.candidates)
+        if not family.spread:
+            seeds = tuple(sequence_seed(request.seed, sequence) for sequence in range(1, params.width))
+            return dataclasses.replace(row, extra_seeds=seeds, logprobs=params.ranked)
+        return dataclasses.replace(row, logprobs=params.ranked)
 
     def _step_bytes(self, tokens: int, rows: int) -> int:
         """Bytes of one step's activations and logits, rounded up generously."""

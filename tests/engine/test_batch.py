@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import build_batch
-from engine.kv_cache import KVCache
-from engine.models.config import ModelConfig
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -60,24 +58,7 @@ def test_nothing_samples() -> None:
     assert batch.sample_rows.dtype == torch.int64
 
 
-def test_copied_blocks_carry_every_layer() -> None:
-    model = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=8,
-        hidden_size=8,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        intermediate_size=8,
-        max_position_embeddings=16,
-    )
-    cache = KVCache(model, num_blocks=5, block_size=3, dtype=torch.float32, device=CPU)
-    assert cache.pool.shape == (5, 2, 2, 3, 1, 4)
-    assert cache.pool.is_contiguous()
-    assert cache.pool.data_ptr() % 64 == 0
-    assert not cache.pool.any()
-    cache.pool.copy_(torch.arange(5.0).view(5, 1, 1, 1, 1, 1).expand_as(cache.pool))
-    cache.copy_blocks([(0, 3), (4, 1)])
-    assert [block.unique().tolist() for block in cache.pool] == [[0.0], [4.0], [2.0], [0.0], [4.0]]
-    cache.copy_blocks([])
+def test_absent_blocks_of_a_table_become_valid_ones() -> None:
+    batch = build_batch([chunk(list(range(9)), [-1, -1, 5], 8, 1, True)], 4, CPU)
+    assert batch.metadata.block_tables.tolist() == [[0, 0, 5]]
+    assert batch.metadata.slot_mapping.tolist() == [20]
