@@ -201,56 +201,36 @@ def test_colliding_siblings_are_removed_one_by_one(count: int) -> None:
         tables.check()
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("unkeyed", "known and keyed differ"),
-        ("keyed", "known and keyed differ"),
-        ("forgotten", "does not know"),
-        ("tokens", "wrong tokens or a wrong key"),
-        ("short", "wrong tokens or a wrong key"),
-        ("depth", "wrong parent or depth"),
-        ("parent", "wrong parent or depth"),
-        ("twin", "equal tokens"),
-        ("shared", "does not know"),
-        ("dead", "does not know"),
-        ("empty", "dead, misnamed or empty"),
-        ("count", "nodes are counted"),
-    ],
-)
-def test_check_finds_planted_faults(fault: str, message: str) -> None:
-    tables = Tables()
-    table, leaf = tables.compute([1, 2, 3, 4, 5])
-    index = tables.index
-    assert leaf is not None
-    assert leaf.parent is not None
-    match fault:
-        case "unkeyed":
-            tables.pool.unkey(table[0])
-        case "keyed":
-            tables.pool.key(table[2])
-        case "forgotten":
-            index._nodes[table[1]] = None
-        case "tokens":
-            leaf.tokens = (3, 5)
-        case "short":
-            leaf.tokens = (3,)
-        case "depth":
-            leaf.depth = 1
-        case "parent":
-            leaf.parent = leaf
-        case "twin":
-            leaf.sibling = PrefixNode(leaf.parent, leaf.key, leaf.tokens, table[2])
-        case "shared":
-            leaf.block = table[0]
-        case "dead":
-            leaf.block = -2
-        case "empty":
-            leaf.parent.parent.children.clear()  # type: ignore[union-attr]
-        case "count":
-            index._num_nodes += 1
-    with pytest.raises(InvariantError, match=message):
-        index.check()
+def test_reset_forgets_everything_and_leaves_held_blocks_alone(tables: Tables) -> None:
+    idle, idle_node = tables.compute([1, 2, 3, 4])
+    held, node = tables.compute([1, 2, 5, 6], "other root")
+    tables.release(idle)
+    assert (tables.pool.num_cached, tables.pool.num_free) == (2, 4)
+    assert tables.index.reset() == 2
+    tables.check()
+    assert (len(tables.index), tables.index.num_roots) == (0, 0)
+    assert (tables.pool.num_referenced, tables.pool.num_cached, tables.pool.num_free) == (2, 0, 6)
+    assert tables.hit([1, 2, 3, 4]) == tables.hit([1, 2, 5, 6], "other root") == []
+    assert idle_node is not None
+    assert node is not None
+    assert not idle_node.alive
+    assert tables.index.match(ROOT, [1, 2, 3, 4], 4, idle_node) is None
+    assert tables.index.reset() == 0
+    # The live table goes on, and all of it can be found again.
+    held.extend(tables.pool.allocate(1) or [])
+    tables.index.extend("other root", node, [1, 2, 5, 6, 7, 8], held, 3)
+    tables.check()
+    assert tables.hit([1, 2, 5, 6, 7, 8], "other root") == held
+    tables.release(held)
+    assert tables.pool.num_cached == 3
+
+
+def test_without_a_window_everything_is_visible_and_nothing_hollow(tables: Tables) -> None:
+    assert tables.index.visible_from(10**9) == 0
+    table, _ = tables.compute([1, 2, 3, 4, 5, 6])
+    tables.release(table)
+    tables.held.append(tables.pool.allocate(8) or [])
+    assert (len(tables.index), tables.index.num_hollow) == (0, 0)
 
 
 def test_a_block_cannot_have_two_nodes() -> None:
