@@ -13,7 +13,9 @@ from model_checkpoints import VOCAB
 from engine import LLM, RequestResult, SamplingParams
 from engine.errors import QuireError
 from engine.random import sequence_seed
+from engine.recovery import Recovery
 from engine.request import FinishReason
+from kernels.interface import AttentionMetadata
 
 PROMPT = [5, 17, 60, 3, 42, 8, 8, 71, 30, 2, 19]
 TEXTS = ("The capital of France is", "Once upon a time, in a small village")
@@ -59,7 +61,7 @@ def left_nothing(llm: LLM) -> bool:
 
 
 def test_sequences_are_the_draws_of_their_own_seeds_over_one_prompt(tiny: LLM) -> None:
-    params = {"max_tokens": 9, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
     rows = count_rows(tiny)
     (result,) = tiny.generate([PROMPT], SamplingParams(n=4, seed=11, **params))
     assert sum(rows) == len(PROMPT) + 4 * 8  # the last token of each is never computed
@@ -97,7 +99,12 @@ def mean_logprob(model: Any, tokens: list[int]) -> float:
 
 
 def test_best_of_returns_those_with_the_highest_mean_log_probability(tiny: LLM) -> None:
-    drawn = {"seed": 5, "temperature": 0.7, "max_tokens": 7, "stop_token_ids": tuple(range(2, VOCAB, 12))}
+    drawn: dict[str, Any] = {
+        "seed": 5,
+        "temperature": 0.7,
+        "max_tokens": 7,
+        "stop_token_ids": tuple(range(2, VOCAB, 12)),
+    }
     (everything,) = tiny.generate([PROMPT], SamplingParams(n=6, **drawn))
     model = load(tiny.folder)
     ranked = sorted(sequences(everything), key=lambda tokens: -mean_logprob(model, tokens))
@@ -218,25 +225,28 @@ def test_a_pool_that_is_too_small_for_all_changes_nothing(tiny_models: dict[str,
     ]
     roomy = tiny_llm(tiny_models["Llama"])
     expected = [roomy.generate([PROMPT], params)[0].sequences for params in kinds]
-    tight = tiny_llm(tiny_models["Llama"], num_blocks=32, recovery=recovery)
+    tight = tiny_llm(tiny_models["Llama"], num_blocks=32, recovery=recovery, swap_space=1 << 17)
     results = tight.generate([PROMPT] * 3, kinds)
-    assert tight.engine.stats().scheduler.preemptions > 0
+    stats = tight.engine.stats().scheduler
+    assert stats.recovery.finished[Recovery(recovery)] > 0
+    assert stats.host_blocks_used == 0
+    assert stats.copied_blocks > 0
     assert [result.sequences for result in results] == expected
     assert left_nothing(tight)
 
 
 @pytest.mark.parametrize("changes", [{"n": 3}, {"n": 1, "best_of": 3}, {"n": 3, "use_beam_search": True}])
 def test_a_failure_raises_and_leaves_nothing_behind(tiny: LLM, changes: dict[str, Any]) -> None:
-    forward, calls = tiny.engine.runner.decoder.forward, 0
+    forward = tiny.engine.runner.decoder.forward
 
-    def fail(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 3:
+    def fail(
+        token_ids: torch.Tensor, pool: torch.Tensor, metadata: AttentionMetadata, *rest: Any
+    ) -> torch.Tensor:
+        if metadata.max_context_len > len(PROMPT) + 2:
             raise ValueError("poisoned")
-        return forward(*arguments)
+        return forward(token_ids, pool, metadata, *rest)
 
-    tiny.engine.runner.decoder.forward = fail  # type: ignore[method-assign]
+    tiny.engine.runner.decoder.forward = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(QuireError, match="poisoned"):
         tiny.generate([PROMPT], SamplingParams(seed=1, max_tokens=9, ignore_eos=True, **changes))
     assert left_nothing(tiny)
