@@ -6,11 +6,20 @@ from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 from kv_simulation import constant_hash
 
-from engine.block_pool import BlockPool, InvariantError
-from engine.prefix_index import PrefixIndex, PrefixNode
+from engine.block_pool import NO_BLOCK, BlockPool, InvariantError
+from engine.prefix_index import HOLLOW_PER_BLOCK, PrefixIndex, PrefixNode
 
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -28,33 +37,58 @@ class Sequence:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Sequences start with a hit, grow, become findable, fork and end, in any order."""
+    """Sequences start with a hit, grow, become findable, fork and end, in any order.
+
+    With a window they also give up blocks that they cannot see any more.
+    """
 
     sequences = Bundle("sequences")
     hash_tokens: Callable[[tuple[int, ...]], int] = staticmethod(hash)
+    windowed = False
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 3))
-    def start(self, num_blocks: int, block_size: int) -> None:
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 3), window=st.integers(1, 9))
+    def start(self, num_blocks: int, block_size: int, window: int) -> None:
         self.size = block_size
         self.pool = BlockPool(num_blocks, block_size)
-        self.index = PrefixIndex(self.pool, type(self).hash_tokens)
+        self.window = window if self.windowed else None
+        self.index = PrefixIndex(self.pool, type(self).hash_tokens, self.window)
         self.live: list[Sequence] = []
+        self.handed_out = [0] * num_blocks
         self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}  # block -> root and text up to its end
 
     def text(self, sequence: Sequence, depth: int) -> tuple[str, tuple[int, ...]]:
         return sequence.root, tuple(sequence.tokens[: (depth + 1) * self.size])
+
+    def needed(self, depth: int) -> range:
+        """Places of the blocks that the token after ``depth`` blocks can see."""
+        first = 0 if self.window is None else max(0, depth * self.size - self.window + 1)
+        return range(first // self.size, depth)
+
+    def longest_hit(self, sequence: Sequence, tokens: int) -> int:
+        """What a hit must be, from nothing but which texts are findable: its length in blocks."""
+        findable = {self.contents[block] for block in range(self.pool.num_blocks) if self.pool.is_keyed(block)}
+        for depth in range(tokens // self.size, 0, -1):
+            root, text = self.text(sequence, depth - 1)
+            on_the_way = any(other == root and longer[: len(text)] == text for other, longer in findable)
+            if on_the_way and all(self.text(sequence, place) in findable for place in self.needed(depth)):
+                return depth
+        return 0
 
     @rule(target=sequences, root=st.sampled_from(["a", "b"]), tokens=TEXT)
     def begin(self, root: str, tokens: list[int]) -> Sequence:
         sequence = Sequence(root, tokens)
         sequence.node = self.index.match(root, tokens, len(tokens) - 1)
         sequence.table = self.index.blocks(sequence.node)
+        assert len(sequence.table) == self.longest_hit(sequence, len(tokens) - 1)
         self.pool.share(sequence.table)
         sequence.findable = len(sequence.table)
         sequence.computed = sequence.findable * self.size
         assert sequence.computed < len(tokens)
+        needed = self.needed(len(sequence.table))
         for depth, block in enumerate(sequence.table):
-            assert self.contents[block] == self.text(sequence, depth), "a hit on another text"
+            assert (block != NO_BLOCK) == (depth in needed)
+            if block != NO_BLOCK:
+                assert self.contents[block] == self.text(sequence, depth), "a hit on another text"
         self.live.append(sequence)
         return sequence
 
@@ -70,6 +104,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert before == (self.pool.num_referenced, self.pool.num_cached, self.pool.num_free)
                 return
             assert blocks == sorted(set(blocks))
+            for block in blocks:
+                self.handed_out[block] += 1
             sequence.table.extend(blocks)
         for depth in range(sequence.computed // self.size, self.pool.blocks_for(goal)):
             self.contents[sequence.table[depth]] = self.text(sequence, depth)
@@ -78,15 +114,48 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(sequence=sequences)
     def make_findable(self, sequence: Sequence) -> None:
         full = sequence.computed // self.size
-        if full > sequence.findable:
-            sequence.node = self.index.extend(
-                sequence.root, sequence.node, sequence.tokens, sequence.table, full
-            )
-            sequence.findable = full
-            found = self.index.match(sequence.root, sequence.tokens, full * self.size)
-            assert found is sequence.node
-            assert found is not None
-            assert found.depth == full
+        if full <= sequence.findable:
+            return
+        node = self.index.extend(sequence.root, sequence.node, sequence.tokens, sequence.table, full)
+        sequence.node, sequence.findable = node, full
+        found = self.index.match(sequence.root, sequence.tokens, full * self.size)
+        assert (0 if found is None else found.depth) == self.longest_hit(sequence, full * self.size)
+        if NO_BLOCK in sequence.table:
+            assert node is None or node.depth <= full
+        else:
+            assert node is not None
+            assert node.depth == full
+        if self.window is None:
+            assert found is node
+
+    @precondition(lambda self: self.windowed)
+    @rule(sequence=sequences)
+    def slide(self, sequence: Sequence) -> None:
+        """Give up what no later token of the sequence can see."""
+        first = min(self.index.visible_from(sequence.computed), len(sequence.table))
+        gone = sequence.table[:first]
+        sequence.table[:first] = [NO_BLOCK] * first
+        self.pool.release(gone)
+
+    @rule(sequence=sequences, tokens=st.integers(0, 14))
+    def look(self, sequence: Sequence, tokens: int) -> None:
+        """A query with a hint finds at least what it would have found without, and never another text."""
+        before = (self.pool.num_cached, self.pool.num_free, len(self.index), self.index.num_hollow)
+        limit = min(tokens, len(sequence.tokens))
+        hint = self.index.match(sequence.root, sequence.tokens, limit // 2)
+        found = self.index.match(sequence.root, sequence.tokens, limit, hint)
+        assert (0 if found is None else found.depth) == self.longest_hit(sequence, limit)
+        assert before == (self.pool.num_cached, self.pool.num_free, len(self.index), self.index.num_hollow)
+
+    @rule()
+    def reset(self) -> None:
+        cached, free = self.pool.num_cached, self.pool.num_free
+        assert self.index.reset() == cached
+        assert (self.pool.num_cached, self.pool.num_free) == (0, cached + free)
+        assert (len(self.index), self.index.num_hollow, self.index.num_roots) == (0, 0, 0)
+        for sequence in self.live:
+            assert sequence.node is None or not sequence.node.alive
+            assert self.index.match(sequence.root, sequence.tokens, len(sequence.tokens), sequence.node) is None
 
     @rule(target=sequences, sequence=sequences)
     def share_full_blocks(self, sequence: Sequence) -> Sequence:
@@ -129,13 +198,31 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pool.check([sequence.table for sequence in self.live])
         self.index.check()
         assert self.index.num_roots <= len(self.index) <= self.pool.num_blocks
+        assert self.index.num_hollow <= HOLLOW_PER_BLOCK * self.pool.num_blocks * self.windowed
+        assert [self.pool.generation(block) for block in range(self.pool.num_blocks)] == self.handed_out
         for sequence in self.live:
+            seen = self.needed(sequence.computed // self.size)
             for depth in range(sequence.computed // self.size):
-                assert self.contents[sequence.table[depth]] == self.text(sequence, depth), "overwritten"
+                block = sequence.table[depth]
+                assert block != NO_BLOCK or depth not in seen, "a block in sight is gone"
+                if block != NO_BLOCK:
+                    assert self.contents[block] == self.text(sequence, depth), "overwritten"
 
 
 class CollidingMachine(MemoryMachine):
     """The same with a hash that tells nothing apart."""
+
+    hash_tokens = staticmethod(constant_hash)
+
+
+class WindowMachine(MemoryMachine):
+    """The same for a model whose layers all have sliding windows."""
+
+    windowed = True
+
+
+class CollidingWindowMachine(WindowMachine):
+    """Both."""
 
     hash_tokens = staticmethod(constant_hash)
 
@@ -146,3 +233,7 @@ TestMemory = MemoryMachine.TestCase
 TestMemory.settings = SETTINGS
 TestColliding = CollidingMachine.TestCase
 TestColliding.settings = SETTINGS
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = SETTINGS
+TestCollidingWindow = CollidingWindowMachine.TestCase
+TestCollidingWindow.settings = SETTINGS
