@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,20 +43,27 @@ class SwapStream:
         return clock.seconds(start, end, blocks)
 
 
+class Moment(Protocol):
+    """What a clock needs of a CUDA event."""
+
+    def query(self) -> bool: ...
+    def elapsed_time(self, end: Any, /) -> float: ...  # milliseconds
+
+
 class CopyClock:
     """What a block's copy takes, from events that the device has passed: asking never waits."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._pending: deque[tuple[Moment, Moment, int]] = deque()
         self._seconds_per_block = 0.0
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event, blocks: int) -> float:
+    def seconds(self, start: Moment, end: Moment, blocks: int) -> float:
         """Seconds for ``blocks`` blocks at the pace of the last copy that is done; 0 before there is one.
 
         This copy, between ``start`` and ``end``, counts once it is done.
         """
         self._pending.append((start, end, blocks))
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+        while self._pending and self._pending[0][1].query():
             begun, ended, copied = self._pending.popleft()
             self._seconds_per_block = begun.elapsed_time(ended) / 1000.0 / copied  # from milliseconds
         return self._seconds_per_block * blocks

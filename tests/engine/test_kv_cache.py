@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from engine.calibration import steady_prefill_rate, swap_rates
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig
 from engine.step_plan import Transfers
+from engine.swap_stream import CopyClock
 
 CPU = torch.device("cpu")
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=8,
@@ -27,9 +31,9 @@ MODEL = ModelConfig(
 )
 
 
-def numbered(blocks: int, host_blocks: int = 0, dtype: torch.dtype = torch.float32) -> KVCache:
+def numbered(blocks: int, host_blocks: int = 0, device: str = "cpu") -> KVCache:
     """A cache whose device block ``i`` is full of ``i + 1``, and host block ``i`` of ``-i - 1``."""
-    cache = KVCache(MODEL, blocks, 3, dtype, CPU, host_blocks)
+    cache = KVCache(MODEL, blocks, 3, torch.float32, torch.device(device), host_blocks)
     for block in range(blocks):
         cache.pool[block] = block + 1
     for block in range(host_blocks):
@@ -38,7 +42,9 @@ def numbered(blocks: int, host_blocks: int = 0, dtype: torch.dtype = torch.float
 
 
 def contents(tensor: torch.Tensor) -> list[int]:
-    """The number that each block is full of."""
+    """The number that each block is full of, once all copies are done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     numbers = []
     for block in tensor:
         assert (block == block.flatten()[0]).all()
@@ -107,12 +113,13 @@ def test_every_source_is_read_before_a_destination_is_written(pairs: list[tuple[
     assert contents(cache.pool) == expected
 
 
+@pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("seed", range(20))
-def test_any_transfers_move_what_they_name(seed: int) -> None:
+def test_any_transfers_move_what_they_name(seed: int, device_type: str) -> None:
     """Against plain lists, with runs of all lengths in any order."""
     chance = random.Random(seed)
     blocks, host_blocks = 24, 16
-    cache = numbered(blocks, host_blocks)
+    cache = numbered(blocks, host_blocks, device_type)
     device, host = contents(cache.pool), contents(cache.host)
     for _ in range(5):
         moves = []
@@ -133,8 +140,32 @@ def test_any_transfers_move_what_they_name(seed: int) -> None:
             read = [source[block] for block, _ in pairs_moved]
             for (_, block), value in zip(pairs_moved, read, strict=True):
                 destination[block] = value
-        assert contents(cache.pool) == device
-        assert contents(cache.host) == host
+    assert contents(cache.pool) == device
+    assert contents(cache.host) == host
+
+
+@dataclass
+class Event:
+    """A moment on a device that has come to ``Event.now``."""
+
+    at: float  # milliseconds
+    now: ClassVar[float] = 0.0
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_a_copy_is_timed_by_those_that_are_done() -> None:
+    clock = CopyClock()
+    assert clock.seconds(Event(10.0), Event(30.0), 4) == 0.0  # nothing is known yet
+    assert clock.seconds(Event(30.0), Event(40.0), 5) == 0.0
+    Event.now = 35.0
+    assert clock.seconds(Event(40.0), Event(70.0), 10) == pytest.approx(10 * 0.005)
+    Event.now = 100.0
+    assert clock.seconds(Event(80.0), Event(90.0), 3) == pytest.approx(3 * 10.0 / 1000 / 3)
 
 
 @pytest.mark.parametrize(
