@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.block_pool import InvariantError
@@ -60,25 +61,34 @@ class KVCache:
         copies took for as many blocks (0 before there are any).
 
         Raises:
-            InvariantError: a transfer names an absent block; nothing is copied.
+            InvariantError: a transfer names a block that does not exist; nothing is copied.
         """
-        for pairs in (transfers.swap_out, transfers.copies, transfers.swap_in):
-            if any(source < 0 or destination < 0 for source, destination in pairs):
-                raise InvariantError(f"absent blocks cannot be copied: {pairs}")
+        self._check(transfers.swap_out, self.num_blocks, self.host_blocks)
+        self._check(transfers.copies, self.num_blocks, self.num_blocks)
+        self._check(transfers.swap_in, self.host_blocks, self.num_blocks)
         out = self._swap(transfers.swap_out, self.pool, self.host)
-        self.copy_blocks(transfers.copies)
+        self._copy(transfers.copies)
         return out, self._swap(transfers.swap_in, self.host, self.pool)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, ``(source, destination)`` each; all sources are read before a destination is written."""
+    def _check(self, pairs: Sequence[tuple[int, int]], sources: int, destinations: int) -> None:
+        for source, destination in pairs:
+            if not (0 <= source < sources and 0 <= destination < destinations):
+                raise InvariantError(
+                    f"a transfer from block {source} of {sources} to block {destination} of {destinations}"
+                )
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
-        sources, destinations = zip(*pairs, strict=True)
-        if self.pool.device.type == "cpu" and set(sources).isdisjoint(destinations):
-            _copy_runs(pairs, self.pool, self.pool)
-        else:
+        sources, destinations = map(list, zip(*pairs, strict=True))
+        if self.pool.device.type != "cpu":
             source, destination = torch.tensor(pairs, device=self.pool.device).unbind(1)
             self.pool.index_copy_(0, destination, self.pool.index_select(0, source))
+        elif set(sources).isdisjoint(destinations):
+            _copy_runs(pairs, self.pool, self.pool)
+        else:
+            rows = _rows(self.pool)
+            rows[destinations] = rows[sources]
 
     def _swap(self, pairs: Sequence[tuple[int, int]], source: Tensor, destination: Tensor) -> float:
         if not pairs:
@@ -93,15 +103,32 @@ class KVCache:
 
 def _copy_runs(pairs: Sequence[tuple[int, int]], source: Tensor, destination: Tensor) -> None:
     """Copy blocks, with one copy for each run of pairs ``(i, j), (i + 1, j + 1), ...``."""
+    if source.device.type == destination.device.type == "cpu":
+        # Plain memcpy: torch would copy with all threads, and wait for those whose core is busy.
+        from_rows, to_rows = _rows(source), _rows(destination)
+        for begin, to, length in _runs(pairs):
+            to_rows[to : to + length] = from_rows[begin : begin + length]
+    else:
+        for begin, to, length in _runs(pairs):
+            destination.narrow(0, to, length).copy_(source.narrow(0, begin, length), non_blocking=True)
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """First source, first destination and length of each run of adjacent pairs."""
     ordered = sorted(pairs)
     begin = 0
     for end in range(1, len(ordered) + 1):
-        first, last = ordered[begin], ordered[end - 1]
-        if end < len(ordered) and ordered[end] == (last[0] + 1, last[1] + 1):
-            continue
-        length = end - begin
-        destination.narrow(0, first[1], length).copy_(source.narrow(0, first[0], length), non_blocking=True)
-        begin = end
+        source, destination = ordered[end - 1]
+        if end == len(ordered) or ordered[end] != (source + 1, destination + 1):
+            yield *ordered[begin], end - begin
+            begin = end
+
+
+def _rows(blocks: Tensor) -> NDArray[np.uint8]:
+    """The same memory as bytes, one row for each block."""
+    count = blocks.shape[0]
+    flat: NDArray[np.uint8] = blocks.flatten().view(torch.uint8).numpy()
+    return flat.reshape(count, flat.size // max(count, 1))
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

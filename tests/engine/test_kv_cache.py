@@ -181,8 +181,10 @@ def test_a_copy_is_timed_by_those_that_are_done() -> None:
 )
 def test_a_block_that_does_not_exist_is_an_error(transfers: Transfers) -> None:
     cache = numbered(4, 2)
-    with pytest.raises((RuntimeError, IndexError, InvariantError)):
+    with pytest.raises(InvariantError, match="a transfer from block"):
         cache.transfer(transfers)
+    assert contents(cache.pool) == [1, 2, 3, 4]
+    assert contents(cache.host) == [-1, -2]
 
 
 def test_swap_rates_are_blocks_a_second_by_the_clock() -> None:
