@@ -1,6 +1,6 @@
 """Both ends of the channels in one process: the transport behaves as Serve's does, replicas can be broken.
 
-The engine behind it makes token ``(sum of the original prompt + position in the output + 100 * sequence) % 1000``
+The engine behind it makes token ``(sum of the prompt + position in the output + 100 * sequence) % 1000``
 for each sequence and ``step``, so every test knows what must arrive. Of several sequences each is one token
 shorter than the one before it; ranked ones come whole, once the first has all its tokens.
 """

@@ -87,6 +87,26 @@ def test_engine_gets_every_option_of_its_own() -> None:
     assert engine.num_threads == 2
 
 
+def test_engine_gets_the_options_of_recovery_and_order() -> None:
+    args = {"swap_space": "64MiB", "recovery": "swap", "priority_ageing": "2.5", "check_at_idle": "true"}
+    engine = config.load(args, {}).engine_config("folder", 2)
+    assert (engine.swap_space, engine.recovery) == (64 * 2**20, "swap")
+    assert (engine.priority_ageing, engine.check_at_idle) == (2.5, True)
+    assert config.load({}, {}).engine_config("folder", 2).swap_space is None
+    assert config.load({"swap_space": "0"}, {}).engine_config("folder", 2).swap_space == 0
+    with pytest.raises(ConfigError, match="recovery"):
+        config.load({"recovery": "hope"}, {}).engine_config("folder", 2)
+
+
+def test_the_tenants_header_is_a_headers_name() -> None:
+    assert config.load({}, {}).tenant_header is None
+    assert config.load({"tenant_header": "X-Tenant"}, {}).tenant_header == "X-Tenant"
+    for name in ("x tenant", "x-tenant:", "x\ntenant"):
+        with pytest.raises(ConfigError, match="tenant_header"):
+            config.load({"tenant_header": name}, {})
+    assert config.load({}, {}).admin_routes is False
+
+
 def test_replicas_share_memory_unless_told_that_nodes_are_apart() -> None:
     options = config.load({"engine_replicas": 4}, {})
     assert options.engine_config("folder", 1).memory_sharers == 4

@@ -160,7 +160,8 @@ def test_a_client_that_leaves_frees_the_engine(server: LocalServer, http: httpx.
     body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
     aborted = len(server.client.aborted)
     with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        next(response.iter_bytes())
+        chunks = response.iter_bytes()  # kept: without it the connection closes
+        next(chunks)
         assert not is_idle(server)
     wait_until(lambda: is_idle(server))
     with httpx.Client(base_url=server.url) as other, pytest.raises(httpx.ReadTimeout):
@@ -209,7 +210,8 @@ def test_every_end_of_a_response_gives_its_slots_back(server: LocalServer, http:
     http.post("/v1/completions", json={**COUNT, "prompt": [10**9]})
     http.post("/v1/chat/completions", json={"messages": CAPITAL, "max_tokens": CONTEXT})
     with http.stream("POST", "/v1/completions", json=stream) as response:
-        next(response.iter_bytes())
+        chunks = response.iter_bytes()  # kept: without it the connection closes
+        next(chunks)
         assert server.service.num_live == 1
     wait_until(lambda: server.service.num_live == 0)
 

@@ -58,6 +58,8 @@ def test_every_supported_field_arrives() -> None:
             "ignore_eos": True,
             "cache_salt": "tenant",
             "user": "u",
+            "n": 3,
+            "priority": -7,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
@@ -72,9 +74,39 @@ def test_every_supported_field_arrives() -> None:
         seed=-3,
         stop_token_ids=(5, 6),
         ignore_eos=True,
+        n=3,
     )
+    assert options.priority == -7
     assert (options.model, options.stop, options.cache_salt) == ("m", ("x", "y"), "tenant")
     assert (options.stream, options.include_usage, options.continuous_usage) == (True, True, True)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_a_beam_search_arrives(early_stopping: bool | str) -> None:
+    body = {
+        "messages": HELLO,
+        "n": 2,
+        "use_beam_search": True,
+        "beam_width": 4,
+        "length_penalty": 0.6,
+        "early_stopping": early_stopping,
+        "temperature": 0,
+    }
+    assert parse_chat(body).options.params == SamplingParams(
+        max_tokens=None,
+        temperature=0.0,
+        n=2,
+        use_beam_search=True,
+        beam_width=4,
+        length_penalty=0.6,
+        early_stopping=early_stopping,
+    )
+
+
+def test_best_of_that_is_n_is_no_ranking() -> None:
+    assert not parse_completion({"prompt": "a", "n": 2, "best_of": 2, "stream": True}).options.params.ranked
+    params = parse_completion({"prompt": "a", "n": 2, "best_of": 3}).options.params
+    assert (params.n, params.best_of, params.ranked) == (2, 3, True)
 
 
 def test_the_newer_name_of_max_tokens_wins() -> None:
@@ -92,6 +124,7 @@ def test_null_means_absent_for_any_field() -> None:
     [
         {"n": 1},
         {"best_of": 1},
+        {"use_beam_search": False, "length_penalty": 1, "early_stopping": False, "priority": 0},
         {"echo": False},
         {"logprobs": False},
         {"top_logprobs": 0},
