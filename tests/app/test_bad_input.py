@@ -14,6 +14,7 @@ from app.request_body import MAX_BODY_BYTES
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+BOTH: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": CAPITAL})]
 BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = [
     (COMPLETIONS, {}, 400, "prompt", "empty_prompt", []),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt", "empty_prompt", []),
@@ -142,7 +143,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = 
     ),
     *(
         (path, {**prompt, **asked}, 400, param, "invalid_value", words)
-        for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": CAPITAL}))
+        for path, prompt in BOTH
         for asked, param, words in [
             ({"n": 3, "best_of": 2}, "best_of", ["2", "between 3 and 64"]),
             ({"n": 1, "best_of": 2, "stream": True}, "best_of", ["best_of is 2", "known at the end", "stream"]),

@@ -1,0 +1,183 @@
+"""Several sequences of one prompt, as a client sees them, through proxy, ingress, channel and engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from local_cluster import BreakableCluster
+from ray import serve
+
+from app import serving
+from app.relay import EngineClient
+from loadtests.cluster import wait_for
+from loadtests.streams import MODEL
+
+SAMPLED: Any = {
+    "model": MODEL,
+    "prompt": "Once upon a time",
+    "max_tokens": 24,
+    "temperature": 1.0,
+    "seed": 42,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+@pytest.fixture
+def sdk(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def texts(completion: Any) -> list[str]:
+    assert [choice.index for choice in completion.choices] == list(range(len(completion.choices)))
+    return [choice.text for choice in completion.choices]
+
+
+def test_choices_differ_repeat_and_begin_with_the_single_one(sdk: openai.OpenAI) -> None:
+    several = sdk.completions.create(**SAMPLED, n=3)
+    assert len(set(texts(several))) == 3
+    # Again, on whichever replica: the draws depend on the seed alone.
+    for _ in range(3):
+        assert texts(sdk.completions.create(**SAMPLED, n=3)) == texts(several)
+    single = sdk.completions.create(**SAMPLED)
+    assert texts(several)[:1] == texts(single)
+    assert several.usage is not None
+    assert single.usage is not None
+    assert several.usage.prompt_tokens == single.usage.prompt_tokens
+    assert several.usage.completion_tokens == 3 * 24
+
+
+def test_beams_are_the_same_on_every_replica(sdk: openai.OpenAI) -> None:
+    search: Any = {"use_beam_search": True, "beam_width": 4}
+    asked: Any = {"model": MODEL, "prompt": "The sky is", "max_tokens": 8, "n": 2, "extra_body": search}
+    found = texts(sdk.completions.create(**asked))
+    assert len(set(found)) == 2
+    for _ in range(3):
+        assert texts(sdk.completions.create(**asked)) == found
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.completions.create(**asked, stream=True)
+    assert refused.value.param == "use_beam_search"
+
+
+def test_a_chat_streams_two_choices_side_by_side(sdk: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Name a colour."}],
+        "n": 2,
+        "seed": 7,
+        "max_tokens": 16,
+    }
+    whole = sdk.chat.completions.create(**asked)
+    said, roles = ["", ""], [0, 0]
+    ends: list[str | None] = [None, None]
+    stream = sdk.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    for chunk in chunks:
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+            ends[choice.index] = choice.finish_reason
+    assert said == [choice.message.content for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert roles == [1, 1]
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_best_of_more_come_back(sdk: openai.OpenAI) -> None:
+    best = texts(sdk.completions.create(**SAMPLED, n=2, best_of=4))
+    assert set(best) <= set(texts(sdk.completions.create(**SAMPLED, n=4)))
+
+
+def test_priorities_are_taken(sdk: openai.OpenAI) -> None:
+    plain = texts(sdk.completions.create(**SAMPLED))
+    urgent = {**SAMPLED, "extra_body": {"ignore_eos": True, "priority": -10}}
+    assert texts(sdk.completions.create(**urgent)) == plain
+    with pytest.raises(openai.BadRequestError, match="between -1000"):
+        sdk.completions.create(**{**SAMPLED, "extra_body": {"priority": 5000}})
+
+
+def stream_and(sdk: openai.OpenAI, asked: Any, act: Callable[[], object], after: int) -> list[str]:
+    """The streamed texts of all choices; ``act`` is called once each has ``after`` chunks."""
+    said = [""] * asked["n"]
+    counts = [0] * asked["n"]
+    ends: list[str | None] = [None] * asked["n"]
+    acted = False
+    for chunk in sdk.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        assert ends[choice.index] is None, "nothing comes after the end"
+        said[choice.index] += choice.text
+        counts[choice.index] += 1
+        ends[choice.index] = choice.finish_reason
+        if not acted and min(counts) >= after:
+            acted = True
+            act()
+    assert acted
+    assert ends == ["length"] * asked["n"]
+    return said
+
+
+@pytest.mark.parametrize("how", ["kill", "break"])
+def test_all_sequences_go_on_when_their_engine_dies(
+    cluster: BreakableCluster, sdk: openai.OpenAI, how: str
+) -> None:
+    asked = {**SAMPLED, "n": 4, "max_tokens": 120}
+    undisturbed = texts(sdk.completions.create(**asked))
+    assert len(set(undisturbed)) == 4
+    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+
+    def die() -> None:
+        (victim,) = (state for state in cluster.inspect() if state["live_requests"] > 0)
+        assert victim["running"] == 4
+        if how == "kill":
+            cluster.kill(victim["pid"])
+        else:
+            cluster.break_engine(victim["replica"])
+
+    assert stream_and(sdk, asked, die, after=10) == undisturbed
+    cluster.wait_routable(2, timeout_s=60)
+    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+
+
+def test_a_client_that_leaves_ends_all_sequences(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:
+    stream = sdk.completions.create(**{**SAMPLED, "n": 4, "max_tokens": 400}, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+    wait_for(lambda: cluster.health()["live_requests"] == 0, 5.0, "the ingress still has requests")
+
+
+def test_every_replica_forgets_its_prefixes(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:
+    prompt = list(range(5000, 5064))
+    for _ in range(2):
+        sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
+    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+    before = {state["replica"]: state["cached_blocks"] for state in cluster.inspect()}
+    assert any(before.values())
+
+    async def reset() -> dict[str, int]:
+        client = EngineClient(serve.get_deployment_handle("engine", serving.APP_NAME))
+        await client.start()
+        async with asyncio.timeout(30):
+            while client.status()["routable"] < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        done = await client.reset_prefix_cache()
+        await client.stop()
+        assert done.failures == {}
+        return done.freed_blocks
+
+    assert asyncio.run(reset()) == before
+    usage = sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_the_replicas_account_for_swapped_sequences(cluster: BreakableCluster) -> None:
+    for state in cluster.inspect():
+        assert (state["swapped"], state["host_blocks_used"]) == (0, 0)
