@@ -121,6 +121,8 @@ class Families:
                 self._drop(beam)
         following: dict[int, Entry] = {}
         for beam, continuations in zip(beams, going_on, strict=True):
+            if not continuations:
+                continue
             forks = [self._fork(family, beam) for _ in continuations[1:]]
             for (rank, token, total), sequence in zip(continuations, [beam, *forks], strict=True):
                 sequence.candidates = None
@@ -161,6 +163,13 @@ class Families:
 
     def _results(self, family: Family, cached_tokens: int) -> list[TokenDelta]:
         best = family.best()
+        if not best:  # every token that was allowed ends a sequence too early, or none was allowed
+            message = "no sequence could be completed under these limits; lower min_tokens or raise max_tokens"
+            return [
+                TokenDelta(
+                    family.request_id, 0, (), FinishReason.ERROR, cached_tokens, error=message, final=True
+                )
+            ]
         return [
             TokenDelta(
                 family.request_id,

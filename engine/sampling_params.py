@@ -96,7 +96,7 @@ class SamplingParams:
                 )
             return
         _float_range("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequestError(
                 f"early_stopping is {self.early_stopping!r} but must be true, false or 'never'", "early_stopping"
             )

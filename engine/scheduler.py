@@ -357,8 +357,8 @@ class Scheduler:
 
     def _advance(self, entry: Entry, outcome: int | Candidates) -> list[TokenDelta]:
         if isinstance(outcome, int):
-            return self._append(entry, outcome, 0.0)
-        return self._families.advance(entry, outcome)
+            return self._count(self._append(entry, outcome, 0.0))
+        return self._count(self._families.advance(entry, outcome))
 
     def _append(self, entry: Entry, token: int, logprob: float) -> list[TokenDelta]:
         """One token for one sequence, and what follows from it."""
@@ -391,7 +391,7 @@ class Scheduler:
         else:
             entry = self._table.entries.get((request_id, 0))
             entries = [] if entry is None else [entry]
-        return [delta for entry in entries for delta in self._finish(entry, reason, error=error)]
+        return self._count([delta for entry in entries for delta in self._finish(entry, reason, error=error)])
 
     def _finish(
         self,
@@ -403,16 +403,18 @@ class Scheduler:
     ) -> list[TokenDelta]:
         request = entry.request
         if index is None:
-            index = request.num_generated
+            index = 0 if request.params.ranked else request.num_generated  # of ranked ones nothing was shown
         self._preemption.abandon(entry)
         self._table.finish(entry, reason)
         delta = TokenDelta(
             request.request_id, index, tokens, reason, request.cached_tokens or 0, error, request.sequence, True
         )
-        deltas = [delta] if request.family is None else self._families.finished(entry, delta)
-        for ended in deltas:
-            if ended.finish_reason is not None:
-                self._finished[ended.finish_reason] += 1
+        return [delta] if request.family is None else self._families.finished(entry, delta)
+
+    def _count(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._finished[delta.finish_reason] += 1
         return deltas
 
     def _maybe_check(self) -> None:
