@@ -24,7 +24,9 @@ class EngineMetrics:
         self._requests = _gauge(
             "quire_requests", "Sequences by state: running, waiting, preempted or swapped.", "state"
         )
-        self._host_blocks = _gauge("quire_host_blocks", "Host blocks that hold swapped-out KV.")
+        self._host_blocks = _gauge(
+            "quire_host_blocks", "Blocks for swapped-out KV by state: used or free.", "state"
+        )
         self._occupancy = _gauge("quire_kv_occupancy", "Referenced KV blocks over all, 0 to 1.")
         self._step_seconds = _gauge("quire_step_seconds", "Duration of the last engine step.")
         self._finished = _Total("quire_finished_requests", "Finished sequences by reason.", "finished_reason")
@@ -33,6 +35,7 @@ class EngineMetrics:
             "generated_tokens": _Total("quire_generated_tokens", "Tokens made."),
             "prefix_query_tokens": _Total("quire_prefix_query_tokens", "Prompt tokens looked up in the cache."),
             "prefix_hit_tokens": _Total("quire_prefix_hit_tokens", "Prompt tokens that the cache supplied."),
+            "copied_blocks": _Total("quire_copied_blocks", "KV blocks copied before a write, being shared."),
             "preemptions": _Total("quire_preemptions", "Sequences that lost their blocks for a while."),
         }
         self._fallbacks = _Total("quire_recovery_fallbacks", "Swaps wanted while the host pool was full.")
@@ -52,7 +55,8 @@ class EngineMetrics:
             self._set(self._blocks, getattr(scheduler, f"{state}_blocks"), state=state)
         for state in ("running", "waiting", "preempted", "swapped"):
             self._set(self._requests, getattr(scheduler, state), state=state)
-        self._set(self._host_blocks, scheduler.host_blocks_used)
+        self._set(self._host_blocks, scheduler.host_blocks_used, state="used")
+        self._set(self._host_blocks, scheduler.host_blocks - scheduler.host_blocks_used, state="free")
         self._set(self._occupancy, scheduler.referenced_blocks / stats.num_blocks)
         self._set(self._step_seconds, stats.step_seconds)
         for name, total in self._totals.items():

@@ -126,7 +126,7 @@ def stream_and(sdk: openai.OpenAI, asked: Any, act: Callable[[], object], after:
 def test_all_sequences_go_on_when_their_engine_dies(
     cluster: BreakableCluster, sdk: openai.OpenAI, how: str
 ) -> None:
-    asked = {**SAMPLED, "n": 4, "max_tokens": 120}
+    asked = {**SAMPLED, "n": 4, "max_tokens": 200}
     undisturbed = texts(sdk.completions.create(**asked))
     assert len(set(undisturbed)) == 4
     wait_for(cluster.idle, 10.0, "requests or blocks are left")
