@@ -16,6 +16,7 @@ from pathlib import Path
 from loadtests.memory_experiment.block_sizes import run_block_sizes
 from loadtests.memory_experiment.findings import Findings
 from loadtests.memory_experiment.latency import run_latency
+from loadtests.memory_experiment.recovery_runs import run_recovery
 from loadtests.memory_experiment.saturation import run_saturation
 from loadtests.memory_experiment.sharing_runs import run_beam, run_parallel, run_prefix
 from loadtests.memory_experiment.trace_runs import run_trace
@@ -29,6 +30,7 @@ PARTS: dict[str, Callable[[], Findings]] = {
     "beam": run_beam,
     "prefix": run_prefix,
     "blocks": run_block_sizes,
+    "recovery": run_recovery,
 }
 
 
@@ -49,8 +51,18 @@ def main(argv: list[str] | None = None) -> None:
         type=Path,
         help="run recorded traffic (Azure's CSV or Mooncake's JSON lines), and only the parts of --only",
     )
+    parser.add_argument(
+        "--record-beams",
+        action="store_true",
+        help="search with the bundled model and store which beams went on",
+    )
     add_arguments(parser)
     arguments = parser.parse_args(argv)
+    if arguments.record_beams:
+        from loadtests.memory_experiment.recorder import record_beams  # loads a model
+
+        record_beams()
+        return
     began = time.monotonic()
     chosen = arguments.only or ([] if arguments.trace else list(PARTS))
     findings = []

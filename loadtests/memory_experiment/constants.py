@@ -6,7 +6,7 @@ with PagedAttention" (SOSP 2023): OPT-13B on one A100 with 40 GB.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 POOL_SLOTS = 15_700
 """Tokens whose K and V fit the memory: 12 GB at 800 KB a token (section 6.1)."""
@@ -71,15 +71,13 @@ class StepCost:
         """Seconds for ``prefill`` prompt tokens and ``rows`` decodes that read ``context`` tokens of KV."""
         return self.base + self.prefill_token * prefill + self.decode_row * rows + self.context_token * context
 
-    def scaled(self, base: float, prefill: float, decode: float, swap: float) -> StepCost:
-        """The same machine with rates that differ by these factors."""
-        return StepCost(
-            self.base * base,
-            self.prefill_token * prefill,
-            self.decode_row * decode,
-            self.context_token * decode,
-            self.swapped_block * swap,
-            self.swap_call * swap,
+    def scaled(self, prefill: float, copy: float) -> StepCost:
+        """The same machine with prompts and copies that take so many times as long."""
+        return replace(
+            self,
+            prefill_token=self.prefill_token * prefill,
+            swapped_block=self.swapped_block * copy,
+            swap_call=self.swap_call * copy,
         )
 
 
@@ -156,3 +154,50 @@ PREFIX_RATE = 60.0  # requests per second: more than any system serves
 
 TRACE_JOBS = 2_000
 """Requests from the beginning of a trace."""
+
+RECOVERY_SLOTS = 4_000
+"""Tokens of the KV pool in the recovery runs: a quarter, so that requests are preempted all the time."""
+
+HOST_SLOTS = 4 * RECOVERY_SLOTS
+RECOVERY_NOISE = 0.3
+"""Sigma of the log-normal factor on the time of every step and every copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """How a machine differs from what the recovery policy was told at the start: factors on seconds."""
+
+    name: str
+    prefill: float = 1.0
+    copy: float = 1.0
+
+
+TRUTHS = (
+    Truth("as told"),
+    Truth("copies 8x slower", copy=8.0),
+    Truth("copies 64x slower", copy=64.0),
+    Truth("prompts 3x slower", prefill=3.0),
+    Truth("prompts 4x faster, copies 64x slower", prefill=0.25, copy=64.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryLoad:
+    """A workload of the recovery runs; all requests come within a short time."""
+
+    name: str
+    lengths: Lengths
+    requests: int
+    prefix: int = 0
+    width: int = 1
+    beam: bool = False
+
+
+RECOVERY_LOADS = (
+    RecoveryLoad("161/338", SHAREGPT, 200),
+    RecoveryLoad("19/58", ALPACA, 600),
+    RecoveryLoad("161/338 after 341 shared", SHAREGPT, 150, prefix=341),
+    RecoveryLoad("161/338, 4 samples", SHAREGPT, 50, width=4),
+    RecoveryLoad("19/58, 4 beams", ALPACA, 120, width=4, beam=True),
+)
+RECOVERY_RATE = 100.0  # requests per second

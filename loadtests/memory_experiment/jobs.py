@@ -43,8 +43,10 @@ def own_tokens(number: int, count: int) -> tuple[int, ...]:
     return tuple(range(start, start + count))
 
 
-def draw_lengths(lengths: Lengths, count: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Log-normal prompt and output lengths, at least 1 and together at most ``MAX_LENGTH``.
+def draw_lengths(
+    lengths: Lengths, count: int, rng: random.Random, longest: int = MAX_LENGTH
+) -> list[tuple[int, int]]:
+    """Log-normal prompt and output lengths, at least 1 and together at most ``longest``.
 
     They are scaled until the means, after clipping, are those asked for.
     """
@@ -54,8 +56,8 @@ def draw_lengths(lengths: Lengths, count: int, rng: random.Random) -> list[tuple
     for _ in range(12):
         drawn = []
         for x, y in normal:
-            prompt = min(max(1, round(scale[0] * math.exp(x))), MAX_LENGTH - 1)
-            drawn.append((prompt, min(max(1, round(scale[1] * math.exp(y))), MAX_LENGTH - prompt)))
+            prompt = min(max(1, round(scale[0] * math.exp(x))), longest - 1)
+            drawn.append((prompt, min(max(1, round(scale[1] * math.exp(y))), longest - prompt)))
         scale[0] *= lengths.prompt * count / sum(prompt for prompt, _ in drawn)
         scale[1] *= lengths.output * count / sum(output for _, output in drawn)
     return drawn
@@ -87,7 +89,7 @@ def make_jobs(
     ``width`` beams), each request takes one record, and its output is as long as the record allows at most.
     """
     rng = random.Random(seed)
-    drawn = draw_lengths(lengths, count, rng)
+    drawn = draw_lengths(lengths, count, rng, MAX_LENGTH - prefix)
     arrivals = poisson_arrivals(rate, count, rng)
     common = tuple(range(1, prefix + 1))
     jobs = []

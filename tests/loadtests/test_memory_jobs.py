@@ -46,7 +46,7 @@ def test_jobs_are_the_same_for_the_same_seed_and_share_only_the_prefix() -> None
 def test_cost_of_a_step() -> None:
     cost = StepCost(1.0, 0.5, 0.25, 0.125, 2.0, 4.0)
     assert cost.step(2, 4, 8) == 1.0 + 1.0 + 1.0 + 1.0
-    assert cost.scaled(2, 3, 4, 5) == StepCost(2.0, 1.5, 1.0, 0.5, 10.0, 20.0)
+    assert cost.scaled(3, 5) == StepCost(1.0, 1.5, 0.25, 0.125, 10.0, 20.0)
     assert GPU_LIKE.step(0, 0, 0) == GPU_LIKE.base
 
 

@@ -1,0 +1,168 @@
+"""The paged side and the parts of the experiment, on small workloads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.recovery import RecoveryMode
+from loadtests import memory
+from loadtests.memory_experiment import constants, findings, saturation
+from loadtests.memory_experiment.constants import ALPACA, GPU_LIKE, SHAREGPT, StepCost, Truth
+from loadtests.memory_experiment.contiguous import Reservation
+from loadtests.memory_experiment.findings import PAGED, Findings, Plot, Table
+from loadtests.memory_experiment.jobs import Job, make_jobs, own_tokens
+from loadtests.memory_experiment.latency import sustained
+from loadtests.memory_experiment.measure import Meter
+from loadtests.memory_experiment.paged import Machine, Memory, simulate_paged
+from loadtests.memory_experiment.plots import draw
+from loadtests.memory_experiment.recovery_runs import run_mode
+from loadtests.memory_experiment.saturation import filled
+
+SECOND = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def job(number: int, prompt: int, output: int, arrival: float = 0.0) -> Job:
+    return Job(f"job-{number}", arrival, own_tokens(number, prompt), output)
+
+
+def test_one_request_by_hand() -> None:
+    # blocks of 4: 3, 4, 5, 6 tokens stored in 1, 1, 2, 2 blocks
+    scheduler, _ = Memory(16, 4).scheduler(16)
+    meter = Meter(PAGED, 0, False, 16)
+    result = simulate_paged([job(0, 3, 4)], scheduler, Machine(SECOND, 4), meter, 4)
+    assert result.steps == 4
+    assert result.split.tokens == (3 + 4 + 5 + 6) / 4
+    assert result.split.internal == (1 + 0 + 3 + 2) / 4
+    assert result.split.external == 16 - (4 + 4 + 8 + 8) / 4
+    assert result.token_share == pytest.approx(100 * 18 / 24)
+    assert result.latency == 1.0
+
+
+def test_two_requests_wait_for_blocks() -> None:
+    # 4 blocks of 2; each request grows to 3 blocks, so the second one is preempted or waits, and both end.
+    scheduler, _ = Memory(8, 2).scheduler(8)
+    jobs = [job(0, 2, 4), job(1, 2, 4)]
+    result = simulate_paged(jobs, scheduler, Machine(SECOND, 2), Meter(PAGED, 0, False, 8), 2)
+    assert 4 < result.steps <= 8
+    assert scheduler.stats().running == scheduler.stats().waiting == 0
+
+
+def test_machine_takes_the_time_of_its_constants() -> None:
+    cost = StepCost(1.0, 0.1, 0.01, 0.001, 0.0, 0.0)
+    scheduler, _ = Memory(64, 4).scheduler(64)
+    result = simulate_paged([job(0, 10, 3)], scheduler, Machine(cost, 4), Meter(PAGED, 0, False, 64), 4)
+    assert result.seconds == pytest.approx((1.0 + 1.0) + (1.01 + 0.010) + (1.01 + 0.011))
+
+
+def test_noise_has_mean_one_and_is_repeatable() -> None:
+    jobs = [job(0, 1, 1_000)]
+    seconds = []
+    for _ in range(2):
+        scheduler, _ = Memory(2_048).scheduler()
+        machine = Machine(SECOND, noise=0.3, seed=4)
+        seconds.append(simulate_paged(jobs, scheduler, machine, Meter(PAGED, 0, False)).seconds)
+    assert seconds[0] == seconds[1] != 1_000
+    assert seconds[0] == pytest.approx(1_000, rel=0.04)
+
+
+def test_bound_of_the_block_size_by_hand() -> None:
+    # 3, 4, 5, 6 tokens in 1, 1, 2, 2 blocks of 4
+    assert filled([job(0, 3, 4)], 4) == pytest.approx(100 * 18 / 24)
+    assert filled([job(0, 3, 4)], 1) == 100
+
+
+def test_paged_beats_the_baselines_at_saturation() -> None:
+    jobs = make_jobs(SHAREGPT, 8.0, 150, 3)
+    results = {system: findings.simulate(system, jobs, lambda: None) for system in findings.SYSTEMS}
+    paged = results[PAGED]
+    assert paged.token_share > 96
+    assert paged.batch > 1.9 * results[Reservation.ORACLE.value].batch
+    assert paged.batch > 4 * results[Reservation.MAX.value].batch
+    for result in results.values():
+        assert sum(result.split.percent()) == pytest.approx(100)
+        assert min(result.split.percent()) >= 0
+
+
+def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (constants, saturation):
+        monkeypatch.setattr(module, "SATURATION_JOBS", {SHAREGPT.name: 60, ALPACA.name: 200})
+    found = saturation.run_saturation()
+    bars = {figure.name for figure in found.figures if figure.bar is not None}
+    assert f"{SHAREGPT.name}: tokens/allocated" in bars
+    assert f"{ALPACA.name}: tokens/allocated, of the bound" in bars
+    assert len(bars) == 7
+    assert any("(20.4)" in row[1] for row in found.tables[0].rows)
+
+
+def test_sustained_rate_is_interpolated() -> None:
+    assert sustained((1.0, 2.0, 3.0), [0.1, 0.1, 0.5], 0.3) == 2.5
+    assert sustained((1.0, 2.0), [0.4, 0.5], 0.3) == 0
+    assert sustained((1.0, 2.0), [0.1, 0.2], 0.3) == 2.0
+
+
+@pytest.mark.parametrize("copy", [0.01, 1_000.0])
+def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
+    load = constants.RecoveryLoad("small", SHAREGPT, 60)
+    runs = {mode: run_mode(load, GPU_LIKE, Truth("t", copy=copy), mode, lambda: None) for mode in RecoveryMode}
+    seconds = {mode: result.seconds for mode, (result, _) in runs.items()}
+    assert all(result.preemptions > 5 for result, _ in runs.values())
+    swaps_better = seconds[RecoveryMode.SWAP] < seconds[RecoveryMode.RECOMPUTE]
+    assert swaps_better == (copy < 1)
+    worse = max(seconds[RecoveryMode.SWAP], seconds[RecoveryMode.RECOMPUTE])
+    assert seconds[RecoveryMode.AUTO] < worse
+
+
+def test_command_prints_draws_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from loadtests.report import Figure
+
+    def part(value: float) -> Findings:
+        plot = Plot("lines", "t", "x", "y", {"a": ((1.0, 2.0), (3.0, 4.0))}, log_x=True)
+        return Findings(
+            [Table("A title", ("a",), (("cell",),), "a note")], [Figure("f", value, bar=1.0)], [plot]
+        )
+
+    monkeypatch.setitem(memory.PARTS, "prefix", lambda: part(2.0))
+    monkeypatch.setitem(memory.PARTS, "blocks", lambda: part(0.5))
+    out = tmp_path / "out.json"
+    memory.main(["--only", "prefix", "--check", "--json", str(out), "--plot", str(tmp_path / "plots")])
+    text = capsys.readouterr().out
+    assert "A title" in text
+    assert "(a note)" in text
+    assert json.loads(out.read_text())["figures"][0]["holds"]
+    assert (tmp_path / "plots" / "lines.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="1"):
+        memory.main(["--only", "blocks", "--check"])
+
+
+def test_command_names_a_wrong_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match=r"error: .*t\.csv: line 1: the header"):
+        memory.main(["--trace", str(path)])
+
+
+def test_command_runs_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.csv"
+    lines = [f"2023-11-16 18:15:{10 + number}.5,{50 + number},20" for number in range(12)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    memory.main(["--trace", str(path)])
+    assert "t.csv: 12 requests at 1.09 per second" in capsys.readouterr().out
+
+
+def test_bars_are_drawn(tmp_path: Path) -> None:
+    series = {"tokens": ((0.0, 1.0), (30.0, 90.0)), "external": ((0.0, 1.0), (70.0, 10.0))}
+    paths = draw([Plot("bars", "t", "", "percent", series, ("a", "b"), y_max=100)], tmp_path / "new")
+    assert [path.name for path in paths] == ["bars.png"]
+    assert paths[0].stat().st_size > 5_000
+
+
+def test_arguments_of_the_report_are_there() -> None:
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    assert parser.parse_args(["--check"]).check
