@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def test_paged_beats_the_baselines_at_saturation() -> None:
 
 def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (constants, saturation):
-        monkeypatch.setattr(module, "SATURATION_JOBS", {SHAREGPT.name: 60, ALPACA.name: 200})
+        monkeypatch.setattr(module, "SATURATION_JOBS", {SHAREGPT.name: 60, ALPACA.name: 800})
     found = saturation.run_saturation()
     bars = {figure.name for figure in found.figures if figure.bar is not None}
     assert f"{SHAREGPT.name}: tokens/allocated" in bars
@@ -123,9 +122,8 @@ def test_command_prints_draws_and_checks(
 
     def part(value: float) -> Findings:
         plot = Plot("lines", "t", "x", "y", {"a": ((1.0, 2.0), (3.0, 4.0))}, log_x=True)
-        return Findings(
-            [Table("A title", ("a",), (("cell",),), "a note")], [Figure("f", value, bar=1.0)], [plot]
-        )
+        table = Table("A title", ("a",), (("cell",),), "a note")
+        return Findings([table], [Figure("f", value, bar=1.0)], [plot])
 
     monkeypatch.setitem(memory.PARTS, "prefix", lambda: part(2.0))
     monkeypatch.setitem(memory.PARTS, "blocks", lambda: part(0.5))
@@ -160,9 +158,3 @@ def test_bars_are_drawn(tmp_path: Path) -> None:
     paths = draw([Plot("bars", "t", "", "percent", series, ("a", "b"), y_max=100)], tmp_path / "new")
     assert [path.name for path in paths] == ["bars.png"]
     assert paths[0].stat().st_size > 5_000
-
-
-def test_arguments_of_the_report_are_there() -> None:
-    parser = argparse.ArgumentParser()
-    memory.add_arguments(parser)
-    assert parser.parse_args(["--check"]).check

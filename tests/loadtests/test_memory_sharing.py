@@ -47,8 +47,8 @@ def test_blocks_of_samples_by_hand() -> None:
 
 def test_blocks_of_beams_by_hand() -> None:
     # 3 tokens of prompt, blocks of 2. Both beams always go on from the first one.
-    # The prompt fills block 0 and half of block 1. After 1 token each beam has its own block 1; after 2 both have
-    # beam 0's, and a block 2 each; the third token fills those; after 4 both have beam 0's, and a block 3 each.
+    # The prompt fills block 0 and half of block 1. After 1 token each beam has its own block 1; after 2 both
+    # have beam 0's and a block 2 each; the third fills those; after 4 both have beam 0's and a block 3 each.
     assert perfect_beam_blocks(3, [(0, 0)], 4, 2) == [2, 3, 4, 4, 5]
     # Beams that stay apart share the prompt's full block only.
     assert perfect_beam_blocks(3, [(0, 1)], 4, 2) == [2, 3, 5, 5, 7]
