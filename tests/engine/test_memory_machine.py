@@ -21,7 +21,10 @@ from kv_simulation import constant_hash
 from engine.block_pool import NO_BLOCK, BlockPool, InvariantError
 from engine.prefix_index import HOLLOW_PER_BLOCK, PrefixIndex, PrefixNode
 
-TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+# Most texts begin alike, so that there is something to find.
+TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=14) | st.builds(
+    lambda length, end: [0] * length + end, st.integers(1, 14), st.lists(st.integers(0, 1), max_size=2)
+)
 
 
 class Sequence:
@@ -32,6 +35,7 @@ class Sequence:
         self.tokens = tokens
         self.table: list[int] = []
         self.node: PrefixNode | None = None
+        self.hint: PrefixNode | None = None
         self.findable = 0
         self.computed = 0
 
@@ -59,10 +63,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def text(self, sequence: Sequence, depth: int) -> tuple[str, tuple[int, ...]]:
         return sequence.root, tuple(sequence.tokens[: (depth + 1) * self.size])
 
-    def needed(self, depth: int) -> range:
-        """Places of the blocks that the token after ``depth`` blocks can see."""
-        first = 0 if self.window is None else max(0, depth * self.size - self.window + 1)
-        return range(first // self.size, depth)
+    def needed(self, tokens: int) -> range:
+        """Places of the full blocks that the token after so many can see."""
+        first = 0 if self.window is None else max(0, tokens - self.window + 1)
+        return range(first // self.size, tokens // self.size)
 
     def longest_hit(self, sequence: Sequence, tokens: int) -> int:
         """What a hit must be, from nothing but which texts are findable: its length in blocks."""
@@ -70,7 +74,9 @@ class MemoryMachine(RuleBasedStateMachine):
         for depth in range(tokens // self.size, 0, -1):
             root, text = self.text(sequence, depth - 1)
             on_the_way = any(other == root and longer[: len(text)] == text for other, longer in findable)
-            if on_the_way and all(self.text(sequence, place) in findable for place in self.needed(depth)):
+            if on_the_way and all(
+                self.text(sequence, place) in findable for place in self.needed(depth * self.size)
+            ):
                 return depth
         return 0
 
@@ -84,7 +90,7 @@ class MemoryMachine(RuleBasedStateMachine):
         sequence.findable = len(sequence.table)
         sequence.computed = sequence.findable * self.size
         assert sequence.computed < len(tokens)
-        needed = self.needed(len(sequence.table))
+        needed = self.needed(len(sequence.table) * self.size)
         for depth, block in enumerate(sequence.table):
             assert (block != NO_BLOCK) == (depth in needed)
             if block != NO_BLOCK:
@@ -137,14 +143,36 @@ class MemoryMachine(RuleBasedStateMachine):
         sequence.table[:first] = [NO_BLOCK] * first
         self.pool.release(gone)
 
+    @rule(sequence=sequences)
+    def run_to_the_end(self, sequence: Sequence) -> None:
+        """Step by step, as a scheduler does it."""
+        while sequence.computed < len(sequence.tokens):
+            before = sequence.computed
+            self.compute(sequence, 3)
+            if sequence.computed == before:
+                return
+            self.make_findable(sequence)
+            if self.windowed:
+                self.slide(sequence)
+
+    @rule(count=st.integers(1, 12))
+    def evict(self, count: int) -> None:
+        """Somebody takes blocks for a moment."""
+        blocks = self.pool.allocate(min(self.pool.num_available, self.pool.num_free + count))
+        assert blocks is not None
+        for block in blocks:
+            self.handed_out[block] += 1
+        self.pool.release(blocks)
+
     @rule(sequence=sequences, tokens=st.integers(0, 14))
     def look(self, sequence: Sequence, tokens: int) -> None:
-        """A query with a hint finds at least what it would have found without, and never another text."""
+        """A query that goes on from an earlier one finds what it would have found without."""
         before = (self.pool.num_cached, self.pool.num_free, len(self.index), self.index.num_hollow)
         limit = min(tokens, len(sequence.tokens))
-        hint = self.index.match(sequence.root, sequence.tokens, limit // 2)
-        found = self.index.match(sequence.root, sequence.tokens, limit, hint)
-        assert (0 if found is None else found.depth) == self.longest_hit(sequence, limit)
+        hint = sequence.hint if sequence.hint is not None and sequence.hint.depth * self.size <= limit else None
+        sequence.hint = self.index.match(sequence.root, sequence.tokens, limit, hint)
+        depth = 0 if sequence.hint is None else sequence.hint.depth
+        assert depth == self.longest_hit(sequence, limit)
         assert before == (self.pool.num_cached, self.pool.num_free, len(self.index), self.index.num_hollow)
 
     @rule()
@@ -158,10 +186,12 @@ class MemoryMachine(RuleBasedStateMachine):
             assert self.index.match(sequence.root, sequence.tokens, len(sequence.tokens), sequence.node) is None
 
     @rule(target=sequences, sequence=sequences)
-    def share_full_blocks(self, sequence: Sequence) -> Sequence:
+    def share_full_blocks(self, sequence: Sequence) -> object:
         """A child that holds its parent's full blocks, as a fork does."""
         child = Sequence(sequence.root, list(sequence.tokens))
         full = sequence.computed // self.size
+        if any(sequence.table[place] == NO_BLOCK for place in self.needed(full * self.size)):
+            return multiple()  # the parent is further and sees less
         child.table = sequence.table[:full]
         self.pool.share(child.table)
         child.computed = full * self.size
@@ -201,7 +231,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.index.num_hollow <= HOLLOW_PER_BLOCK * self.pool.num_blocks * self.windowed
         assert [self.pool.generation(block) for block in range(self.pool.num_blocks)] == self.handed_out
         for sequence in self.live:
-            seen = self.needed(sequence.computed // self.size)
+            seen = self.needed(sequence.computed)
             for depth in range(sequence.computed // self.size):
                 block = sequence.table[depth]
                 assert block != NO_BLOCK or depth not in seen, "a block in sight is gone"
