@@ -43,8 +43,8 @@ class Lengths:
     rates: tuple[float, ...]  # of the latency curves, requests per second
 
 
-SHAREGPT = Lengths("161/338", 161, 338, 2.0, (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25))
-ALPACA = Lengths("19/58", 19, 58, 30.0, (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0))
+SHAREGPT = Lengths("161/338", 161, 338, 2.0, (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0))
+ALPACA = Lengths("19/58", 19, 58, 30.0, (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0, 40.0, 44.0))
 WORKLOADS = (SHAREGPT, ALPACA)
 
 SHARED_PREFIXES = (80, 341)
@@ -137,7 +137,9 @@ SATURATION_RATE = 4.0
 """Arrivals at saturation, in multiples of the published rate."""
 
 SATURATION_JOBS = {SHAREGPT.name: 1_500, ALPACA.name: 4_000}
-CURVE_JOBS = {SHAREGPT.name: 600, ALPACA.name: 1_500}
+CURVE_SECONDS = {SHAREGPT.name: 600, ALPACA.name: 120}
+"""How long requests keep arriving at each rate of the latency curves."""
+
 BLOCK_SIZE_JOBS = {SHAREGPT.name: 500, ALPACA.name: 2_000}
 BLOCK_SIZE_RATE = {SHAREGPT.name: 1.8, ALPACA.name: 30.0}  # requests per second, of the latency by block size
 

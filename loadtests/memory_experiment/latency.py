@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtests.memory_experiment.constants import (
-    CURVE_JOBS,
+    CURVE_SECONDS,
     LATENCY_LIMIT,
     PUBLISHED_RATE_GAIN,
     SEED,
@@ -21,17 +21,21 @@ from loadtests.report import Figure
 def run_latency() -> Findings:
     """All systems at each rate; the same requests for all systems."""
     findings = Findings()
-    total = sum(len(SYSTEMS) * len(lengths.rates) * CURVE_JOBS[lengths.name] for lengths in WORKLOADS)
+    total = len(SYSTEMS) * sum(_count(lengths, rate) for lengths in WORKLOADS for rate in lengths.rates)
     with progress_bar("latency", total) as progress:
         for lengths in WORKLOADS:
             curves: dict[str, list[float]] = {system: [] for system in SYSTEMS}
             for rate in lengths.rates:
-                jobs = make_jobs(lengths, rate, CURVE_JOBS[lengths.name], SEED)
+                jobs = make_jobs(lengths, rate, _count(lengths, rate), SEED)
                 for system in SYSTEMS:
                     result = simulate(system, jobs, progress, saturated=False)
                     curves[system].append(result.latency)
             _describe(findings, lengths, curves)
     return findings
+
+
+def _count(lengths: Lengths, rate: float) -> int:
+    return round(rate * CURVE_SECONDS[lengths.name])
 
 
 def sustained(rates: tuple[float, ...], latencies: list[float], limit: float) -> float:

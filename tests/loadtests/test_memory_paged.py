@@ -88,7 +88,7 @@ def test_paged_beats_the_baselines_at_saturation() -> None:
 
 def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (constants, saturation):
-        monkeypatch.setattr(module, "SATURATION_JOBS", {SHAREGPT.name: 60, ALPACA.name: 800})
+        monkeypatch.setattr(module, "SATURATION_JOBS", {SHAREGPT.name: 120, ALPACA.name: 800})
     found = saturation.run_saturation()
     bars = {figure.name for figure in found.figures if figure.bar is not None}
     assert f"{SHAREGPT.name}: tokens/allocated" in bars
