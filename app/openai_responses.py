@@ -98,7 +98,7 @@ class ChunkWriter:
         self._head = "data: " + head.removesuffix("]}")
         self._null_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
-    def role(self, index: int) -> bytes:
+    def role(self, index: int = 0) -> bytes:
         """The first chunk of a chat's choice ``index``."""
         delta = '{"role":"assistant","content":""}'
         choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'
