@@ -19,6 +19,8 @@ OPTIONS = {
     "threads": 1,
     "engine_replicas": 2,
     "check_invariants": True,
+    "tenant_header": "x-tenant",
+    "admin_routes": True,
 }
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from local_cluster import BreakableCluster
-from ray import serve
 
-from app import serving
-from app.relay import EngineClient
 from loadtests.cluster import wait_for
 from loadtests.streams import MODEL
 
@@ -152,30 +149,30 @@ def test_a_client_that_leaves_ends_all_sequences(cluster: BreakableCluster, sdk:
     wait_for(lambda: cluster.health()["live_requests"] == 0, 5.0, "the ingress still has requests")
 
 
-def test_every_replica_forgets_its_prefixes(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:
-    prompt = list(range(5000, 5064))
-    for _ in range(2):
-        sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
-    wait_for(cluster.idle, 10.0, "requests or blocks are left")
-    before = {state["replica"]: state["cached_blocks"] for state in cluster.inspect()}
-    assert any(before.values())
-
-    async def reset() -> dict[str, int]:
-        client = EngineClient(serve.get_deployment_handle("engine", serving.APP_NAME))
-        await client.start()
-        async with asyncio.timeout(30):
-            while client.status()["routable"] < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        done = await client.reset_prefix_cache()
-        await client.stop()
-        assert done.failures == {}
-        return done.freed_blocks
-
-    assert asyncio.run(reset()) == before
-    usage = sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2).usage
+def cached_tokens(sdk: openai.OpenAI, prompt: list[int], tenant: str = "") -> int:
+    headers = {"x-tenant": tenant} if tenant else {}
+    usage = sdk.completions.create(model=MODEL, prompt=prompt, max_tokens=2, extra_headers=headers).usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == 0
+    return usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_every_replica_forgets_its_prefixes(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:
+    prompt = list(range(5000, 5064))
+    assert max(cached_tokens(sdk, prompt) for _ in range(3)) > 0, "one of two replicas had it twice"
+    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+    before = sum(state["cached_blocks"] for state in cluster.inspect())
+    response = httpx.post(f"{cluster.url}/admin/reset_prefix_cache", timeout=30)
+    assert (response.status_code, response.json()) == (200, {"replicas": 2, "freed_blocks": before})
+    assert sum(state["cached_blocks"] for state in cluster.inspect()) == 0
+    assert cached_tokens(sdk, prompt) == 0
+
+
+def test_tenants_share_no_prefix(sdk: openai.OpenAI) -> None:
+    prompt = list(range(6000, 6064))
+    assert max(cached_tokens(sdk, prompt, "one") for _ in range(3)) > 0
+    assert cached_tokens(sdk, prompt, "two") == 0
+    assert cached_tokens(sdk, prompt) == 0
 
 
 def test_the_replicas_account_for_swapped_sequences(cluster: BreakableCluster) -> None:
