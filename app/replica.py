@@ -14,7 +14,7 @@ import ray
 from app import config, metrics, placement, wire
 from app.channel_engine import ChannelHub, run_attempt
 from app.model_store import resolve
-from engine.engine import EngineThread
+from engine.engine_thread import EngineThread
 from engine.errors import EngineDeadError
 from engine.request import TokenDelta
 

@@ -11,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.engine import Engine, EngineThread
-    from engine.llm import LLM, RequestResult
+    from engine.engine import Engine
+    from engine.engine_thread import EngineThread
+    from engine.llm import LLM, RequestResult, SequenceResult
     from engine.sampling_params import SamplingParams
 
 # Read when torch is loaded. Its OpenMP threads would spin for milliseconds after each of the few operations
 # that it runs beside the kernels, on the cores that the kernels' own threads need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-__all__ = ["LLM", "Engine", "EngineConfig", "EngineThread", "RequestResult", "SamplingParams"]
+__all__ = ["LLM", "Engine", "EngineConfig", "EngineThread", "RequestResult", "SamplingParams", "SequenceResult"]
 
 _MODULES = {
     "LLM": "engine.llm",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
-    "EngineThread": "engine.engine",
+    "EngineThread": "engine.engine_thread",
     "RequestResult": "engine.llm",
     "SamplingParams": "engine.sampling_params",
+    "SequenceResult": "engine.llm",
 }
 
 

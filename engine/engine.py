@@ -1,15 +1,11 @@
-"""The loop (schedule, run, commit) and the thread that runs it in a replica."""
+"""One step after the other: schedule, run, commit."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 import torch
 
@@ -20,14 +16,15 @@ from engine.calibration import (
     Calibration,
     calibrate,
     processor_clock,
+    steady_prefill_rate,
     swap_rates,
 )
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError
 from engine.model_runner import ModelRunner
 from engine.random import request_seed
 from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
-from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
+from engine.request import ModelLimits, Request, TokenDelta
 from engine.scheduler import ScheduledChunk, Scheduler, SchedulerStats
 from engine.step_plan import Candidates, StepTiming
 
@@ -64,7 +61,7 @@ class Engine:
         self.token_budget = calibration.token_budget
         self._prefill_rate = calibration.prefill_rate
         max_num_seqs = min(config.max_num_seqs, self.token_budget)
-        if self._prefill_rate:
+        if config.token_budget is None and not offline and self.runner.device.type == "cpu":
             max_num_seqs = min(max_num_seqs, int(self.token_budget * DECODE_SHARE))
         self.scheduler = Scheduler.create(
             num_blocks=self.limits.num_blocks,
@@ -102,7 +99,7 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; running requests keep their blocks. Returns the blocks that became free."""
+        """Forget every cached prefix; running requests keep their blocks. Returns how many became free."""
         return self.scheduler.reset_prefix_cache()
 
     def has_work(self) -> bool:
@@ -155,9 +152,7 @@ class Engine:
             step_seconds=self._step_seconds,
         )
 
-    def _run_in_parts(
-        self, chunks: Sequence[ScheduledChunk]
-    ) -> tuple[list[int | Candidates], dict[str, str]]:
+    def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
         """Run a failed step by halves.
 
         Returns the outcomes of all chunks that sample (0 for a failed one), and the message of each failed
@@ -195,175 +190,17 @@ class Engine:
         return RecoveryPolicy(RecoveryMode(self.config.recovery), self.limits.block_size, rates)
 
     def _calibrate(self, offline: bool) -> Calibration:
-        given = self.config.token_budget
-        if given is not None:
-            return Calibration(0.0, given)
-        if self.runner.device.type != "cpu":
-            return Calibration(0.0, GPU_BUDGET)
-        if offline:
-            return Calibration(0.0, OFFLINE_CPU_BUDGET)
-        cache = self.runner.kv_cache
-
-        def prefill(tokens: int) -> None:
-            self.runner.forward_alone([0] * tokens, cache)
-
-        return calibrate(prefill, self.limits.max_tokens, processor_clock(self.runner.num_threads))
-
-
-class EngineThread:
-    """Loads and runs one :class:`Engine` in one daemon thread, which alone touches scheduler and pool.
-
-    Everything goes in through one queue. ``on_outputs`` is called on the engine thread, once for each step
-    that made something, and must return quickly. ``on_death`` is called there once if the loop fails; the
-    live requests then get no more deltas: their owner moves them elsewhere. An idle engine blocks on its
-    queue.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_outputs: Callable[[list[TokenDelta]], None],
-        on_death: Callable[[BaseException], None],
-    ) -> None:
-        self._config = config
-        self._on_outputs = on_outputs
-        self._on_death = on_death
-        # a request, an id to abort, who wants to know that the prefix cache is reset, or stop
-        self._inbox: SimpleQueue[Request | str | Future[int] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
-        self._loaded = threading.Event()
-        self._failure: BaseException | None = None
-        self._lock = threading.Lock()  # guards _live between callers; the loop only ever discards
-        self._live: set[str] = set()
-        self._engine: Engine | None = None
-        self._stats: EngineStats | None = None
-
-    def start(self) -> None:
-        """Load the model; return when the engine can serve.
-
-        Raises:
-            ConfigError: the model cannot be served with these options.
-        """
-        self._thread.start()
-        self._loaded.wait()
-        if self._failure is not None and self._engine is None:
-            raise self._failure
-
-    @property
-    def limits(self) -> ModelLimits:
-        """What requests must keep to here."""
-        return self._running().limits
-
-    @property
-    def num_live(self) -> int:
-        """Requests submitted and not finished."""
-        return len(self._live)
-
-    def submit(self, request: Request) -> None:
-        """Check ``request`` in the caller's thread and queue it.
-
-        Raises:
-            InvalidRequestError: it can never run here, or its id is that of a live request.
-            EngineDeadError: the engine has stopped.
-        """
-        limits = self._running().limits
-        validate(request.token_ids, request.params, limits, request.generated_before)
-        with self._lock:
-            if request.request_id in self._live:
-                raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
-            self._live.add(request.request_id)
-        request.arrival = request.arrival or time.monotonic()
-        self._inbox.put(request)
-
-    def abort(self, request_id: str) -> None:
-        """End a request, in whatever state; an unknown or finished one is ignored. Never raises."""
-        self._inbox.put(request_id)
-
-    def reset_prefix_cache(self) -> Future[int]:
-        """Forget every cached prefix between two steps; the result is the number of blocks that became free.
-
-        Raises:
-            EngineDeadError: the engine has stopped.
-        """
-        self._running()
-        done: Future[int] = Future()
-        self._inbox.put(done)
-        return done
-
-    def stats(self) -> EngineStats:
-        """The last snapshot; takes no lock."""
-        self._running()
-        assert self._stats is not None
-        return self._stats
-
-    def is_alive(self) -> bool:
-        """Whether the engine is loaded and its thread runs."""
-        return self._engine is not None and self._failure is None and self._thread.is_alive()
-
-    def stop(self, timeout: float = 10.0) -> None:
-        """End the thread after its current step; live requests get no more deltas."""
-        self._inbox.put(None)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-
-    def _running(self) -> Engine:
-        if self._engine is None or not self.is_alive():
-            cause = f": {self._failure}" if self._failure is not None else ""
-            raise EngineDeadError(f"the engine is not running{cause}")
-        return self._engine
-
-    def _main(self) -> None:
-        try:
-            engine = Engine(self._config)
-            self._stats = engine.stats()
-            self._engine = engine
-            self._loaded.set()
-            self._loop(engine)
-        except BaseException as error:  # noqa: BLE001 - whatever ends this thread must reach the owner
-            self._failure = error
-            if self._engine is not None:
-                _log.critical("the engine thread ends", exc_info=True)
-                self._on_death(error)
-        finally:
-            self._loaded.set()
-
-    def _loop(self, engine: Engine) -> None:
-        while True:
-            deltas: list[TokenDelta] = []
-            for item in self._take(wait=not engine.has_work()):
-                if item is None:
-                    return
-                deltas += self._handle(engine, item)
-            deltas += engine.step()
-            for delta in deltas:
-                if delta.final:
-                    self._live.discard(delta.request_id)
-            self._stats = engine.stats()
-            if deltas:
-                self._on_outputs(deltas)
-
-    def _take(self, wait: bool) -> list[Request | str | Future[int] | None]:
-        """All that is queued; at least one item if ``wait``."""
-        items = [self._inbox.get()] if wait else []
-        with contextlib.suppress(Empty):
-            while True:
-                items.append(self._inbox.get_nowait())
-        return items
-
-    def _handle(self, engine: Engine, item: Request | str | Future[int]) -> list[TokenDelta]:
-        if isinstance(item, str):
-            return engine.abort(item)
-        if isinstance(item, Future):
-            item.set_result(engine.reset_prefix_cache())
-            return []
-        try:
-            engine.add(item)
-        except InvalidRequestError as error:
-            index = item.generated_before
-            return [
-                TokenDelta(item.request_id, index, (), FinishReason.ERROR, error=error.message, final=True)
-            ]
-        return []
+        """Choose the token budget; measure the prefill rate where that or the choice of a recovery needs it."""
+        runner, given = self.runner, self.config.token_budget
+        cpu = runner.device.type == "cpu"
+        clock = processor_clock(runner.num_threads) if cpu else time.perf_counter
+        if given is None and cpu and not offline:
+            return calibrate(runner.prefill, self.limits.max_tokens, clock)
+        budget = given or (OFFLINE_CPU_BUDGET if cpu else GPU_BUDGET)
+        rate = 0.0
+        if runner.memory.host_blocks:
+            rate = steady_prefill_rate(runner.prefill, min(budget, self.limits.max_tokens), clock)
+        return Calibration(rate, budget)
 
 
 def _out_of_memory(error: Exception) -> bool:

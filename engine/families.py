@@ -24,9 +24,7 @@ class Families:
         max_num_seqs: most running sequences; a fork beyond it waits, and computes its KV again.
     """
 
-    def __init__(
-        self, table: RequestTable, preemption: Preemption, append: Append, max_num_seqs: int
-    ) -> None:
+    def __init__(self, table: RequestTable, preemption: Preemption, append: Append, max_num_seqs: int) -> None:
         self._table = table
         self._preemption = preemption
         self._append = append
@@ -77,9 +75,7 @@ class Families:
         if family.params.ranked and delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             output = tuple(entry.request.token_ids[entry.base :])
             assert delta.finish_reason is not None
-            family.finished.append(
-                Hypothesis(output, entry.request.logprob / len(output), delta.finish_reason)
-            )
+            family.finished.append(Hypothesis(output, entry.request.logprob / len(output), delta.finish_reason))
             return self._results(family, delta.cached_tokens) if last else []
         delta.final = last
         return [delta]
@@ -193,7 +189,7 @@ class Families:
         members = {entry.request.key for family in self._families.values() for entry in family.members.values()}
         related = {key for key, entry in self._table.entries.items() if entry.request.family is not None}
         if members != related:
-            raise InvariantError(f"families have the sequences {sorted(members)}, but {sorted(related)} are live")
+            raise InvariantError(f"families have the sequences {sorted(members)}, {sorted(related)} are live")
         for family in self._families.values():
             beams = family.members.values()
             if not beams:

@@ -124,8 +124,8 @@ class TokenDelta:
     """What one step made for one sequence of a request. Nobody changes it.
 
     ``index`` is the offset of the first token in the sequence's whole output (tokens made on earlier
-    replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token; ``final``
-    says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of`` above
+    replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token;
+    ``final`` says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of`` above
     ``n``) each result comes as one delta at the end, the best one as sequence 0.
     """
 
@@ -194,8 +194,8 @@ def _check_beams_fit(prompt: int, longest: int, width: int, limits: ModelLimits)
     needed = shared + width * (-(-longest // limits.block_size) - shared)
     if needed > limits.num_blocks:
         raise InvalidRequestError(
-            f"{width} beams of up to {longest} tokens may need {needed} KV blocks of {limits.block_size} tokens "
-            f"but the pool has {limits.num_blocks}; lower beam_width or max_tokens, or raise kv_memory",
+            f"{width} beams of up to {longest} tokens may need {needed} KV blocks of {limits.block_size} "
+            f"tokens but the pool has {limits.num_blocks}; lower beam_width or max_tokens, or raise kv_memory",
             "beam_width",
             "kv_pool_exceeded",
         )

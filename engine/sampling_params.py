@@ -36,8 +36,8 @@ class SamplingParams:
             filter.
         beam_width: beams to keep, at least ``n``; ``None`` takes ``best_of`` or ``n``.
         length_penalty: exponent of the length that a finished beam's summed log probability is divided by.
-        early_stopping: end as soon as there are ``beam_width`` finished beams; ``False`` goes on while a running
-            beam looks better than the worst of them, ``"never"`` while any could become better.
+        early_stopping: end as soon as there are ``beam_width`` finished beams; ``False`` goes on while a
+            running beam looks better than the worst of them, ``"never"`` while any could become better.
     """
 
     max_tokens: int | None = 16
@@ -91,14 +91,16 @@ class SamplingParams:
         if not self.use_beam_search:
             if self.beam_width is not None:
                 raise InvalidRequestError(
-                    f"beam_width is {self.beam_width} but use_beam_search is not true; set it, or leave beam_width out",
+                    f"beam_width is {self.beam_width} but use_beam_search is not true; set it, or leave "
+                    "beam_width out",
                     "beam_width",
                 )
             return
         _float_range("length_penalty", self.length_penalty, -10.0, 10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequestError(
-                f"early_stopping is {self.early_stopping!r} but must be true, false or 'never'", "early_stopping"
+                f"early_stopping is {self.early_stopping!r} but must be true, false or 'never'",
+                "early_stopping",
             )
         if self.temperature not in (0.0, 1.0):
             raise InvalidRequestError(

@@ -22,7 +22,7 @@ from app.ingress import fingerprint, make_api
 from app.openai_service import OpenAIService
 from app.relay import Delta, GenerateRequest, GenerationError
 from engine.config import EngineConfig
-from engine.engine import EngineThread
+from engine.engine_thread import EngineThread
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta
 
 MODEL = "smollm2-135m-instruct"

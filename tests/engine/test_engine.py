@@ -15,7 +15,8 @@ import torch
 from conftest import made, make_request, run_to_end, tiny_engine_config
 
 from engine.config import EngineConfig
-from engine.engine import Engine, EngineThread
+from engine.engine import Engine
+from engine.engine_thread import EngineThread
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.request import FinishReason, Request, RequestState, TokenDelta
 from engine.sampling_params import SamplingParams
