@@ -155,7 +155,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if self.windowed:
                 self.slide(sequence)
 
-    @rule(count=st.integers(1, 12))
+    @rule(count=st.integers(1, 3))
     def evict(self, count: int) -> None:
         """Somebody takes blocks for a moment."""
         blocks = self.pool.allocate(min(self.pool.num_available, self.pool.num_free + count))
@@ -175,8 +175,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert depth == self.longest_hit(sequence, limit)
         assert before == (self.pool.num_cached, self.pool.num_free, len(self.index), self.index.num_hollow)
 
-    @rule()
-    def reset(self) -> None:
+    @rule(chance=st.integers(0, 7))
+    def reset(self, chance: int) -> None:
+        if chance != 7:  # seldom: it ends all that was being built up
+            return
         cached, free = self.pool.num_cached, self.pool.num_free
         assert self.index.reset() == cached
         assert (self.pool.num_cached, self.pool.num_free) == (0, cached + free)
@@ -203,8 +205,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.live.remove(sequence)
         self.pool.release(sequence.table)
 
-    @rule(target=sequences)
-    def end_all(self) -> object:
+    @rule(target=sequences, chance=st.integers(0, 3))
+    def end_all(self, chance: int) -> object:
+        if chance != 3:
+            return multiple()
         for sequence in self.live:
             self.pool.release(sequence.table)
             sequence.table, sequence.node, sequence.findable = [], None, 0
@@ -250,6 +254,13 @@ class WindowMachine(MemoryMachine):
 
     windowed = True
 
+    @rule(root=st.sampled_from(["a", "b"]), tokens=TEXT)
+    def pass_through(self, root: str, tokens: list[int]) -> None:
+        """A sequence that comes, runs and goes: its blocks are cached in the order in which it gave them up."""
+        sequence = self.begin(root, tokens)
+        self.run_to_the_end(sequence)
+        self.end(sequence)
+
 
 class CollidingWindowMachine(WindowMachine):
     """Both."""
@@ -264,6 +275,6 @@ TestMemory.settings = SETTINGS
 TestColliding = CollidingMachine.TestCase
 TestColliding.settings = SETTINGS
 TestWindow = WindowMachine.TestCase
-TestWindow.settings = SETTINGS
+TestWindow.settings = settings(SETTINGS, max_examples=150)
 TestCollidingWindow = CollidingWindowMachine.TestCase
-TestCollidingWindow.settings = SETTINGS
+TestCollidingWindow.settings = settings(SETTINGS, max_examples=100)

@@ -277,3 +277,25 @@ def test_reset_forgets_hollow_nodes() -> None:
     windows.check()
     assert (len(windows.index), windows.index.num_hollow, windows.index.num_roots) == (0, 0, 0)
     assert windows.index.match(ROOT, TEXT, 8, node) is None
+
+
+def test_hollow_nodes_that_are_there_already_do_not_count_against_the_bound() -> None:
+    windows = Windows(3, 2)
+    limit = HOLLOW_PER_BLOCK * 3
+    tokens = list(range(2 * (limit + 2)))
+    table = [NO_BLOCK] * limit + windows.take(1)
+    windows.held = [table]
+    windows.index.extend(ROOT, None, tokens, table, limit + 1)
+    assert windows.index.num_hollow == limit
+    copy = [NO_BLOCK] * limit + windows.take(2)
+    windows.held[-1] = copy
+    node = windows.index.extend(ROOT, None, tokens, copy, limit + 2)
+    windows.check()
+    assert node is not None
+    assert node.depth == limit + 2
+    # One more would be too many: only what is there already is found again.
+    other = [*tokens[:2], *([99] * 2 * limit)]
+    node = windows.index.extend(ROOT, None, other, copy, limit + 2)
+    windows.check()
+    assert node is not None
+    assert node.depth == 1
