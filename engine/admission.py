@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.block_pool import NO_BLOCK, BlockPool
-from engine.prefix_index import PrefixIndex
 from engine.preemption import Preemption
+from engine.prefix_index import PrefixIndex
 from engine.request import RequestState
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import Swap

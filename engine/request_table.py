@@ -11,7 +11,7 @@ from engine.host_pool import HostPool
 from engine.prefix_index import PrefixNode
 from engine.recovery import Decision
 from engine.request import FinishReason, Request, RequestState
-from engine.step_plan import Candidates
+from engine.step_plan import Candidates, ScheduledChunk
 
 _RUNS = (RequestState.RUNNING, RequestState.SWAPPING_IN)
 _HAS_HOST_BLOCKS = (RequestState.SWAPPING_OUT, RequestState.SWAPPED, RequestState.SWAPPING_IN)
@@ -36,6 +36,7 @@ class Entry:
     host_table: list[int] = field(default_factory=list)
     candidates: Candidates | None = None  # a beam's offers; it is held until its whole family has some
     decision: Decision | None = None  # of a recovery that is not complete
+    decode: ScheduledChunk | None = None  # its chunk of one token, made once for all steps in which it decodes
 
     @property
     def remaining(self) -> int:
@@ -109,14 +110,8 @@ class RequestTable:
                 self._drop_host_blocks(entry)
         self._moving.clear()
 
-    def position(self, entry: Entry, guess: int) -> int:
-        """Where ``entry`` stands among the running ones; ``guess`` is where it stood."""
-        if guess < len(self.running) and self.running[guess] is entry:
-            return guess
-        return bisect_left(self.running, entry.order, key=_order)
-
     def drop_before(self, request: Request, place: int) -> None:
-        """Release the blocks of a running sequence before ``place`` in its table; nobody looks at them again."""
+        """Release the blocks before ``place`` in a running sequence's table; nobody looks at them again."""
         table = request.block_table
         while place > 0 and table[place - 1] != NO_BLOCK:
             place -= 1
@@ -174,7 +169,7 @@ class RequestTable:
         if entry.host_table:
             self._drop_host_blocks(entry)
         del self.entries[request.key]
-        entry.candidates = None
+        entry.candidates = entry.decode = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
 
@@ -248,7 +243,9 @@ class RequestTable:
         if request.computed > len(request.block_table) * size:
             raise InvariantError(f"{_name(entry)} has computed more tokens than it has blocks")
         if (entry.remaining == 0) != (entry.candidates is not None):
-            raise InvariantError(f"{_name(entry)} has computed all its tokens, or offers candidates before it has")
+            raise InvariantError(
+                f"{_name(entry)} has computed all its tokens, or offers candidates before it has"
+            )
         if entry.writable > len(request.block_table) * size:
             raise InvariantError(f"{_name(entry)} may write further than its blocks reach")
         first = request.computed // size

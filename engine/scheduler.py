@@ -32,13 +32,13 @@ class Scheduler:
     Promises, within one priority and with order meaning (priority, arrival, id, sequence), kept for life:
 
     - a request that fits the pool alone ends; what can never fit is refused by :meth:`add`;
-    - blocks are taken from the last running sequence in order, so the first is never preempted for a younger one;
+    - blocks are taken from the last running sequence in order; the first is never preempted for a younger one;
     - while preempted sequences wait, those behind them take only blocks that they do not need;
     - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
 
     Args:
         host: blocks to swap to.
-        max_num_seqs: most running sequences; never above ``token_budget``, so that each can decode in each step.
+        max_num_seqs: most running sequences; never above ``token_budget``, so that all can decode in each step.
         token_budget: most tokens in one step.
         model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
         priority_ageing: seconds of waiting that are worth one level of priority; ``None`` makes priority
@@ -104,6 +104,7 @@ class Scheduler:
         self._prompt_tokens = self._generated_tokens = 0
         self._query_tokens = self._hit_tokens = self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
+        self._planned: StepPlan | None = None  # and not committed
 
     @classmethod
     def create(
@@ -155,9 +156,10 @@ class Scheduler:
         total = validate(request.token_ids, request.params, self._limits, request.generated_before)
         longest = len(request.token_ids) + max(map(len, filter(None, request.outputs)), default=0)
         if longest >= total:
+            before = request.generated_before or longest - len(request.token_ids)
             raise InvalidRequestError(
-                f"the request has {longest} tokens, {request.generated_before or longest - len(request.token_ids)}"
-                f" of them generated before, and may reach {total}: none is left to generate",
+                f"the request has {longest} tokens, {before} of them generated before, and may reach {total}: "
+                "none is left to generate",
                 "max_tokens",
             )
         request.arrival = request.arrival or self._clock()
@@ -228,7 +230,7 @@ class Scheduler:
 
         The plan's transfers must be carried out before the next call, whatever becomes of its chunks.
         """
-        plan = self._planner.plan()
+        plan = self._planned = self._planner.plan()
         for request in plan.admitted:
             self._prompt_tokens += request.num_prompt_tokens
             if self._prefix_caching:
@@ -246,50 +248,56 @@ class Scheduler:
         Outcomes of requests that ended since :meth:`schedule` are dropped.
 
         Raises:
-            InvariantError: plan and outcomes do not belong together, or the plan is stale.
+            InvariantError: plan and outcomes do not belong together, or the plan is not the last one made.
         """
-        expected = sum(chunk.samples for chunk in plan.chunks)
-        if len(outcomes) != expected:
-            raise InvariantError(f"a step that samples {expected} tokens was committed with {len(outcomes)}")
+        if plan is not self._planned:
+            raise InvariantError("the plan is stale: it was committed before, or another one was made since")
+        if len(outcomes) != plan.num_samples:
+            raise InvariantError(
+                f"a step that samples {plan.num_samples} tokens was committed with {len(outcomes)}"
+            )
+        self._planned = None
         self._table.settle()
         if timing is not None:
             self._preemption.account(plan, timing)
-        results = iter(outcomes)
+        by_chunk: Iterable[int | Candidates | None] = outcomes
+        if len(outcomes) != len(plan.chunks):
+            made = iter(outcomes)
+            by_chunk = [next(made) if chunk.samples else None for chunk in plan.chunks]
         deltas: list[TokenDelta] = []
-        made = 0
-        size = self._pool.block_size
-        for chunk in plan.chunks:
+        caching, size = self._prefix_caching, self._pool.block_size
+        ended, appended = RequestState.FINISHED, 0
+        for chunk, outcome in zip(plan.chunks, by_chunk, strict=True):
             request = chunk.request
-            outcome = next(results) if chunk.samples else None
-            if request.state is not RequestState.RUNNING:
-                if request.state is RequestState.FINISHED:
-                    continue
-                raise InvariantError(f"the plan for request {request.request_id!r} is stale")
-            if request.computed != chunk.start:
-                raise InvariantError(f"the plan for request {request.request_id!r} is stale")
+            if request.state is ended:
+                continue
             entry = chunk.entry
             assert entry is not None
             computed = request.computed = chunk.start + chunk.length
-            if self._prefix_caching and computed >= (entry.findable + 1) * size:
+            if caching and computed >= (entry.findable + 1) * size:
                 self._make_findable(entry)
-            if outcome is None:
-                continue
-            tokens = request.token_ids
-            if type(outcome) is int and request.family is None:
-                made += 1
+            if type(outcome) is int and outcome not in entry.ending:
+                tokens = request.token_ids
+                index = len(tokens) - entry.base
                 tokens.append(outcome)
-                count = len(tokens)
-                if outcome not in entry.ending and count < request.max_total_tokens:  # as nearly always
+                if len(tokens) < request.max_total_tokens:  # as nearly always
+                    appended += 1
                     deltas.append(
                         TokenDelta(
-                            request.request_id, count - 1 - entry.base, (outcome,), None, request.cached_tokens or 0
+                            request.request_id,
+                            index,
+                            (outcome,),
+                            None,
+                            request.cached_tokens or 0,
+                            None,
+                            request.sequence,
                         )
                     )
                     continue
                 tokens.pop()
-                made -= 1
-            deltas += self._advance(entry, outcome)
-        self._generated_tokens += made
+            if outcome is not None:
+                deltas += self._advance(entry, outcome)
+        self._generated_tokens += appended
         self._maybe_check()
         return deltas
 

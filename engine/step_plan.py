@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from engine.request_table import Entry
 
 
-@dataclass(slots=True)  # not frozen: one is made for each row of each step, and that would cost half of it
+@dataclass(slots=True)
 class ScheduledChunk:
     """Tokens ``start:start + length`` of one request to run in this step.
 
     ``request.block_table`` covers them. ``samples`` says that the chunk reaches the end of ``token_ids``, so
-    that one token is sampled from its last row. Nobody changes a chunk.
+    that one token is sampled from its last row. Only the scheduler changes a chunk: it uses that of a sequence
+    that decodes again in each step, so a chunk means something until the next step is planned.
     """
 
     request: Request
@@ -78,21 +79,18 @@ class StepPlan:
     """One step: prefill and decode mixed, oldest running request first, then those admitted now."""
 
     chunks: list[ScheduledChunk]
+    num_tokens: int  # rows of the step
+    num_samples: int  # chunks that sample
     transfers: Transfers = field(default_factory=Transfers)
     preempted: list[Request] = field(default_factory=list)  # lost their blocks while the plan was made
     admitted: list[Request] = field(default_factory=list)  # run for the first time
     swaps: list[Swap] = field(default_factory=list)  # whose blocks the transfers move
     prefill: int = 0  # tokens of chunks longer than one
 
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the step."""
-        return sum(chunk.length for chunk in self.chunks)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made in each step, and that would cost four times as much
 class SchedulerStats:
-    """Gauges of now and totals since the start; blocks and tokens."""
+    """Gauges of now and totals since the start; blocks and tokens. Nobody changes it."""
 
     referenced_blocks: int
     cached_blocks: int

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.admission import Admission
 from engine.block_pool import BlockPool, InvariantError
-from engine.prefix_index import PrefixIndex
 from engine.preemption import Preemption
+from engine.prefix_index import PrefixIndex
 from engine.request import Request
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import ScheduledChunk, StepPlan, Swap, Transfers
@@ -19,16 +20,22 @@ _MAX_GROWTH = 8.0  # blocks kept back for each running request after repeated pr
 class Step:
     """A plan in the making."""
 
-    budget: int  # tokens left
-    decodes: int = 0  # running sequences not yet planned that need exactly one token
+    most: int  # tokens
     short: bool = False  # blocks ran out
     prefill: int = 0  # tokens of chunks longer than one
+    longer: int = 0  # tokens of all chunks, beside one of each
+    unsampled: int = 0  # chunks that do not reach the end of their texts
     chunks: list[ScheduledChunk] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
     swaps: list[Swap] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     prefilling: list[Entry] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        """Tokens left."""
+        return self.most - len(self.chunks) - self.longer
 
     def take(self, entry: Entry, length: int) -> None:
         """Plan the next ``length`` tokens of a sequence whose table covers them."""
@@ -39,11 +46,25 @@ class Step:
             self.prefilling.append(entry)
             self.prefill += length
         self.chunks.append(ScheduledChunk(request, start, length, length == remaining, entry))
-        self.budget -= length
+        self.longer += length - 1
+        self.unsampled += length < remaining
+
+    def planned(self) -> StepPlan:
+        """The plan, complete."""
+        return StepPlan(
+            chunks=self.chunks,
+            num_tokens=len(self.chunks) + self.longer,
+            num_samples=len(self.chunks) - self.unsampled,
+            transfers=self.transfers,
+            preempted=self.preempted,
+            admitted=self.admitted,
+            swaps=self.swaps,
+            prefill=self.prefill,
+        )
 
 
 class StepPlanner:
-    """Plans steps over the sequences of one table; :class:`engine.scheduler.Scheduler` says what it promises."""
+    """Plans steps over the sequences of one table; :class:`engine.scheduler.Scheduler` says what to expect."""
 
     def __init__(
         self,
@@ -92,37 +113,36 @@ class StepPlanner:
                 if not step.chunks:
                     self._make_room(step)
                 self._admission.admit(step)
-        return StepPlan(
-            step.chunks, step.transfers, step.preempted, step.admitted, step.swaps, step.prefill
-        )
+        return step.planned()
 
     def _continue_running(self, step: Step) -> None:
         """Give each running sequence its tokens, oldest first, one kept for each that decodes."""
         running = self._table.running
         chunks = step.chunks
-        step.decodes = sum(len(e.request.token_ids) - e.request.computed == 1 for e in running)
-        position = 0
-        while position < len(running):  # preemption shortens the list, mostly at its end
-            entry = running[position]
+        spare: int | None = None  # tokens that no decode needs: the same before and after each decode
+        for position, entry in enumerate(running):  # preemption takes from its end, at most all but ``entry``
             request = entry.request
             computed = request.computed
             length = len(request.token_ids) - computed
-            if length == 1:
-                step.decodes -= 1
-                if computed < entry.writable:  # as nearly always
-                    chunks.append(ScheduledChunk(request, computed, 1, True, entry))
-                    step.budget -= 1
-                    position += 1
-                    continue
-            elif length > 1:
-                length = min(length, step.budget - step.decodes)
-            if length > 0:
-                length = self.grow(entry, length, step)
-                if length == 0:
-                    return
-                step.take(entry, length)
-                position = self._table.position(entry, position)
-            position += 1
+            if length == 1 and computed < entry.writable:  # as nearly always
+                chunk = entry.decode
+                if chunk is None:
+                    chunk = entry.decode = ScheduledChunk(request, computed, 1, True, entry)
+                chunk.start = computed
+                chunks.append(chunk)
+                continue
+            if length > 1:
+                if spare is None:
+                    spare = step.budget - sum(later.remaining == 1 for later in running[position + 1 :])
+                length = min(length, spare)
+            if length <= 0:
+                continue
+            length = self.grow(entry, length, step)
+            if length == 0:
+                return
+            if spare is not None and entry.remaining > 1:
+                spare -= length
+            step.take(entry, length)
 
     def grow(self, entry: Entry, length: int, step: Step) -> int:
         """Let ``entry`` write up to ``length`` more tokens; return how many, 0 if it was preempted itself.
@@ -164,15 +184,27 @@ class StepPlanner:
         They are the rest of its prefill and a block of growth, more after preemptions: admitting into the last
         free blocks would preempt somebody a few steps later. Sequences that will be forked from it count, too.
         """
-        request = entry.request
-        growth = int(self._growth * self._pool.block_size)
-        tokens = min(request.max_total_tokens, len(request.token_ids) + growth)
-        own = max(0, self._pool.blocks_for(tokens) - len(request.block_table))
-        return own + (entry.seats - 1) * (own + 1)
+        return self._reserve([entry])
 
     def reserve(self) -> int:
-        """Blocks to keep back from admissions for all running sequences."""
-        return sum(map(self.about_to_need, self._table.running))
+        """Blocks to keep back from admissions for all running sequences; O(running)."""
+        return self._reserve(self._table.running)
+
+    def _reserve(self, entries: Iterable[Entry]) -> int:
+        size = self._pool.block_size
+        growth = int(self._growth * size)
+        blocks = 0
+        for entry in entries:
+            request = entry.request
+            tokens = len(request.token_ids) + growth
+            if tokens > request.max_total_tokens:
+                tokens = request.max_total_tokens
+            own = (tokens + size - 1) // size - len(request.block_table)
+            if own > 0:
+                blocks += own
+            if entry.seats > 1:
+                blocks += (entry.seats - 1) * (max(own, 0) + 1)
+        return blocks
 
     def _drop_unseen(self, request: Request) -> None:
         """Release the blocks that no layer of a sliding-window model can see any more."""
@@ -183,20 +215,19 @@ class StepPlanner:
         """Preempt somebody so that ``entry`` can grow; true if it was ``entry`` itself."""
         running = self._table.running
         position = len(running) - 1
-        if running[position] is entry:
-            if not step.chunks:
-                # All before it are held and wait for this one: they can wait without blocks.
-                position -= 1
-                if position < 0:
-                    raise InvariantError(
-                        f"request {entry.request.request_id!r} runs alone and does not fit the pool"
-                    )
+        if running[position] is entry and not step.chunks:
+            # All before it are held and wait for this one: they can wait without blocks.
+            position -= 1
+            if position < 0:
+                raise InvariantError(
+                    f"request {entry.request.request_id!r} runs alone and does not fit the pool"
+                )
         victim = running[position]
         self._preemption.preempt(position, step)
         return victim is entry
 
     def _make_room(self, step: Step) -> None:
-        """Nobody can run: all who have blocks are held until a relative that waits has its turn, so let it in."""
+        """Nobody can run: all who have blocks are held until a waiting relative has its turn, so let it in."""
         running = self._table.running
         head = self._admission.head()
         while running and head is not None and self._admission.needed(head) > self._pool.num_available:

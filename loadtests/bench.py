@@ -11,6 +11,7 @@ from pathlib import Path
 COMMANDS: dict[str, list[str]] = {
     "kernels": ["loadtests.kernels"],
     "memory": ["loadtests.memory"],
+    "scheduler": ["loadtests.scheduler"],
     "throughput": ["loadtests.throughput"],
     "http": ["loadtests.throughput", "--http"],
     "locust": ["loadtests.locust_run"],

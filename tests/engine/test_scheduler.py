@@ -113,7 +113,7 @@ def test_wrong_commits_are_refused_whole() -> None:
         scheduler.commit(plan, [])
     assert request.computed == 0
     scheduler.commit(plan, [1])
-    with pytest.raises(InvariantError, match="'a' is stale"):
+    with pytest.raises(InvariantError, match="the plan is stale"):
         scheduler.commit(plan, [1])
 
 

@@ -1,0 +1,328 @@
+"""What the scheduler itself costs: processor time of ``schedule`` and ``commit``, without a model.
+
+``python -m loadtests.scheduler`` drives the real scheduler with a runner that only returns tokens. Before a
+measurement each pool is filled with cached text of ended requests, as it is in a server that has been running
+for a while, so that every new block evicts an old one. Loads:
+
+- *decode*: every request needs one token in each step; their lengths differ, so that in each step 1 in 16
+  crosses the end of a block;
+- *queue*: the same, with 1,000 requests waiting that do not fit. Blocks held from outside keep as many
+  available as one of them needs, but not what the running requests are about to need, too: the dearest case;
+- *mix*: requests of 128 tokens in, 128 out, each replaced by a new one as it ends;
+- *families*: 4 sequences of each prompt.
+
+A figure is the median over windows of 16 steps, of each window's mean: what the end of a block costs counts
+for its share, and what neighbours on the machine do falls out, as far as it does not slow the processor down.
+
+The second part runs the real engine on unique prompts and measures the share of all processor time that goes
+into the prefix cache, which can find nothing there. The clock counts against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.admission import Admission
+from engine.block_pool import BlockPool
+from engine.prefix_index import PrefixIndex
+from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.request import ModelLimits, Request
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.step_plan import Candidates, ScheduledChunk, StepTiming
+from loadtests.report import Figure, add_arguments, finish, print_table
+
+BLOCK_SIZE = 16
+POOLS = (8_192, 65_536, 1_000_000)  # blocks
+RUNNING = (1, 16, 64, 256)
+WAITING = 1_000
+WINDOW = 16  # steps, as many as tokens in a block
+STEP_BAR_US = 500.0  # at 256 running requests
+FLAT_BAR = 1.25  # of the largest pool's step over the smallest pool's: nothing looks at all blocks
+CACHE_BAR = 0.01
+TOKENS = range(100, 40_000)  # ordinary tokens
+STEP_TIMING = StepTiming(0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load on one pool."""
+
+    load: str  # decode, queue, mix or families
+    running: int
+    num_blocks: int
+    prefix_caching: bool = True
+
+    @property
+    def title(self) -> str:
+        """A name for tables and figures."""
+        caching = "" if self.prefix_caching else ", no prefix caching"
+        return f"{self.load}, {self.running} running, {self.num_blocks:,} blocks{caching}"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the bar holds for it."""
+        return self.running == 256
+
+
+def all_cases() -> list[Case]:
+    """Every load and pool that is measured, the small ones first."""
+    cases = []
+    for num_blocks in POOLS:
+        cases += [Case("decode", running, num_blocks) for running in RUNNING]
+        cases += [Case(load, RUNNING[-1], num_blocks) for load in ("queue", "mix", "families")]
+        cases += [Case(load, RUNNING[-1], num_blocks, False) for load in ("decode", "queue", "mix")]
+    return cases
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds of processor time, by step."""
+
+    schedule: list[float] = field(default_factory=list)
+    commit: list[float] = field(default_factory=list)
+    stats: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> list[float]:
+        """``schedule`` and ``commit`` together."""
+        return [sum(both) for both in zip(self.schedule, self.commit, strict=True)]
+
+
+def microseconds(seconds: list[float]) -> float:
+    """Median over whole windows of each window's mean."""
+    windows = range(0, len(seconds) - WINDOW + 1, WINDOW)
+    return statistics.median(statistics.fmean(seconds[start : start + WINDOW]) for start in windows) * 1e6
+
+
+class Bench:
+    """One case: its pool, its scheduler and its requests."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        self._draw = random.Random(seed)
+        self._made = 0
+        self._held: list[int] = []
+        self.pool = BlockPool(case.num_blocks, BLOCK_SIZE)
+        # One object for each number: a million blocks of objects of their own take half a gigabyte more.
+        self._vocabulary = list(TOKENS)
+        self.scheduler = Scheduler(
+            self.pool,
+            PrefixIndex(self.pool),
+            max_num_seqs=case.running + 64,  # a queue waits for blocks, not for seats
+            token_budget=8_192,
+            prefix_caching=case.prefix_caching,
+            eos_token_ids=(2,),
+            model_key=("model", "bfloat16"),
+            limits=ModelLimits(TOKENS.stop, 1 << 20, case.num_blocks, BLOCK_SIZE),
+            recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, BLOCK_SIZE, Rates()),
+        )
+
+    def prepare(self, steps: int) -> None:
+        """Fill the pool with cached text, start what runs, queue what waits."""
+        length = 4_096
+        if self.case.prefix_caching:
+            for _ in range(-(-self.case.num_blocks * BLOCK_SIZE // length)):
+                self.add(length - 1, 1)
+                while self.scheduler.has_work():
+                    self.step()
+        most = self.case.num_blocks * BLOCK_SIZE // self.case.running
+        match self.case.load:
+            case "mix":
+                for place in range(self.case.running):  # of all ages, so that they end one by one
+                    self.add(128, 1 + (place * 128) // self.case.running)
+            case "families":
+                for place in range(self.case.running // 4):
+                    self.add(32 + place % 64, min(2 * steps, most - 96), n=4)
+            case _:
+                for place in range(self.case.running):
+                    self.add(32 + place % 64, min(2 * steps, most - 96))
+        for _ in range(2 * WINDOW):
+            self.step()
+        if self.case.load == "queue":
+            for _ in range(WAITING):
+                self.add(1_000, 16)
+
+    def add(self, prompt: int, output: int, n: int = 1) -> None:
+        """Queue a request of random tokens that makes exactly ``output`` more."""
+        self._made += 1
+        self.scheduler.add(
+            Request(
+                f"request-{self._made}",
+                self._draw.choices(self._vocabulary, k=prompt),
+                SamplingParams(max_tokens=output, ignore_eos=True, n=n),
+                arrival=float(self._made),
+            )
+        )
+
+    def step(self, cost: Cost | None = None) -> int:
+        """One step; returns how many requests ended."""
+        scheduler = self.scheduler
+        began = time.process_time()
+        plan = scheduler.schedule()
+        planned = time.process_time()
+        outcomes = [outcome(chunk) for chunk in plan.chunks if chunk.samples]
+        ran = time.process_time()
+        deltas = scheduler.commit(plan, outcomes, STEP_TIMING)
+        committed = time.process_time()
+        scheduler.stats()
+        ended = time.process_time()
+        if cost is not None:
+            cost.schedule.append(planned - began)
+            cost.commit.append(committed - ran)
+            cost.stats.append(ended - committed)
+        return sum(delta.final for delta in deltas)
+
+    def run(self, steps: int) -> Cost:
+        """Measure ``steps`` steps."""
+        cost = Cost()
+        for _ in range(steps):
+            if self.case.load == "queue":
+                self._leave_available(100)
+            for _ in range(self.step(cost)):
+                self.add(128, 128)
+        return cost
+
+    def _leave_available(self, blocks: int) -> None:
+        """Hold or let go blocks from outside."""
+        surplus = self.pool.num_available - blocks
+        if surplus > 0:
+            self._held += self.pool.allocate(surplus) or []
+        elif surplus < 0:
+            self.pool.release(self._held[surplus:])
+            del self._held[surplus:]
+
+
+def outcome(chunk: ScheduledChunk) -> int | Candidates:
+    """What a model would make of a chunk's last row."""
+    family = chunk.request.family
+    if family is None or family.spread:
+        return 7
+    width = family.params.width
+    return Candidates((7,) * width, (-1.0,) * width)
+
+
+def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[str, float]]]:
+    """Run all cases whose titles contain ``only``; print a table."""
+    figures: list[Figure] = []
+    rows = []
+    raw: dict[str, dict[str, float]] = {}
+    for case in tqdm([case for case in all_cases() if only in case.title], unit="case"):
+        bench = Bench(case)
+        bench.prepare(steps)
+        cost = bench.run(steps)
+        step = microseconds(cost.step)
+        raw[case.title] = {
+            "step": step,
+            "request": step / case.running,
+            "schedule": microseconds(cost.schedule),
+            "commit": microseconds(cost.commit),
+            "stats": microseconds(cost.stats),
+            "largest": max(cost.step) * 1e6,
+        }
+        rows.append([case.title, *(f"{value:.1f}" for value in raw[case.title].values())])
+        bar = STEP_BAR_US if case.is_bounded else None
+        figures.append(Figure(case.title, step, " us a step", bar, at_most=True))
+    print_table(["processor time in us", "step", "a request", "schedule", "commit", "stats", "largest"], rows)
+    first, last = (Case("decode", RUNNING[-1], num_blocks).title for num_blocks in (POOLS[0], POOLS[-1]))
+    if first in raw and last in raw:
+        ratio = raw[last]["step"] / raw[first]["step"]
+        name = f"a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}"
+        figures.append(Figure(name, ratio, "x", FLAT_BAR, at_most=True))
+    return figures, raw
+
+
+@contextmanager
+def clocked(methods: list[tuple[type, str]]) -> Iterator[list[float]]:
+    """Sum this thread's processor time in ``methods``, with all that they call, into a list of one."""
+    spent = [0.0]
+    inside = False
+    before: list[tuple[type, str, Callable[..., Any]]] = []
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*arguments: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return method(*arguments)
+            inside = True
+            began = time.thread_time()
+            try:
+                return method(*arguments)
+            finally:
+                spent[0] += time.thread_time() - began
+                inside = False
+
+        return run
+
+    for owner, name in methods:
+        before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield spent
+    finally:
+        for owner, name, method in before:
+            setattr(owner, name, method)
+
+
+CACHE_METHODS: list[tuple[type, str]] = [
+    (PrefixIndex, "match"),
+    (PrefixIndex, "blocks"),
+    (PrefixIndex, "extend"),
+    (PrefixIndex, "_forget"),  # evictions
+    (Admission, "needed"),
+    (Admission, "_in_the_making"),
+]
+
+
+def cache_share(model: str, requests: int, prompt: int, output: int) -> float:
+    """Processor time spent on the prefix cache over the process's, on unique prompts and the real engine."""
+    from app.model_store import resolve
+    from engine import LLM
+
+    draw = random.Random(0)
+    with clocked(CACHE_METHODS) as spent:
+        llm = LLM(str(resolve(model)))
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        llm.generate([[5, 6, 7, 8]], params, progress=False)
+        prompts = [[draw.choice(TOKENS) for _ in range(prompt)] for _ in range(requests)]
+        spent[0], began = 0.0, time.process_time()
+        results = llm.generate(prompts, params, progress=False)
+        total = time.process_time() - began
+    if any(result.cached_tokens for result in results):
+        raise RuntimeError("a prompt that should be unique was found in the prefix cache")
+    return spent[0] / total
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.scheduler", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=320, help="measured steps of each case")
+    parser.add_argument("--only", default="", help="only cases whose names contain this")
+    parser.add_argument("--no-engine", action="store_true", help="leave out the share of the prefix cache")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each unique prompt")
+    parser.add_argument("--output", type=int, default=64, help="tokens made for each")
+    arguments = parser.parse_args()
+    figures, raw = measure_steps(arguments.steps, arguments.only)
+    if not arguments.no_engine:
+        share = cache_share(arguments.model, arguments.requests, arguments.prompt, arguments.output)
+        name = "prefix caching without a hit, share of all processor time"
+        figures.append(Figure(name, share, "", CACHE_BAR, at_most=True))
+    finish("loadtests.scheduler", figures, arguments, microseconds=raw)
+
+
+if __name__ == "__main__":
+    main()
