@@ -147,16 +147,21 @@ class BlockPool:
         if NO_BLOCK in distinct:
             distinct.remove(NO_BLOCK)
             table = [block for block in table if block != NO_BLOCK]
+        references = self._references
+        wrong: int | None = None
         if len(distinct) == len(table):
-            wrong = next((block for block in table if self._references[block] < 1), None)
+            for block in table:
+                if references[block] < 1:
+                    wrong = block
+                    break
         else:
             counts = Counter(table)
-            wrong = next((block for block in counts if self._references[block] < counts[block]), None)
+            wrong = next((block for block in counts if references[block] < counts[block]), None)
         if wrong is not None:
             raise InvariantError(f"block {wrong} was released more often than it was held")
         for block in reversed(table):
-            self._references[block] -= 1
-            if not self._references[block]:
+            references[block] -= 1
+            if not references[block]:
                 self._link(block)
 
     def key(self, block: int) -> None:
