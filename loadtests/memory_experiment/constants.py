@@ -157,10 +157,9 @@ PREFIX_RATE = 60.0  # requests per second: more than any system serves
 TRACE_JOBS = 2_000
 """Requests from the beginning of a trace."""
 
-RECOVERY_SLOTS = 4_000
-"""Tokens of the KV pool in the recovery runs: a quarter, so that requests are preempted all the time."""
+HOST_SHARE = 4
+"""Size of the host pool in the recovery runs, in KV pools."""
 
-HOST_SLOTS = 4 * RECOVERY_SLOTS
 RECOVERY_NOISE = 0.3
 """Sigma of the log-normal factor on the time of every step and every copy."""
 
@@ -185,21 +184,22 @@ TRUTHS = (
 
 @dataclass(frozen=True, slots=True)
 class RecoveryLoad:
-    """A workload of the recovery runs; all requests come within a short time."""
+    """A workload of the recovery runs, with a KV pool so small that requests are preempted all the time."""
 
     name: str
     lengths: Lengths
     requests: int
+    slots: int
     prefix: int = 0
     width: int = 1
     beam: bool = False
 
 
 RECOVERY_LOADS = (
-    RecoveryLoad("161/338", SHAREGPT, 200),
-    RecoveryLoad("19/58", ALPACA, 600),
-    RecoveryLoad("161/338 after 341 shared", SHAREGPT, 150, prefix=341),
-    RecoveryLoad("161/338, 4 samples", SHAREGPT, 50, width=4),
-    RecoveryLoad("19/58, 4 beams", ALPACA, 120, width=4, beam=True),
+    RecoveryLoad("161/338", SHAREGPT, 200, 4_000),
+    RecoveryLoad("19/58", ALPACA, 600, 1_000),
+    RecoveryLoad("161/338 after 341 shared", SHAREGPT, 250, 4_000, prefix=341),
+    RecoveryLoad("161/338, 4 samples", SHAREGPT, 50, 4_000, width=4),
+    RecoveryLoad("161/338, 4 beams", SHAREGPT, 30, 8_200, width=4, beam=True),
 )
 RECOVERY_RATE = 100.0  # requests per second

@@ -10,11 +10,10 @@ from loadtests.memory_experiment.constants import (
     BLOCK_SIZE,
     CPU_LIKE,
     GPU_LIKE,
-    HOST_SLOTS,
+    HOST_SHARE,
     RECOVERY_LOADS,
     RECOVERY_NOISE,
     RECOVERY_RATE,
-    RECOVERY_SLOTS,
     SEED,
     TRUTHS,
     RecoveryLoad,
@@ -53,6 +52,7 @@ def run_recovery() -> Findings:
                         (
                             truth.name,
                             load.name,
+                            str(load.slots),
                             f"{swap:.1f}",
                             f"{recompute:.1f}",
                             f"{auto:.1f}",
@@ -70,6 +70,7 @@ def run_recovery() -> Findings:
                     (
                         "truth",
                         "load",
+                        "pool",
                         "swap",
                         "recompute",
                         "auto",
@@ -79,8 +80,7 @@ def run_recovery() -> Findings:
                         "trials",
                     ),
                     tuple(rows),
-                    f"pool of {RECOVERY_SLOTS} tokens; noise of sigma {RECOVERY_NOISE:g} on all times; "
-                    "the last three columns are of auto",
+                    f"noise of sigma {RECOVERY_NOISE:g} on all times; the last three columns are of auto",
                 )
             )
     name = "recovery: auto over the better of swap and recompute, worst"
@@ -104,9 +104,9 @@ def run_mode(
     )
     copies = 1 / told.swapped_block
     rates = Rates(prefill=1 / told.prefill_token, swap_out=copies, swap_in=copies)
-    memory = Memory(RECOVERY_SLOTS, host_slots=HOST_SLOTS, recovery=mode, rates=rates)
+    memory = Memory(load.slots, host_slots=HOST_SHARE * load.slots, recovery=mode, rates=rates)
     scheduler, policy = memory.scheduler()
     machine = Machine(told.scaled(truth.prefill, truth.copy), BLOCK_SIZE, RECOVERY_NOISE, SEED)
-    meter = Meter(PAGED, 0, saturated=False, slots=RECOVERY_SLOTS)
+    meter = Meter(PAGED, 0, saturated=False, slots=load.slots)
     result = simulate_paged(jobs, scheduler, machine, meter, progress=progress)
     return result, policy.stats()

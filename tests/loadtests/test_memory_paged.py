@@ -105,7 +105,7 @@ def test_sustained_rate_is_interpolated() -> None:
 
 @pytest.mark.parametrize("copy", [0.01, 1_000.0])
 def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
-    load = constants.RecoveryLoad("small", SHAREGPT, 60)
+    load = constants.RecoveryLoad("small", SHAREGPT, 60, 4_000)
     runs = {mode: run_mode(load, GPU_LIKE, Truth("t", copy=copy), mode, lambda: None) for mode in RecoveryMode}
     seconds = {mode: result.seconds for mode, (result, _) in runs.items()}
     assert all(result.preemptions > 5 for result, _ in runs.values())
