@@ -152,7 +152,7 @@ SHARING_SEQUENCE_RATE = {SHAREGPT.name: 1.0, ALPACA.name: 12.0}
 comes ``n`` times more seldom."""
 
 PREFIX_JOBS = 2_000
-PREFIX_RATE = 60.0  # requests per second: more than any system serves
+PREFIX_RATE = 120.0  # requests per second: more than any system serves
 
 TRACE_JOBS = 2_000
 """Requests from the beginning of a trace."""

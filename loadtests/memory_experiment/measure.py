@@ -45,6 +45,7 @@ class Result:
     seconds: float  # simulated, until the last request ended
     steps: int
     preemptions: int = 0
+    hits: float = 0.0  # prompt tokens found in the prefix cache, percent
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class Meter:
         self._ended_in_window += self._open
         self._latencies.append((now - job.arrival) / job.output)
 
-    def result(self, now: float, preemptions: int = 0) -> Result:
+    def result(self, now: float, preemptions: int = 0, hits: float = 0.0) -> Result:
         """The averages.
 
         Raises:
@@ -123,4 +124,5 @@ class Meter:
             seconds=now,
             steps=self._steps,
             preemptions=preemptions,
+            hits=hits,
         )

@@ -193,4 +193,5 @@ def simulate_paged(
                     if sharing is not None:
                         sharing.forget(job)
                     progress()
-    return meter.result(now, scheduler.stats().preemptions)
+    stats = scheduler.stats()
+    return meter.result(now, stats.preemptions, 100 * stats.prefix_hit_tokens / stats.prefix_query_tokens)

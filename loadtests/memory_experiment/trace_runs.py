@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from loadtests.memory_experiment.constants import TRACE_JOBS
+from loadtests.memory_experiment.constants import BLOCK_SIZE, TRACE_JOBS
 from loadtests.memory_experiment.findings import SYSTEMS, Findings, Table, progress_bar, simulate
+from loadtests.memory_experiment.jobs import Job
+from loadtests.memory_experiment.paged import PAGED
 from loadtests.memory_experiment.traces import read_trace
 from loadtests.report import Figure
+
+
+def possible_hits(jobs: Sequence[Job], block_size: int) -> float:
+    """Percent of prompt tokens in whole blocks that an earlier prompt began with, were every block kept."""
+    seen: dict[tuple[int, tuple[int, ...]], int] = {}
+    hits = tokens = 0
+    for job in jobs:
+        tokens += len(job.prompt)
+        parent, hit = 0, True
+        for start in range(0, len(job.prompt) - block_size + 1, block_size):
+            key = (parent, job.prompt[start : start + block_size])
+            hit = hit and key in seen and start + block_size < len(job.prompt)
+            hits += hit * block_size
+            parent = seen.setdefault(key, len(seen) + 1)
+    return 100 * hits / tokens
 
 
 def run_trace(path: Path) -> Findings:
@@ -31,11 +49,14 @@ def run_trace(path: Path) -> Findings:
                     f"{result.batch:.2f}",
                     f"{result.latency:.3f}",
                     f"{count / result.seconds:.2f}",
+                    f"{result.hits:.1f}",
                 )
             )
             findings.figures.append(
                 Figure(f"{trace.name}: tokens/allocated, {system}", result.token_share, " %")
             )
+            if system == PAGED:
+                findings.figures.append(Figure(f"{trace.name}: prompt tokens cached", result.hits, " %"))
             findings.figures.append(Figure(f"{trace.name}: average batch, {system}", result.batch))
             findings.figures.append(Figure(f"{trace.name}: latency, {system}", result.latency, " s/token"))
     prompt = sum(len(job.prompt) for job in trace.jobs) / count
@@ -53,10 +74,12 @@ def run_trace(path: Path) -> Findings:
                 "batch",
                 "s per token",
                 "req/s",
+                "prompt hits %",
             ),
             tuple(rows),
             f"lengths divided by {trace.factor}, then {trace.clipped} prompts cut, to fit 2,048 tokens; means "
-            f"{prompt:.0f} and {output:.0f}; averages over the whole run",
+            f"{prompt:.0f} and {output:.0f}; averages over the whole run; "
+            f"a cache without end would hit {possible_hits(trace.jobs, BLOCK_SIZE):.1f} %",
         )
     )
     return findings

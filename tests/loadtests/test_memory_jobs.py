@@ -9,6 +9,7 @@ import pytest
 
 from loadtests.memory_experiment.constants import ALPACA, GPU_LIKE, SHAREGPT, SIGMA, StepCost
 from loadtests.memory_experiment.jobs import draw_lengths, make_jobs, poisson_arrivals
+from loadtests.memory_experiment.trace_runs import possible_hits
 from loadtests.memory_experiment.traces import TraceError, read_records, read_trace
 
 
@@ -101,6 +102,14 @@ def test_the_longest_tenth_is_clipped(tmp_path: Path) -> None:
     )
     assert (trace.factor, trace.clipped) == (1, 1)
     assert max(job.total for job in trace.jobs) == 2_048
+
+
+def test_possible_hits_by_hand(tmp_path: Path) -> None:
+    # of 1,100 and 1,030 tokens, the second prompt begins with 1,024 of the first: 64 whole blocks of 16
+    trace = read_trace(write(tmp_path, MOONCAKE), 10)
+    assert possible_hits(trace.jobs, 16) == pytest.approx(100 * 1_024 / 2_130)
+    assert possible_hits([trace.jobs[0]] * 2, 1_100) == 0  # the last token is always computed
+    assert possible_hits([trace.jobs[0]] * 2, 1_099) == pytest.approx(100 * 1_099 / 2_200)
 
 
 def test_limit_reads_the_beginning_only(tmp_path: Path) -> None:
