@@ -1,0 +1,168 @@
+"""Everything that the routing experiment assumes. Fixed before any result was looked at.
+
+The fleet is that of the best published measurements of prefix-aware routing: eight replicas, each serving a
+dense model of 32 billion parameters in 16 bits (64 layers, 8 KV heads of 128) on two H100 with tensor
+parallelism; 150 system prompts of 6,000 tokens, five questions of 1,200 for each, answers of 1,000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 256
+TOKEN_BUDGET = 2_048
+SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Seconds that a step takes: a constant, and so much for each unit of work."""
+
+    prefill_rate: float  # prompt tokens per second
+    base: float
+    row: float  # one decoding sequence
+    kv_token: float  # K and V of one token read by a decode
+
+    def step(self, prefill: int, rows: int, kv_tokens: int) -> float:
+        """Seconds of a step with ``prefill`` prompt tokens and ``rows`` decodes that read ``kv_tokens``."""
+        return self.base + prefill / self.prefill_rate + self.row * rows + self.kv_token * kv_tokens
+
+    def steps(self, count: int, rows: int, kv_tokens: int) -> float:
+        """Seconds of ``count`` decode steps in a row; each reads one token more for each of its rows."""
+        return count * self.step(0, rows, kv_tokens) + self.kv_token * rows * (count * (count - 1) // 2)
+
+
+SERVICE = Service(prefill_rate=16_000.0, base=14e-3, row=30e-6, kv_token=56e-9)
+"""Rooflines of two H100 (989 TFLOP/s and 3.35 TB/s each): 64 GFLOP a prompt token at half the peak; 65.6 GB of
+weights and 262 KB of K and V a token at 70 % of the bandwidth; 30 us to sample one row.
+"""
+
+SEND_DELAY = 2e-3
+"""Seconds from an ingress's choice to the replica's queue."""
+
+FLUSH_INTERVAL = 45e-3
+"""Seconds between two flushes of a replica's KV events and load report, at least."""
+
+CHANNEL_DELAY = 5e-3
+"""Seconds from a flush to the ingress; together an event is at most 50 ms old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """System prompts of Zipf-distributed popularity, each followed by questions of its own.
+
+    ``questions`` is how many there are for each system prompt; 0 makes every question a new one.
+    """
+
+    groups: int
+    system: int
+    questions: int
+    question: int
+    output: int
+    zipf: float = 1.0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of one prompt."""
+        return self.system + self.question
+
+    @property
+    def working_set(self) -> int:
+        """Tokens that come back."""
+        return self.groups * (self.system + self.questions * self.question)
+
+    def blocks(self, ratio: float, replicas: int) -> int:
+        """Blocks of each replica, so that the working set is ``ratio`` of the fleet's KV memory."""
+        return round(self.working_set / ratio / replicas / BLOCK_SIZE)
+
+
+SHARED = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000)
+"""The published workload, with Zipf's popularity instead of equal ones.
+
+Its working set, 1.8 million tokens, is 73 % of eight times 308 thousand, the KV memory of the published fleet.
+"""
+
+SHORT = Shape(groups=150, system=6_000, questions=5, question=100, output=1_000)
+EQUAL = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000, zipf=0.0)
+"""As published: every system prompt is as popular as any other."""
+
+REPLICAS = 8
+RATIO = 0.73
+PRESSURE_RATIO = 1.3
+INGRESSES = 4
+
+WARM_UP = 90.0
+WINDOW = 90.0
+"""Seconds before and while saturated runs are measured: more than one, and twice, a request's stay."""
+
+SERVED_SHARE = 0.3
+"""Of the saturating rate: a rate that round robin still serves, to compare the time between tokens."""
+
+SERVED_WARM_UP, SERVED_WINDOW = 60.0, 120.0
+
+
+def saturating_rate(shape: Shape, replicas: int) -> float:
+    """Requests per second that reading the KV alone would allow, so more than any fleet of these can serve.
+
+    Offered at this rate, open loop, every arm is saturated from the start to the end, whatever it does, and the
+    tokens that it generates per second are its capacity: no search for the highest served rate is needed, whose
+    result would depend on what counts as served.
+    """
+    return replicas / (SERVICE.kv_token * (shape.prompt + shape.output / 2) * shape.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An open-loop run below saturation: Poisson arrivals for ``seconds``, then until all have ended."""
+
+    replicas: int
+    blocks: int
+    rate: float  # requests per second
+    warm_up: float
+    seconds: float
+
+
+HOT = Shape(groups=1, system=6_000, questions=0, question=1_200, output=200)
+HOT_RUN = Served(replicas=4, blocks=19_264, rate=16.0, warm_up=30.0, seconds=210.0)
+"""One system prompt for all. With it cached, a request takes 0.16 s of a replica alone: about 70 % load."""
+
+UNIQUE = Shape(groups=0, system=0, questions=0, question=2_400, output=200)
+UNIQUE_RUN = Served(replicas=4, blocks=19_264, rate=14.0, warm_up=30.0, seconds=210.0)
+"""No two prompts begin alike. A request takes 0.15 s of prefill and 0.03 s of KV reads alone: 70 to 75 % load."""
+
+LENGTH_SPREAD = (0.5, 1.5)
+"""Outputs, and prompts that share nothing, are between these multiples of their mean, all equally likely.
+Only below saturation: the published workload fixes them."""
+
+COLD_SHARE = 0.05
+COLD_LENGTHS = (16_000, 32_000)
+COLD_SHORT = Shape(groups=0, system=0, questions=0, question=500, output=100)
+COLD_RUN = Served(replicas=8, blocks=19_264, rate=48.0, warm_up=20.0, seconds=100.0)
+"""Cold prompts of 24,000 tokens on average, one in twenty: 1,675 tokens a request, about 65 % load of prefill."""
+
+BURST = 64
+BURST_SECONDS = 5e-3
+BURST_REPLICAS = 4
+BURST_SHAPE = Shape(groups=64, system=2_048, questions=0, question=128, output=64)
+BURST_TRIALS = 20
+
+TURNS = 8
+CHAT = Shape(groups=20, system=2_000, questions=0, question=2_000, output=200)
+CHAT_TURN = 100
+"""Tokens that the user adds in each turn after the first."""
+
+CHAT_THINK = (5.0, 15.0)
+"""Seconds between the end of an answer and the next turn."""
+
+CHAT_RUN = Served(replicas=8, blocks=19_264, rate=3.0, warm_up=60.0, seconds=240.0)
+"""Conversations per second; each has ``TURNS`` turns."""
+
+SCALE = Shape(groups=20, system=6_000, questions=0, question=1_200, output=200)
+SCALE_RUN = Served(replicas=4, blocks=19_264, rate=14.0, warm_up=60.0, seconds=120.0)
+"""More than two replicas serve, and about two thirds of what four do; two join after the warm-up."""
+
+SCALE_FIRST = 2
+SCALE_LIMIT = 20.0
+SCALE_WINDOW = 10.0
+"""A share of the requests is taken over so many seconds."""
