@@ -1,61 +1,101 @@
-"""Who may be routed to, and how much work is booked there.
+"""Who may be routed to, and how much work is booked there; each choice and its booking are one step.
 
-One ledger for each (process, engine deployment). The router's thread books, the ingress's loop opens routes
-and releases bookings; one lock makes each call one step, so a booking is either made before a route closes
-(and returned by ``close``) or not at all.
+One ledger for each (process, engine deployment). The router's thread books, the ingress's loop opens routes,
+passes reports on and releases bookings; one lock makes each call one step, so a booking is either made before
+a route closes (and returned by ``close``) or not at all, and the next choice of a burst sees the one before.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import threading
-from collections.abc import Collection
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
 
+from app.routing.booking import Booking, Entry, Route
+from app.routing.cost import PREFILL_RATE
+from app.routing.load import LoadReport, sane
+from app.routing.policies import Chooser, Policy, Standing, Wanted, least_booked, name_key
 from engine.errors import QuireError
+
+__all__ = ["Booking", "Ledger", "NoRouteError", "PrefixIndex", "Route"]
+
+T = TypeVar("T")
+
+BLOCK_SIZE = 16
+"""Until a report says otherwise."""
+
+SHORTEST_SPECULATION_S, LONGEST_SPECULATION_S = 0.5, 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class NoRouteError(QuireError):
     """No replica has an open channel at the moment, or the attempt to be routed is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """An open channel: attempts live and die with exactly this one."""
+class PrefixIndex(Protocol):
+    """Which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
 
-    replica: str
-    epoch: int
+    def longest(self, keys: Sequence[int], now: float) -> Mapping[str, int]:
+        """Blocks of the prefix that each replica holds or is about to; replicas without any may be left out."""
 
+    def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
+        """The replica is about to hold these."""
 
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """Work of one attempt on one route, in tokens."""
-
-    request_id: str
-    attempt: int
-    route: Route
-    prefill: int
-    decode: int
+    def withdraw(self, replica: str, keys: Sequence[int]) -> None:
+        """It is not, after all."""
 
 
 class Ledger:
-    """Invariant: each replica's load is the sum of its bookings, prefill parts released at the first token."""
+    """Invariant: each replica's load is the sum of its bookings, prefill parts released at the first token.
 
-    def __init__(self) -> None:
+    ``policy`` chooses; ``index`` finds prefixes, none are found without one. ``clock`` is in monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        policy: Policy = Policy.PREFIX,
+        index: PrefixIndex | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._lock = threading.Lock()
+        self._clock = clock
+        self._index = index
+        self._chooser = Chooser(policy, BLOCK_SIZE)
         self._routes: dict[str, Route] = {}
         self._suspects: set[str] = set()
         self._expected: set[int] = set()
-        self._bookings: dict[int, Booking] = {}
-        self._prefilled: set[int] = set()
-        self._load: dict[str, int] = {}
-        self._count: dict[str, int] = {}
+        self._entries: dict[int, Entry] = {}
+        self._standings: dict[str, Standing] = {}
+        self._unacknowledged: dict[Route, dict[int, Entry]] = {}
+        self._faults = 0
+        self._said_at = float("-inf")
+
+    @property
+    def faults(self) -> int:
+        """Choices that failed and fell back to the least booked replica; above 0 is a defect."""
+        return self._faults
+
+    def configure(self, policy: Policy | None = None, index: PrefixIndex | None = None) -> None:
+        """Change what is given, for the choices from now on."""
+        with self._lock:
+            self._chooser.policy = policy or self._chooser.policy
+            self._index = index or self._index
+
+    def with_index(self, step: Callable[[PrefixIndex], T]) -> T | None:
+        """Run ``step`` on the index under the lock, as any change to it must; ``None`` without an index."""
+        with self._lock:
+            return step(self._index) if self._index is not None else None
 
     def open(self, route: Route) -> None:
         """Make a replica routable."""
         with self._lock:
             self._routes[route.replica] = route
             self._suspects.discard(route.replica)
+            standing = self._standings.setdefault(route.replica, Standing(route.replica))
+            standing.load = standing.terms = None
 
     def close(self, route: Route) -> list[int]:
         """End a route; release and return the attempts that were booked on it."""
@@ -63,10 +103,12 @@ class Ledger:
             if self._routes.get(route.replica) == route:
                 del self._routes[route.replica]
                 self._suspects.discard(route.replica)
-            attempts = [booking.attempt for booking in self._bookings.values() if booking.route == route]
+            attempts = [at for at, entry in self._entries.items() if entry.booking.route == route]
             for attempt in attempts:
                 self._release(attempt)
                 self._expected.discard(attempt)
+            self._unacknowledged.pop(route, None)
+            self._forget(route.replica)
             return attempts
 
     def suspect(self, replica: str, suspected: bool) -> None:
@@ -82,6 +124,24 @@ class Ledger:
         with self._lock:
             return [replica for replica in self._routes if self._usable(replica, members)]
 
+    def report(self, route: Route, load: LoadReport) -> bool:
+        """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
+
+        False if the route is not the replica's open one; then nothing changes.
+        """
+        with self._lock:
+            if self._routes.get(route.replica) != route:
+                return False
+            load = sane(load)
+            standing = self._standings[route.replica]
+            waiting = self._unacknowledged.get(route, {})
+            for attempt in [attempt for attempt in waiting if attempt <= load.acknowledged]:
+                self._acknowledge(waiting.pop(attempt))
+            if self._chooser.learn(standing, load):
+                for other in self._standings.values():
+                    other.terms = None
+            return True
+
     def expect(self, attempt: int) -> None:
         """Allow an attempt to be booked, until ``release``: a cancelled call may still reach the router."""
         with self._lock:
@@ -95,10 +155,14 @@ class Ledger:
         decode: int,
         members: Collection[str] | None = None,
         avoid: str = "",
+        *,
+        keys: Sequence[int] = (),
+        sequences: int = 1,
     ) -> Booking:
-        """Choose the least booked replica and book there; an earlier booking of the attempt is released.
+        """Choose a replica and book there; an earlier booking of the attempt is released.
 
-        ``avoid`` is taken only if there is no other. Ties go to the fewest bookings, then by rendezvous hash.
+        ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode``
+        is the most that its ``sequences`` may make together. ``avoid`` is taken only if there is no other.
 
         Raises:
             NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
@@ -107,66 +171,149 @@ class Ledger:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
             self._release(attempt)
-            candidates = [route for replica, route in self._routes.items() if self._usable(replica, members)]
-            if not candidates:
+            routes = [route for replica, route in self._routes.items() if self._usable(replica, members)]
+            if not routes:
                 raise NoRouteError("no engine replica has an open channel")
-            route = min(
-                candidates,
-                key=lambda route: (
-                    route.replica == avoid,
-                    self._load.get(route.replica, 0),
-                    self._count.get(route.replica, 0),
-                    _rendezvous(request_id, route.replica),
-                ),
-            )
-            booking = Booking(request_id, attempt, route, prefill, decode)
-            self._bookings[attempt] = booking
-            self._load[route.replica] = self._load.get(route.replica, 0) + prefill + decode
-            self._count[route.replica] = self._count.get(route.replica, 0) + 1
-            return booking
+            if avoid:
+                routes = [route for route in routes if route.replica != avoid] or routes
+            wanted = Wanted(request_id, prefill, decode, sequences, keys)
+            standings = [self._standings[route.replica] for route in routes]
+            place, blocks = self._choose(standings, wanted)
+            return self._book(attempt, wanted, routes[place], standings[place], blocks)
 
     def first_token(self, attempt: int) -> None:
         """Release the prefill part; later calls do nothing."""
         with self._lock:
-            booking = self._bookings.get(attempt)
-            if booking is not None and attempt not in self._prefilled:
-                self._prefilled.add(attempt)
-                self._load[booking.route.replica] -= booking.prefill
+            entry = self._entries.get(attempt)
+            if entry is not None and not entry.prefilled:
+                self._release_prefill(entry)
 
-    def release(self, attempt: int) -> bool:
-        """End a booking; false if it has ended already."""
+    def release(self, attempt: int, made: int | None = None) -> bool:
+        """End a booking; false if it has ended already.
+
+        ``made``: tokens of all its sequences, where it ended by itself or at its limit; teaches what to expect.
+        """
         with self._lock:
             self._expected.discard(attempt)
+            entry = self._entries.get(attempt)
+            if entry is not None and made is not None:
+                self._chooser.outputs.learn(made / entry.rows)
             return self._release(attempt)
 
     def booking(self, attempt: int) -> Booking | None:
         """Where an attempt is booked."""
         with self._lock:
-            return self._bookings.get(attempt)
+            entry = self._entries.get(attempt)
+            return entry.booking if entry is not None else None
 
     def load(self) -> dict[str, int]:
         """Booked tokens of each replica that has any booking or an open route."""
         with self._lock:
-            return {replica: self._load.get(replica, 0) for replica in {*self._routes, *self._load}}
+            return {replica: standing.tokens for replica, standing in self._standings.items()}
 
     def _usable(self, replica: str, members: Collection[str] | None) -> bool:
         return replica not in self._suspects and (members is None or replica in members)
 
+    def _choose(self, standings: Sequence[Standing], wanted: Wanted) -> tuple[int, int]:
+        """The place of the best, and the blocks that it holds; a defect must not fail requests."""
+        try:
+            found: Mapping[str, int] = {}
+            if wanted.keys and self._index is not None and self._chooser.policy is Policy.PREFIX:
+                found = self._index.longest(wanted.keys, self._clock())
+            held = [found.get(standing.replica, 0) for standing in standings]
+            place = self._chooser.choose(standings, held, wanted)
+            return place, held[place]
+        except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)
+            self._fault()
+            return least_booked(standings, name_key(wanted.request_id)), 0
+
+    def _fault(self) -> None:
+        self._faults += 1
+        now = self._clock()
+        if now - self._said_at >= 1.0:
+            self._said_at = now
+            logger.exception(
+                "choosing a replica failed (%d times so far); taking the least booked", self._faults
+            )
+
+    def _book(self, attempt: int, wanted: Wanted, route: Route, standing: Standing, blocks: int) -> Booking:
+        cached = self._chooser.cached(wanted, blocks) if blocks else 0
+        booking = Booking(wanted.request_id, attempt, route, wanted.tokens - cached, wanted.output, cached)
+        rows = max(wanted.sequences, 1)
+        kv = rows * wanted.tokens + int(rows * self._chooser.expected_output(wanted) / 2)
+        entry = Entry(booking, standing, wanted.keys, rows, kv)
+        self._entries[attempt] = self._unacknowledged.setdefault(route, {})[attempt] = entry
+        standing.tokens += booking.prefill + booking.decode
+        standing.count += 1
+        booked = standing.booked
+        booked.prefill += booking.prefill
+        booked.rows += rows
+        booked.kv += kv
+        standing.terms = None
+        self._speculate(entry)
+        return booking
+
+    def _speculate(self, entry: Entry) -> None:
+        """Siblings that come before the first event find it; it holds for twice the time that it takes."""
+        if not entry.keys or self._index is None or self._chooser.policy is not Policy.PREFIX:
+            return
+        load, booked = entry.standing.load, entry.standing.booked
+        rate = load.prefill_rate if load is not None and load.prefill_rate else PREFILL_RATE
+        ahead = booked.prefill + (load.waiting_tokens if load is not None else 0)
+        lasts = min(max(2.0 * ahead / rate, SHORTEST_SPECULATION_S), LONGEST_SPECULATION_S)
+        now = self._clock()
+        try:
+            self._index.speculate(entry.booking.route.replica, entry.keys, now, now + lasts)
+        except Exception:  # noqa: BLE001  (as in _choose)
+            self._fault()
+
+    def _acknowledge(self, entry: Entry) -> None:
+        booked = entry.standing.booked
+        entry.acknowledged = True
+        if not entry.prefilled:
+            booked.prefill -= entry.booking.prefill
+        booked.rows -= entry.rows
+        booked.kv -= entry.kv
+        booked.seen_rows += entry.rows
+        booked.seen_kv += entry.kv
+
+    def _release_prefill(self, entry: Entry) -> None:
+        entry.prefilled = True
+        entry.keys = ()
+        entry.standing.tokens -= entry.booking.prefill
+        if not entry.acknowledged:
+            entry.standing.booked.prefill -= entry.booking.prefill
+        entry.standing.terms = None
+
     def _release(self, attempt: int) -> bool:
-        booking = self._bookings.pop(attempt, None)
-        if booking is None:
+        entry = self._entries.pop(attempt, None)
+        if entry is None:
             return False
-        replica = booking.route.replica
-        self._load[replica] -= (
-            booking.decode if attempt in self._prefilled else booking.prefill + booking.decode
-        )
-        self._prefilled.discard(attempt)
-        self._count[replica] -= 1
-        if not self._count[replica]:
-            del self._count[replica], self._load[replica]
+        booking, standing = entry.booking, entry.standing
+        if not entry.prefilled:
+            self._withdraw(entry)
+            self._release_prefill(entry)
+        if entry.acknowledged:
+            standing.booked.seen_rows -= entry.rows
+            standing.booked.seen_kv -= entry.kv
+        else:
+            self._unacknowledged[booking.route].pop(attempt)
+            standing.booked.rows -= entry.rows
+            standing.booked.kv -= entry.kv
+        standing.tokens -= booking.decode
+        standing.count -= 1
+        standing.terms = None
+        self._forget(booking.route.replica)
         return True
 
+    def _withdraw(self, entry: Entry) -> None:
+        if entry.keys and self._index is not None:
+            try:
+                self._index.withdraw(entry.booking.route.replica, entry.keys)
+            except Exception:  # noqa: BLE001  (as in _choose)
+                self._fault()
 
-def _rendezvous(request_id: str, replica: str) -> int:
-    digest = hashlib.blake2b(f"{request_id}\0{replica}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    def _forget(self, replica: str) -> None:
+        standing = self._standings.get(replica)
+        if standing is not None and not standing.count and replica not in self._routes:
+            del self._standings[replica]

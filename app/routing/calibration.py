@@ -1,0 +1,113 @@
+"""What one ingress process learns of its fleet: step time, length of outputs, reuse of blocks.
+
+Each is a running average that starts from a plain prior and forgets, so that none needs an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+_REFIT_EVERY = 32
+_SCALE = (1.0, 64.0, 100_000.0)  # of (1, rows, KV tokens), so that the three weigh alike
+
+
+class StepModel:
+    """Seconds of a decode step: ``base + per_row * rows + per_kv_token * KV tokens``, none below zero.
+
+    Least squares over reports that count less by 1/512 with each later one, refitted every 32; a weak pull
+    towards zero decides what the reports leave open (rows and KV tokens often grow together).
+    """
+
+    def __init__(self) -> None:
+        self.base, self.per_row, self.per_kv_token = 0.02, 2e-4, 2e-8
+        self._gram = [[0.0] * 3 for _ in range(3)]
+        self._target = [0.0] * 3
+        self._seen = 0
+
+    def seconds(self, rows: float, kv_tokens: float) -> float:
+        """Of a step with so many rows that read so many KV tokens."""
+        return self.base + self.per_row * rows + self.per_kv_token * kv_tokens
+
+    def learn(self, rows: int, kv_tokens: int, seconds: float) -> bool:
+        """Take in one report of running rows; true if the coefficients have changed."""
+        if rows <= 0 or seconds <= 0.0:
+            return False
+        sample = (1.0, rows / _SCALE[1], kv_tokens / _SCALE[2])
+        for i, left in enumerate(sample):
+            line = self._gram[i]
+            for j, right in enumerate(sample):
+                line[j] += left * right - line[j] / 512
+            self._target[i] += left * seconds - self._target[i] / 512
+        self._seen += 1
+        if self._seen % _REFIT_EVERY and self._seen != 1:
+            return False
+        self._refit()
+        return True
+
+    def _refit(self) -> None:
+        pull = 1e-4 * self._gram[0][0]
+        gram = [[self._gram[i][j] + (pull if i == j else 0.0) for j in range(3)] for i in range(3)]
+        target = self._target
+        best: tuple[float, list[float]] | None = None
+        for size in (3, 2, 1):
+            for chosen in combinations(range(3), size):
+                found = _solve([[gram[i][j] for j in chosen] for i in chosen], [target[i] for i in chosen])
+                if found is None or min(found) < 0.0:
+                    continue
+                # The sum of squares less a constant, at the least squares of these terms.
+                fit = -sum(target[i] * value for i, value in zip(chosen, found, strict=True))
+                if best is None or fit < best[0]:
+                    best = fit, [dict(zip(chosen, found, strict=True)).get(i, 0.0) for i in range(3)]
+        if best is not None:
+            self.base, self.per_row, self.per_kv_token = (
+                value / scale for value, scale in zip(best[1], _SCALE, strict=True)
+            )
+
+
+class OutputLength:
+    """Tokens that a sequence makes here, on average; 256 before any has ended."""
+
+    def __init__(self) -> None:
+        self.tokens = 256.0
+
+    def learn(self, tokens: float) -> None:
+        """Take in the length of a sequence that has ended by itself or at its limit."""
+        self.tokens += (min(max(tokens, 0.0), 1e7) - self.tokens) / 64
+
+
+class ReuseShare:
+    """Of all uses of blocks, the share that found them cached somewhere in the fleet: 0 to 1.
+
+    It weighs what an eviction costs. Without sharing it falls to 0, and a full cache costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._hits = 0.0
+        self._uses = 1.0
+
+    @property
+    def share(self) -> float:
+        """Now."""
+        return self._hits / self._uses
+
+    def learn(self, hits: int, uses: int) -> None:
+        """One request: blocks found cached by the best replica, blocks that it reads or makes."""
+        self._hits += min(hits, uses) - self._hits / 512
+        self._uses += max(uses, 0) - self._uses / 512
+
+
+def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float] | None:
+    """Solve up to three equations by elimination; ``None`` if they have no single solution."""
+    rows = [[*line, value] for line, value in zip(matrix, vector, strict=True)]
+    size = len(rows)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
+        if abs(rows[pivot][column]) < 1e-12:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for row in range(size):
+            if row != column:
+                factor = rows[row][column] / rows[column][column]
+                rows[row] = [left - factor * right for left, right in zip(rows[row], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]
