@@ -53,6 +53,7 @@ class Admission:
         waiting = table.waiting
         position = misses = sharers = kept = 0
         reserved: int | None = None
+        exact = False
         passed: list[Entry] = []
         while position < len(waiting) and step.budget > 0 and table.seats < self._max_num_seqs:
             entry = waiting[position]
@@ -68,7 +69,9 @@ class Admission:
                 fits = table.seats + entry.seats <= self._max_num_seqs and needed + kept <= pool.num_available
                 if fits and step.chunks:  # while nothing runs, nothing is kept back
                     if reserved is None:
-                        reserved = self._planner.reserve()
+                        reserved = self._planner.most_reserve(step)
+                    if not exact and needed + reserved + kept > pool.num_available:
+                        reserved, exact = self._planner.reserve(), True
                     fits = needed + reserved + kept <= pool.num_available
                 if fits or not table.running:
                     self._start(position, step)
@@ -98,6 +101,8 @@ class Admission:
         # The last token is always run: its logits are needed. A swapped sequence looks for what it had.
         most = request.computed if entry.host_table else len(tokens) - 1
         entry.node = self._index.match(entry.root, tokens, most, entry.node)
+        if entry.node is None:
+            return needed
         held = sum(
             block != NO_BLOCK and self._pool.references(block) > 0 for block in self._index.blocks(entry.node)
         )

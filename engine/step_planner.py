@@ -124,24 +124,24 @@ class StepPlanner:
             request = entry.request
             computed = request.computed
             length = len(request.token_ids) - computed
-            if length == 1 and computed < entry.writable:  # as nearly always
+            if length == 1:  # as nearly always, and nearly always there is room in its last block
+                if computed >= entry.writable and not self.grow(entry, 1, step):
+                    return
                 chunk = entry.decode
                 if chunk is None:
                     chunk = entry.decode = ScheduledChunk(request, computed, 1, True, entry)
                 chunk.start = computed
                 chunks.append(chunk)
                 continue
-            if length > 1:
-                if spare is None:
-                    spare = step.budget - sum(later.remaining == 1 for later in running[position + 1 :])
-                length = min(length, spare)
-            if length <= 0:
+            if spare is None:
+                spare = step.budget - sum(later.remaining == 1 for later in running[position + 1 :])
+            length = min(length, spare)
+            if length <= 0:  # a held beam's is 0 to begin with
                 continue
             length = self.grow(entry, length, step)
             if length == 0:
                 return
-            if spare is not None and entry.remaining > 1:
-                spare -= length
+            spare -= length
             step.take(entry, length)
 
     def grow(self, entry: Entry, length: int, step: Step) -> int:
@@ -189,6 +189,14 @@ class StepPlanner:
     def reserve(self) -> int:
         """Blocks to keep back from admissions for all running sequences; O(running)."""
         return self._reserve(self._table.running)
+
+    def most_reserve(self, step: Step) -> int:
+        """At least :meth:`reserve`, once ``step`` has all that runs; O(prefilling).
+
+        The table of a sequence that decodes covers its whole text: it can only want what growth may fill.
+        """
+        growth = self._pool.blocks_for(int(self._growth * self._pool.block_size))
+        return self._reserve(step.prefilling) + self._table.seats * (growth + 1)
 
     def _reserve(self, entries: Iterable[Entry]) -> int:
         size = self._pool.block_size

@@ -36,7 +36,7 @@ from engine.admission import Admission
 from engine.block_pool import BlockPool
 from engine.prefix_index import PrefixIndex
 from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
-from engine.request import ModelLimits, Request
+from engine.request import ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.step_plan import Candidates, ScheduledChunk, StepTiming
@@ -47,6 +47,7 @@ POOLS = (8_192, 65_536, 1_000_000)  # blocks
 RUNNING = (1, 16, 64, 256)
 WAITING = 1_000
 WINDOW = 16  # steps, as many as tokens in a block
+WARMING = 2 * WINDOW  # steps
 STEP_BAR_US = 500.0  # at 256 running requests
 FLAT_BAR = 1.25  # of the largest pool's step over the smallest pool's: nothing looks at all blocks
 CACHE_BAR = 0.01
@@ -106,59 +107,84 @@ def microseconds(seconds: list[float]) -> float:
 
 
 class Bench:
-    """One case: its pool, its scheduler and its requests."""
+    """A pool and its scheduler, for one case after the other."""
 
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        self.case = case
+    def __init__(self, num_blocks: int, prefix_caching: bool, seed: int = 0) -> None:
         self._draw = random.Random(seed)
+        self._live: set[str] = set()
         self._made = 0
         self._held: list[int] = []
-        self.pool = BlockPool(case.num_blocks, BLOCK_SIZE)
+        self._prefix_caching = prefix_caching
+        began = time.process_time()
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.seconds = time.process_time() - began
         # One object for each number: a million blocks of objects of their own take half a gigabyte more.
         self._vocabulary = list(TOKENS)
         self.scheduler = Scheduler(
             self.pool,
             PrefixIndex(self.pool),
-            max_num_seqs=case.running + 64,  # a queue waits for blocks, not for seats
+            max_num_seqs=2 * max(RUNNING),  # a queue waits for blocks, not for seats
             token_budget=8_192,
-            prefix_caching=case.prefix_caching,
+            prefix_caching=prefix_caching,
             eos_token_ids=(2,),
             model_key=("model", "bfloat16"),
-            limits=ModelLimits(TOKENS.stop, 1 << 20, case.num_blocks, BLOCK_SIZE),
+            limits=ModelLimits(TOKENS.stop, 1 << 20, num_blocks, BLOCK_SIZE),
             recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, BLOCK_SIZE, Rates()),
         )
 
-    def prepare(self, steps: int) -> None:
-        """Fill the pool with cached text, start what runs, queue what waits."""
-        length = 4_096
-        if self.case.prefix_caching:
-            for _ in range(-(-self.case.num_blocks * BLOCK_SIZE // length)):
-                self.add(length - 1, 1)
-                while self.scheduler.has_work():
-                    self.step()
-        most = self.case.num_blocks * BLOCK_SIZE // self.case.running
-        match self.case.load:
-            case "mix":
-                for place in range(self.case.running):  # of all ages, so that they end one by one
-                    self.add(128, 1 + (place * 128) // self.case.running)
-            case "families":
-                for place in range(self.case.running // 4):
-                    self.add(32 + place % 64, min(2 * steps, most - 96), n=4)
-            case _:
-                for place in range(self.case.running):
-                    self.add(32 + place % 64, min(2 * steps, most - 96))
-        for _ in range(2 * WINDOW):
+    def suits(self, case: Case) -> bool:
+        """Whether a case is one of this pool."""
+        return (case.num_blocks, case.prefix_caching) == (self.pool.num_blocks, self._prefix_caching)
+
+    def measure(self, case: Case, steps: int) -> Cost:
+        """Bring a case about, measure ``steps`` steps of it, and end it."""
+        self._fill()
+        self._start(case, WARMING + steps)
+        for _ in range(WARMING):
             self.step()
-        if self.case.load == "queue":
+        if case.load == "queue":
             for _ in range(WAITING):
                 self.add(1_000, 16)
+        cost = Cost()
+        for _ in range(steps):
+            if case.load == "queue":
+                self._leave_available(100)
+            for _ in range(self.step(cost)):
+                self.add(128, 128)
+        if case.load != "mix" and self.scheduler.stats().running != case.running:
+            raise RuntimeError(f"{case.title}: {self.scheduler.stats().running} ran at the end")
+        for request_id in list(self._live):
+            self._end(self.scheduler.abort(request_id))
+        self._leave_available(self.pool.num_blocks)
+        return cost
+
+    def _fill(self) -> None:
+        """Leave no block free: all hold the text of requests that have ended."""
+        while self._prefix_caching and self.pool.num_free:
+            self.add(BLOCK_SIZE * min(self.pool.num_free, 256), 1)
+            while self.scheduler.has_work():
+                self.step()
+
+    def _start(self, case: Case, steps: int) -> None:
+        match case.load:
+            case "mix":
+                for place in range(case.running):  # of all ages, so that they end one by one
+                    self.add(128, 1 + place * 128 // case.running)
+            case "families":
+                for place in range(case.running // 4):
+                    self.add(32 + place % 64, steps + 16, n=4)
+            case _:
+                for place in range(case.running):
+                    self.add(32 + place % 64, steps + 16)
 
     def add(self, prompt: int, output: int, n: int = 1) -> None:
         """Queue a request of random tokens that makes exactly ``output`` more."""
         self._made += 1
+        request_id = f"request-{self._made}"
+        self._live.add(request_id)
         self.scheduler.add(
             Request(
-                f"request-{self._made}",
+                request_id,
                 self._draw.choices(self._vocabulary, k=prompt),
                 SamplingParams(max_tokens=output, ignore_eos=True, n=n),
                 arrival=float(self._made),
@@ -181,17 +207,12 @@ class Bench:
             cost.schedule.append(planned - began)
             cost.commit.append(committed - ran)
             cost.stats.append(ended - committed)
-        return sum(delta.final for delta in deltas)
+        return self._end(deltas)
 
-    def run(self, steps: int) -> Cost:
-        """Measure ``steps`` steps."""
-        cost = Cost()
-        for _ in range(steps):
-            if self.case.load == "queue":
-                self._leave_available(100)
-            for _ in range(self.step(cost)):
-                self.add(128, 128)
-        return cost
+    def _end(self, deltas: list[TokenDelta]) -> int:
+        ended = [delta.request_id for delta in deltas if delta.final]
+        self._live.difference_update(ended)
+        return len(ended)
 
     def _leave_available(self, blocks: int) -> None:
         """Hold or let go blocks from outside."""
@@ -199,8 +220,9 @@ class Bench:
         if surplus > 0:
             self._held += self.pool.allocate(surplus) or []
         elif surplus < 0:
-            self.pool.release(self._held[surplus:])
-            del self._held[surplus:]
+            back = max(0, len(self._held) + surplus)
+            self.pool.release(self._held[back:])
+            del self._held[back:]
 
 
 def outcome(chunk: ScheduledChunk) -> int | Candidates:
@@ -217,10 +239,12 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
     figures: list[Figure] = []
     rows = []
     raw: dict[str, dict[str, float]] = {}
+    bench: Bench | None = None
     for case in tqdm([case for case in all_cases() if only in case.title], unit="case"):
-        bench = Bench(case)
-        bench.prepare(steps)
-        cost = bench.run(steps)
+        if bench is None or not bench.suits(case):
+            bench = None  # before the next one takes its memory
+            bench = Bench(case.num_blocks, case.prefix_caching)
+        cost = bench.measure(case, steps)
         step = microseconds(cost.step)
         raw[case.title] = {
             "step": step,
