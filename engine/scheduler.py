@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from engine.arrivals import Arrivals
 from engine.block_pool import BlockPool, InvariantError
-from engine.errors import ConfigError, InvalidRequestError
+from engine.errors import ConfigError
 from engine.families import Families
-from engine.family import needs_family
 from engine.host_pool import HostPool
 from engine.preemption import Preemption
 from engine.prefix_index import PrefixIndex
-from engine.random import sequence_seed
 from engine.recovery import RecoveryPolicy
-from engine.request import FinishReason, ModelLimits, Request, RequestState, TokenDelta, validate
+from engine.request import FinishReason, ModelLimits, Request, RequestState, TokenDelta
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import Candidates, ScheduledChunk, SchedulerStats, StepPlan, StepTiming
 from engine.step_planner import StepPlanner
@@ -81,25 +80,30 @@ class Scheduler:
         self._host = HostPool(0) if host is None else host
         self._table = RequestTable(pool, self._host)
         self._preemption = Preemption(pool, self._host, self._table, recovery)
-        self._max_num_seqs = min(max_num_seqs, token_budget)
+        most = min(max_num_seqs, token_budget)
         self._planner = StepPlanner(
             pool,
             index,
             self._table,
             self._preemption,
-            max_num_seqs=self._max_num_seqs,
+            max_num_seqs=most,
             token_budget=token_budget,
             prefix_caching=prefix_caching,
             look_ahead=look_ahead,
             max_overtakes=max_overtakes,
         )
-        self._families = Families(self._table, self._preemption, self._append, self._max_num_seqs)
+        self._families = Families(self._table, self._preemption, self._append, most)
+        self._arrivals = Arrivals(
+            self._table,
+            self._families,
+            max_num_seqs=most,
+            eos_token_ids=eos_token_ids,
+            model_key=model_key,
+            limits=limits,
+            priority_ageing=priority_ageing,
+            clock=clock,
+        )
         self._prefix_caching = prefix_caching
-        self._eos = frozenset(eos_token_ids)
-        self._model_key = model_key
-        self._limits = limits
-        self._priority_ageing = priority_ageing
-        self._clock = clock
         self._check_invariants = check_invariants
         self._prompt_tokens = self._generated_tokens = 0
         self._query_tokens = self._hit_tokens = self._copied_blocks = 0
@@ -147,30 +151,7 @@ class Scheduler:
         Raises:
             InvalidRequestError: it can never run, or its id is in use.
         """
-        if (request.request_id, 0) in self._table.entries or request.request_id in self._families:
-            raise InvalidRequestError(
-                f"request id {request.request_id!r} is in use by a request that has not ended",
-                "request_id",
-                "duplicate_id",
-            )
-        total = validate(request.token_ids, request.params, self._limits, request.generated_before)
-        longest = len(request.token_ids) + max(map(len, filter(None, request.outputs)), default=0)
-        if longest >= total:
-            before = request.generated_before or longest - len(request.token_ids)
-            raise InvalidRequestError(
-                f"the request has {longest} tokens, {before} of them generated before, and may reach {total}: "
-                "none is left to generate",
-                "max_tokens",
-            )
-        request.arrival = request.arrival or self._clock()
-        request.max_total_tokens = total
-        if not needs_family(request):
-            self._queue(request)
-        elif request.outputs:
-            self._queue_sequences(request)
-        else:
-            self._families.open(request, self._ending(request))
-            self._queue(request, min(request.params.width, self._max_num_seqs))
+        self._arrivals.add(request)
         self._maybe_check()
 
     def abort(self, request_id: str) -> list[TokenDelta]:
@@ -252,16 +233,15 @@ class Scheduler:
         """
         if plan is not self._planned:
             raise InvariantError("the plan is stale: it was committed before, or another one was made since")
-        if len(outcomes) != plan.num_samples:
-            raise InvariantError(
-                f"a step that samples {plan.num_samples} tokens was committed with {len(outcomes)}"
-            )
+        samples = plan.num_samples
+        if len(outcomes) != samples:
+            raise InvariantError(f"a step that samples {samples} tokens was committed with {len(outcomes)}")
         self._planned = None
         self._table.settle()
         if timing is not None:
             self._preemption.account(plan, timing)
         by_chunk: Iterable[int | Candidates | None] = outcomes
-        if len(outcomes) != len(plan.chunks):
+        if samples < len(plan.chunks):
             made = iter(outcomes)
             by_chunk = [next(made) if chunk.samples else None for chunk in plan.chunks]
         deltas: list[TokenDelta] = []
@@ -276,27 +256,18 @@ class Scheduler:
             computed = request.computed = chunk.start + chunk.length
             if caching and computed >= (entry.findable + 1) * size:
                 self._make_findable(entry)
-            if type(outcome) is int and outcome not in entry.ending:
+            if isinstance(outcome, int):
                 tokens = request.token_ids
                 index = len(tokens) - entry.base
-                tokens.append(outcome)
-                if len(tokens) < request.max_total_tokens:  # as nearly always
-                    appended += 1
-                    deltas.append(
-                        TokenDelta(
-                            request.request_id,
-                            index,
-                            (outcome,),
-                            None,
-                            request.cached_tokens or 0,
-                            None,
-                            request.sequence,
-                        )
-                    )
+                if outcome in entry.ending or len(tokens) + 1 >= request.max_total_tokens:
+                    deltas += self._count(self._append(entry, outcome, 0.0))
                     continue
-                tokens.pop()
-            if outcome is not None:
-                deltas += self._advance(entry, outcome)
+                tokens.append(outcome)
+                appended += 1
+                cached, sequence = request.cached_tokens or 0, request.sequence
+                deltas.append(TokenDelta(request.request_id, index, (outcome,), None, cached, None, sequence))
+            elif outcome is not None:
+                deltas += self._count(self._families.advance(entry, outcome))
         self._generated_tokens += appended
         self._maybe_check()
         return deltas
@@ -312,61 +283,12 @@ class Scheduler:
         self._table.check()
         self._families.check()
 
-    def _queue(self, request: Request, seats: int = 1) -> Entry:
-        namespace = request.namespace
-        # Parts at fixed places: an adapter's name can never pass for a tenant or a salt.
-        root = (self._model_key, self._pool.block_size, namespace.adapter, namespace.tenant, namespace.salt)
-        ageing = self._priority_ageing
-        first, second = (request.priority, request.arrival)
-        if ageing is not None:
-            first, second = 0, request.arrival + ageing * request.priority
-        order = (float(first), second, request.request_id, request.sequence)
-        base = request.num_prompt_tokens - request.generated_before
-        entry = Entry(request, root, order, self._ending(request), base, seats)
-        self._table.queue(entry)
-        if request.family is not None:
-            request.family.members[request.sequence] = entry
-        return entry
-
-    def _queue_sequences(self, request: Request) -> None:
-        """Go on with the sequences of a request that began on another replica."""
-        family = self._families.open(request, self._ending(request))
-        family.spread = True
-        family.next_sequence = len(request.outputs)
-        for sequence, output in enumerate(request.outputs):
-            if output is None:
-                continue
-            one = Request(
-                request.request_id,
-                request.token_ids + list(output),
-                request.params,
-                request.namespace,
-                request.priority,
-                request.arrival,
-                generated_before=len(output),
-                seed=sequence_seed(request.seed, sequence),
-                sequence=sequence,
-                family=family,
-            )
-            one.max_total_tokens = request.max_total_tokens
-            self._queue(one)
-
-    def _ending(self, request: Request) -> frozenset[int]:
-        params = request.params
-        own = frozenset(params.stop_token_ids)
-        return own if params.ignore_eos else own | self._eos
-
     def _make_findable(self, entry: Entry) -> None:
         """Hand full blocks to the index: only now is their KV sure to be there."""
         request = entry.request
         full = request.computed // self._pool.block_size
         entry.node = self._index.extend(entry.root, entry.node, request.token_ids, request.block_table, full)
         entry.findable = full
-
-    def _advance(self, entry: Entry, outcome: int | Candidates) -> list[TokenDelta]:
-        if isinstance(outcome, int):
-            return self._count(self._append(entry, outcome, 0.0))
-        return self._count(self._families.advance(entry, outcome))
 
     def _append(self, entry: Entry, token: int, logprob: float) -> list[TokenDelta]:
         """One token for one sequence, and what follows from it."""
@@ -380,11 +302,8 @@ class Scheduler:
             return self._finish(entry, reason, index, (token,))
         if request.params.ranked:
             return []
-        return [
-            TokenDelta(
-                request.request_id, index, (token,), None, request.cached_tokens or 0, sequence=request.sequence
-            )
-        ]
+        cached, sequence = request.cached_tokens or 0, request.sequence
+        return [TokenDelta(request.request_id, index, (token,), None, cached, None, sequence)]
 
     def _stop_reason(self, entry: Entry, token: int) -> FinishReason | None:
         request = entry.request
