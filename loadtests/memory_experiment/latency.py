@@ -5,13 +5,13 @@ from __future__ import annotations
 from loadtests.memory_experiment.constants import (
     CURVE_SECONDS,
     LATENCY_LIMIT,
+    PUBLISHED_BATCH,
     PUBLISHED_RATE_GAIN,
     SEED,
     SHAREGPT,
     WORKLOADS,
     Lengths,
 )
-from loadtests.memory_experiment.contiguous import Reservation
 from loadtests.memory_experiment.findings import SYSTEMS, Findings, Plot, Table, progress_bar, simulate
 from loadtests.memory_experiment.jobs import make_jobs
 from loadtests.memory_experiment.paged import PAGED
@@ -25,12 +25,16 @@ def run_latency() -> Findings:
     with progress_bar("latency", total) as progress:
         for lengths in WORKLOADS:
             curves: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+            batches: dict[str, float] = {}
             for rate in lengths.rates:
                 jobs = make_jobs(lengths, rate, _count(lengths, rate), SEED)
                 for system in SYSTEMS:
                     result = simulate(system, jobs, progress, saturated=False)
                     curves[system].append(result.latency)
+                    if rate == lengths.published_rate:
+                        batches[system] = result.batch
             _describe(findings, lengths, curves)
+            _describe_batches(findings, lengths, batches)
     return findings
 
 
@@ -77,14 +81,26 @@ def _describe(findings: Findings, lengths: Lengths, curves: dict[str, list[float
         findings.figures.append(
             Figure(f"{name}: rate at {limit:g} s per token, {system}", reached[system], " req/s")
         )
-    for reservation in (Reservation.ORACLE, Reservation.MAX):
-        if not reached[reservation.value]:
+    for system, published in PUBLISHED_RATE_GAIN.items():
+        if not reached[system]:
             continue
-        gain = reached[PAGED] / reached[reservation.value]
-        note = ""
-        if lengths is SHAREGPT:
-            low, high = PUBLISHED_RATE_GAIN[reservation.value]
-            note = f" (published: {low:g} to {high:g})"
-        findings.figures.append(
-            Figure(f"{name}: rate over {reservation.value} at that latency{note}", gain, "x")
+        gain = reached[PAGED] / reached[system]
+        note = f" (published: {published})" if lengths is SHAREGPT else ""
+        findings.figures.append(Figure(f"{name}: rate over {system} at that latency{note}", gain, "x"))
+
+
+def _describe_batches(findings: Findings, lengths: Lengths, batches: dict[str, float]) -> None:
+    published = PUBLISHED_BATCH[lengths.name]
+    rate = lengths.published_rate
+    findings.tables.append(
+        Table(
+            f"Average batch of {lengths.name} at {rate:g} requests per second",
+            ("system", "batch", "published"),
+            tuple(
+                (system, f"{batch:.2f}", f"{published[system]:.2f}" if system in published else "")
+                for system, batch in batches.items()
+            ),
         )
+    )
+    for system, batch in batches.items():
+        findings.figures.append(Figure(f"{lengths.name}: average batch at {rate:g} req/s, {system}", batch))
