@@ -5,9 +5,11 @@ Each is a running average that starts from a plain prior and forgets, so that no
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import combinations
 
+WINDOW = 128
 _REFIT_EVERY = 32
 _SCALE = (1.0, 64.0, 100_000.0)  # of (1, rows, KV tokens), so that the three weigh alike
 
@@ -95,6 +97,29 @@ class ReuseShare:
         """One request: blocks found cached by the best replica, blocks that it reads or makes."""
         self._hits += min(hits, uses) - self._hits / 512
         self._uses += max(uses, 0) - self._uses / 512
+
+
+class PrefixShare:
+    """What share of the last 128 requests that found a prefix found this one.
+
+    A prefix with a share of ``s`` is due ``s * n`` copies on ``n`` replicas: to compute one of these is no loss.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque()
+        self._counts: Counter[int] = Counter()
+
+    def use(self, key: int) -> float:
+        """Take in the last shared block of a request; return the share of requests with that one before it."""
+        share = self._counts[key] / WINDOW
+        self._last.append(key)
+        self._counts[key] += 1
+        if len(self._last) > WINDOW:
+            oldest = self._last.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        return share
 
 
 def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float] | None:

@@ -25,6 +25,9 @@ from app.routing.load import LoadReport
 STREAMING = 0.1
 """What a second of slower streaming counts against a second of waiting for the first token."""
 
+MACHINE = 1.0
+"""What a second of computing counts, beside the delay of the request itself, for those that come next."""
+
 PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
@@ -33,13 +36,16 @@ PREFILL_RATE = 5000.0
 class Demand:
     """A request: prompt ``tokens``, and ``output`` tokens expected of each of its ``sequences``.
 
-    ``remaining`` is the number of tokens that a running sequence has still to make, on average.
+    ``remaining`` is the number of tokens that a running sequence has still to make, on average. ``shared`` is
+    the longest cached prefix anywhere, in tokens, and ``due`` (0 to 1) how much another copy of it is wanted.
     """
 
     tokens: int
     output: float
     sequences: int
     remaining: float
+    shared: int = 0
+    due: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,7 +90,7 @@ def terms(
     rows = max(load.running, booked.seen_rows) + booked.rows
     kv = max(load.kv_tokens, booked.seen_kv) + booked.kv
     taken = ahead / block_size
-    per_token = (2.0 + STREAMING * rows) / rate
+    per_token = (1.0 + MACHINE + STREAMING * rows) / rate
     crowd = step.per_row * rows + step.per_kv_token * kv
     # Those running release their blocks over their remaining steps.
     release = tail * speed * (step.base + crowd) / max(load.referenced, 1)
@@ -108,7 +114,8 @@ def seconds(
 ) -> list[float]:
     """The cost of ``demand`` on each candidate, of which it finds ``cached`` tokens there."""
     tokens, output, sequences = demand.tokens, demand.output, demand.sequences
-    shared = min(output, demand.remaining)
+    copied, due = demand.shared, demand.due
+    beside = min(output, demand.remaining)
     kv = sequences * (tokens + output / 2)
     made = sequences * output + block_size
     costs = []
@@ -117,10 +124,10 @@ def seconds(
         uncached = tokens - held
         cost = (
             wait
-            + uncached * per_token
+            + (uncached - due * (copied - held) if held < copied else uncached) * per_token
             + output * base
-            + shared * crowd
-            + (output + rows * shared) * (sequences * per_row + kv * per_kv)
+            + beside * crowd
+            + (output + rows * beside) * (sequences * per_row + kv * per_kv)
         )
         over = (uncached + made) / block_size - free
         if over > 0.0:

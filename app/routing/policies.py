@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from app.routing import cost
-from app.routing.calibration import OutputLength, ReuseShare, StepModel
+from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
 from app.routing.load import LoadReport
 
 _MASK = (1 << 64) - 1
@@ -64,6 +64,7 @@ class Chooser:
         self.steps = StepModel()
         self.outputs = OutputLength()
         self.reuse = ReuseShare()
+        self.hot = PrefixShare()
         self._turn = 0
 
     def learn(self, standing: Standing, load: LoadReport) -> bool:
@@ -101,8 +102,15 @@ class Chooser:
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted) -> int:
         output = self.expected_output(wanted)
         candidates = self._terms(standings)
-        demand = cost.Demand(wanted.tokens, output, wanted.sequences, self.outputs.tokens / 2)
         cached = [self.cached(wanted, blocks) if blocks else 0 for blocks in held]
+        deepest = max(held)
+        shared = max(cached)
+        due = 0.0
+        if deepest:
+            share = self.hot.use(wanted.keys[deepest - 1])
+            due = min(max(share * len(held) - cached.count(shared), 0.0), 1.0)
+        remaining = self.outputs.tokens / 2
+        demand = cost.Demand(wanted.tokens, output, wanted.sequences, remaining, shared, due)
         costs = cost.seconds(candidates, cached, demand, self.reuse.share, self.block_size)
         least = min(costs)
         # A block, or two per cent of what it costs from nothing: two of the sum would, under load, give
@@ -110,7 +118,6 @@ class Chooser:
         margin = 1.01 * max(self.block_size, wanted.tokens // 50) * candidates[costs.index(least)].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
-        deepest = max(held, default=0)
         self._learn_reuse(wanted, output, deepest)
         if len(ties) == 1:
             return ties[0]
