@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from engine.block_pool import NO_BLOCK, BlockPool
 from engine.host_pool import HostPool
-from engine.recovery import Recovery, RecoveryPolicy, RecoveryStats, Victim
+from engine.prefix_node import PrefixNode
+from engine.recovery import Decision, Recovery, RecoveryPolicy, RecoveryStats, Victim
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import StepPlan, StepTiming, Swap
 
 if TYPE_CHECKING:
     from engine.step_planner import Step
+
+_LOOKS = 4  # decisions that are looked at again at each preemption
 
 
 class Preemption:
@@ -23,6 +27,7 @@ class Preemption:
         self._table = table
         self._policy = policy
         self._open = 0  # recoveries that are not complete
+        self._watched: deque[tuple[Decision, PrefixNode]] = deque()  # with the first block that may be lost
         self.count = 0
         self._stats: RecoveryStats | None = None  # until the next decision begins or ends
 
@@ -40,11 +45,15 @@ class Preemption:
         contents = self._contents(entry, blocks)
         self.abandon(entry)
         self._stats = None
+        self._look_again()
         host_table = None
         if contents:
             decision = self._policy.choose(self._victim(entry, blocks, contents))
             entry.decision = decision
             self._open += 1
+            first = self._first_unheld(entry, blocks, decision)
+            if first is not None:
+                self._watched.append((decision, first))
             if decision.recovery is Recovery.SWAP:
                 taken = self._host.swap_out(contents)
                 assert taken is not None, "the policy was told that they fit"
@@ -113,6 +122,29 @@ class Preemption:
         self._policy.done(entry.decision)
         entry.decision = self._stats = None
         self._open -= 1
+
+    def _first_unheld(self, entry: Entry, blocks: list[int], decision: Decision) -> PrefixNode | None:
+        """The node of the first block in a table that can be found and that nobody else holds."""
+        node, first = entry.node, None
+        if decision.findable <= decision.held:
+            return None
+        while node is not None and node.depth and node.alive:
+            block = blocks[node.depth - 1]
+            if block != NO_BLOCK and self._pool.references(block) == 1:
+                first = node
+            node = node.parent
+        return first
+
+    def _look_again(self) -> None:
+        """Let the longest unseen of the waiting sequences teach what they have lost by now."""
+        for _ in range(min(_LOOKS, len(self._watched))):
+            decision, first = self._watched.popleft()
+            if decision.taught or decision.ended:
+                continue
+            if first.block < 0:  # forgotten, or hollow
+                self._policy.resumed(decision, decision.held)
+            else:
+                self._watched.append((decision, first))
 
     def _contents(self, entry: Entry, blocks: list[int]) -> list[tuple[int, int, int]]:
         """What names the contents of a sequence's blocks: block, generation, valid tokens."""

@@ -66,6 +66,7 @@ class Decision:
     trial: bool = False  # the dearer way, taken to measure it
     outcome: float = 0.0
     ended: bool = False
+    taught: bool = False  # what became of its findable blocks is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +167,16 @@ class RecoveryPolicy:
         )
 
     def resumed(self, decision: Decision, kept: int) -> None:
-        """Learn at re-admission that ``kept`` leading blocks were still in the prefix index."""
+        """Learn that ``kept`` leading blocks were still in the prefix index at re-admission.
+
+        Or earlier, once nothing is left but what others hold: who waits longest loses most, and if it taught
+        only at its return, survival would be believed to be that of those who come back soon. Each decision
+        teaches once.
+        """
         unheld = decision.findable - decision.held
-        if unheld < 1:
+        if unheld < 1 or decision.taught:
             return
+        decision.taught = True
         survived = min(max((kept - decision.held) / unheld, 0.0), 1.0)
         self._lessons += 1
         step = max(_SURVIVAL_STEP, 1.0 / (self._lessons + 1))
@@ -273,13 +280,6 @@ class RecoveryPolicy:
         if victim.to_copy and self._out.is_stale(self._total):
             return True
         return self._in.is_stale(self._total)
-
-
-class RecomputeRecovery(RecoveryPolicy):
-    """Always computes again, and knows no rates."""
-
-    def __init__(self) -> None:
-        super().__init__(RecoveryMode.RECOMPUTE, 1, Rates())
 
 
 def _other(recovery: Recovery) -> Recovery:
