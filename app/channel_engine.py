@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from app import wire
-from engine.errors import EngineDeadError, InvalidRequestError, QuireError
-from engine.request import Request, TokenDelta
+from app.channel import Attempt, Channel, UnknownEpochError
+from app.routing.load import LoadReport
+from engine.engine_thread import StepOutputs
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.kv_events import KvSnapshot
+from engine.load import EngineLoad
+from engine.request import ModelLimits, Request, TokenDelta
 
 LEASE_S = 5.0
 """A channel ends after this long without a beat from its ingress."""
@@ -23,52 +27,7 @@ LEASE_S = 5.0
 BEAT_S = 1.0
 """A channel with nothing to say sends an empty frame this often."""
 
-MAX_UNACKNOWLEDGED = 512
-"""Frames on their way; beyond it tokens gather here, one entry for each live sequence of each attempt."""
-
 logger = logging.getLogger(__name__)
-
-
-class UnknownEpochError(QuireError):
-    """The attempt was sent on a channel that this replica does not have (any more)."""
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One attempt that runs here. ``done`` gets the number of tokens made, or ``UnknownEpochError``."""
-
-    number: int
-    engine_id: str
-    channel: Channel
-    done: asyncio.Future[int]
-    made: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Channel:
-    """State of one (ingress process, epoch)."""
-
-    cid: str
-    epoch: int
-    last_beat: float
-    sequence: int = 0
-    last_frame: float = 0.0
-    acknowledged: int = 0  # frames that the ingress has read
-    unsent: dict[int, dict[int, wire.Record]] = field(default_factory=dict)  # by attempt and sequence
-    attempts: dict[int, Attempt] = field(default_factory=dict)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    closed: str = ""  # why
-
-    @property
-    def blocked(self) -> bool:
-        """Whether too many frames are unacknowledged."""
-        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
-
-    def take(self) -> list[wire.Record]:
-        """All that is unsent, for the next frame."""
-        records = [record for sequences in self.unsent.values() for record in sequences.values()]
-        self.unsent.clear()
-        return records
 
 
 class AttemptEngine(Protocol):
@@ -84,7 +43,8 @@ class AttemptEngine(Protocol):
 class ChannelHub:
     """All channels of one engine replica.
 
-    ``abort`` is called with an engine request id when an attempt ends before its end record.
+    ``abort`` is called with an engine request id when an attempt ends before its end record. ``snapshot``
+    gives what the engine's prefix cache holds; without it channels carry no KV events.
     """
 
     def __init__(
@@ -94,9 +54,12 @@ class ChannelHub:
         clock: Callable[[], float] = time.monotonic,
         lease_s: float = LEASE_S,
         beat_s: float = BEAT_S,
+        snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
     ) -> None:
         self._hello = hello
         self._abort = abort
+        self._snapshot = snapshot if hello.keys is not None else None
+        self._load: EngineLoad | None = None
         self._clock = clock
         self._lease_s = lease_s
         self._beat_s = beat_s
@@ -115,13 +78,14 @@ class ChannelHub:
         try:
             yield wire.pack_hello(epoch, self._next(channel), self._hello)
             while not channel.closed:
+                self._fetch_if_wanted(channel)
                 await channel.wake.wait()
                 if channel.closed:
                     break
                 channel.wake.clear()
                 if not channel.blocked:
-                    records = channel.take()
-                    yield wire.pack_records(epoch, self._next(channel), records)
+                    records, sections = channel.take(), channel.take_sections()
+                    yield wire.pack_records(epoch, self._next(channel), records, sections)
             # What was made before the end still counts: the ingress goes on from there.
             if channel.unsent and not channel.blocked:
                 yield wire.pack_records(epoch, self._next(channel), channel.take())
@@ -151,8 +115,21 @@ class ChannelHub:
             attempt.channel.unsent.pop(attempt.number, None)
         return live
 
+    def on_step(self, outputs: StepOutputs) -> None:
+        """All that one engine step has brought about."""
+        self._load = outputs.load
+        for engine_id in outputs.taken:
+            attempt = self._attempts.get(engine_id)
+            if attempt is not None:
+                channel = attempt.channel
+                channel.taken = max(channel.taken, attempt.number)
+        for channel in self._channels.values():
+            load = _report(outputs.load, self._hello.limits, channel.taken)
+            channel.offer(load, outputs.kv if self._snapshot is not None else None)
+        self.deliver(outputs.deltas)
+
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
-        """Outputs of one engine step."""
+        """Tokens of one engine step."""
         for delta in deltas:
             attempt = self._attempts.get(delta.request_id)
             if attempt is None:
@@ -181,8 +158,14 @@ class ChannelHub:
                     attempt.done.set_result(attempt.made)
             channel.wake.set()
 
-    def beat(self, cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = ()) -> bool:
-        """Renew a lease; ``stale`` names attempts that the ingress does not know. False: no such channel."""
+    def beat(
+        self, cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = (), resync: bool = False
+    ) -> bool:
+        """Renew a lease. False: no such channel.
+
+        ``stale`` names attempts that the ingress does not know; ``resync`` asks for a snapshot of the prefix
+        cache, because KV events were lost.
+        """
         channel = self._channels.get(cid)
         if channel is None or channel.epoch != epoch or channel.closed:
             return False
@@ -190,6 +173,9 @@ class ChannelHub:
         was_blocked = channel.blocked
         channel.acknowledged = max(channel.acknowledged, min(acknowledged, channel.sequence))
         if was_blocked and not channel.blocked:
+            channel.wake.set()
+        if resync:
+            channel.kv.restart()
             channel.wake.set()
         for number in stale:
             attempt = channel.attempts.get(number)
@@ -203,6 +189,7 @@ class ChannelHub:
         if not channel.closed:
             channel.closed = reason
             logger.info("channel %s epoch %d ended: %s", channel.cid, channel.epoch, reason)
+        channel.stop()
         if self._channels.get(channel.cid) is channel:
             del self._channels[channel.cid]
         for attempt in list(channel.attempts.values()):
@@ -239,6 +226,9 @@ class ChannelHub:
                 )
             self.close(older, f"epoch {epoch} replaced it")
         channel = Channel(cid, epoch, self._clock())
+        if self._load is not None:
+            channel.load = channel.last_load = _report(self._load, self._hello.limits, 0)
+            channel.wake.set()
         self._channels[cid] = channel
         logger.info("channel %s epoch %d opened", cid, epoch)
         return channel
@@ -248,6 +238,21 @@ class ChannelHub:
         channel.sequence += 1
         channel.last_frame = self._clock()
         return sequence
+
+    def _fetch_if_wanted(self, channel: Channel) -> None:
+        if self._snapshot is None or not channel.kv.wanted or channel.blocked:
+            return
+        channel.kv.fetch()
+        channel.fetch = asyncio.get_running_loop().create_task(self._fetch(channel, self._snapshot))
+
+    async def _fetch(self, channel: Channel, snapshot: Callable[[], Awaitable[KvSnapshot | None]]) -> None:
+        try:
+            made = await snapshot()
+        except EngineDeadError:
+            return  # its channels are about to end
+        if made is not None:
+            channel.kv.begin(made)
+            channel.wake.set()
 
     async def _watch(self, channel: Channel) -> None:
         """Ends the channel when its lease is over, breaks its silence when an empty frame is due."""
@@ -267,6 +272,22 @@ class ChannelHub:
         self._abort(attempt.engine_id)
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
+
+
+def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadReport:
+    return LoadReport(
+        waiting_tokens=load.waiting_tokens,
+        running=load.running,
+        kv_tokens=load.kv_tokens,
+        referenced=load.referenced,
+        free=load.free,
+        evictable=load.evictable,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        prefill_rate=load.prefill_rate,
+        step_seconds=load.step_seconds,
+        acknowledged=acknowledged,
+    )
 
 
 async def run_attempt(

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from app import wire
 from app.routing.ledger import Route
+from app.routing.load import LoadReport
+from app.wire_kv import KvSection, SnapshotSlice
 
 BEAT_S = 1.0
 SUSPECT_S = 3.0
@@ -28,6 +30,9 @@ DEAD_S = 10.0
 MAX_BACKOFF_S = 2.0
 FRAMES_PER_BEAT = 128
 """Acknowledge at least this often, so that the engine does not run into its bound between two beats."""
+
+RESYNC_S = 2.0
+"""A snapshot of a replica's prefix cache is asked for at most this often."""
 
 MAX_BEATS_IN_FLIGHT = 4
 MAX_STALE = 64
@@ -52,6 +57,12 @@ class ChannelEvents(Protocol):
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """New tokens; returns the attempts among them that nobody waits for."""
+
+    def on_kv(self, route: Route, section: KvSection) -> bool:
+        """A part of what the replica's prefix cache holds, or a change of it. False: a snapshot is needed."""
+
+    def on_load(self, route: Route, load: LoadReport) -> None:
+        """How busy the replica is."""
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """The replica went silent, or speaks again."""
@@ -89,6 +100,8 @@ class IngressChannel:
         self._acknowledged = 0
         self._last_frame = 0.0
         self._stale: set[int] = set()
+        self._out_of_step = False  # KV events do not fit together; a snapshot is needed
+        self._next_resync = 0.0
         self._gave_up = ""
         self._generator: Any = None
         self._beat_now = asyncio.Event()
@@ -142,6 +155,8 @@ class IngressChannel:
         self.state = ChannelState.OPENING
         self._frames = self._acknowledged = 0
         self._stale.clear()
+        self._out_of_step = False  # KV events do not fit together; a snapshot is needed
+        self._next_resync = 0.0
         self._gave_up = ""
         self._last_frame = self._clock()
         self._generator = self._stream.channel.remote(self._cid, epoch, target=self.replica)
@@ -171,10 +186,32 @@ class IngressChannel:
             self._events.on_open(self._route, frame.hello)
         elif self._route is None:
             raise wire.WireError("the first frame was no hello")
-        elif frame.records:
-            self._stale.update(self._events.on_records(self._route, frame.records))
+        else:
+            if frame.load is not None:
+                self._events.on_load(self._route, frame.load)
+            for section in frame.kv:
+                self._take_kv(self._route, section)
+            if frame.records:
+                self._stale.update(self._events.on_records(self._route, frame.records))
         if self._frames - self._acknowledged >= FRAMES_PER_BEAT:
             self._beat_now.set()
+
+    def _take_kv(self, route: Route, section: KvSection) -> None:
+        if not self._events.on_kv(route, section):
+            self._out_of_step = True
+            if self._clock() >= self._next_resync:
+                self._beat_now.set()
+        elif isinstance(section, SnapshotSlice) and section.part + 1 == section.parts:
+            self._out_of_step = False
+
+    def _resync_now(self) -> bool:
+        """Whether to ask for a snapshot, which takes a while to come."""
+        now = self._clock()
+        if not self._out_of_step or now < self._next_resync:
+            return False
+        self._next_resync = now + RESYNC_S
+        logger.warning("KV events of replica %s do not fit together; asking for all", self.replica)
+        return True
 
     async def _watch(self, epoch: int, limit: asyncio.Timeout) -> None:
         """Beats each second, and notices silence."""
@@ -211,15 +248,20 @@ class IngressChannel:
         stale = sorted(self._stale)[:MAX_STALE]
         self._stale.difference_update(stale)
         self._acknowledged = acknowledged
+        resync = self._resync_now()
         response = None
         try:
-            response = self._unary.beat.remote(self._cid, epoch, acknowledged, stale, target=self.replica)
+            response = self._unary.beat.remote(
+                self._cid, epoch, acknowledged, stale, resync, target=self.replica
+            )
             async with asyncio.timeout(DEAD_S):
                 known = await response
         except Exception as error:  # noqa: BLE001  (the channel itself tells whether the replica lives)
             logger.info("a beat to %s failed: %s", self.replica, error)
             if response is not None:
                 response.cancel()
+            if resync:
+                self._next_resync = 0.0  # the next beat asks again
             return
         if not known:
             self._gave_up = "the replica does not know this channel"

@@ -17,8 +17,11 @@ from app import wire
 from app.cache_reset import CacheReset, reset_prefix_caches
 from app.channel_set import ChannelSet
 from app.generation import Delta, GenerateRequest, GenerationError, UnavailableError
+from app.kv_feed import KvFeed
 from app.live_request import LiveRequest
 from app.routing.ledger import Ledger, NoRouteError, Route
+from app.routing.load import LoadReport
+from app.wire_kv import KvSection
 from engine.errors import InvalidRequestError, QuireError
 from engine.request import ModelLimits, validate
 
@@ -69,6 +72,7 @@ class EngineClient:
         """Open channels to the replicas, now and as they come; awaits no replica. Later calls do nothing."""
         if self._started is None:
             self._started = ChannelSet(self._handle, self)
+            self._kv = KvFeed(self._started.fleet.ledger, None)
             # The first options() makes Serve create the router, which reports its members.
             self._generate = self._handle.options(_by_reference=False).generate
 
@@ -287,8 +291,17 @@ class EngineClient:
         """See ``ChannelEvents``."""
         self._limits = hello.limits
         self._ledger.open(route)
+        self._kv.open(route, hello)
         self._routes_changed.set()
         self._channels.settle()
+
+    def on_kv(self, route: Route, section: KvSection) -> bool:
+        """See ``ChannelEvents``."""
+        return self._kv.update(route, section)
+
+    def on_load(self, route: Route, load: LoadReport) -> None:
+        """See ``ChannelEvents``."""
+        self._ledger.report(route, load)
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """See ``ChannelEvents``."""
@@ -299,6 +312,7 @@ class EngineClient:
 
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there go on elsewhere."""
+        self._kv.close(route)
         for attempt in self._ledger.close(route):
             live = self._live.get(attempt)
             if live is not None and not live.ended:

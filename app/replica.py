@@ -14,9 +14,9 @@ import ray
 from app import config, metrics, placement, wire
 from app.channel_engine import ChannelHub, run_attempt
 from app.model_store import resolve
-from engine.engine_thread import EngineThread
+from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
-from engine.request import TokenDelta
+from engine.kv_events import KvSnapshot
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may keep the interpreter from the event loop; at Python's 5 ms frames wait."""
@@ -41,7 +41,8 @@ class EngineReplica:
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
         self._engine = self._start_engine()
-        self._hub = ChannelHub(wire.Hello(self._engine.limits), self._engine.abort)
+        hello = wire.Hello.of(self._engine.limits, self._engine.key_scheme, self._engine.window)
+        self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot)
         self._metrics = metrics.EngineMetrics(self._config.model_name)
         self._reporter = self._loop.create_task(self._report())
 
@@ -62,9 +63,11 @@ class EngineReplica:
         """Run one attempt; see ``run_attempt``."""
         return await run_attempt(self._hub, self._engine, cid, meta["epoch"], payload)
 
-    async def beat(self, cid: str, epoch: int, acknowledged: int, stale: list[int], *, target: str) -> bool:
+    async def beat(
+        self, cid: str, epoch: int, acknowledged: int, stale: list[int], resync: bool, *, target: str
+    ) -> bool:
         """Lease and acknowledgement; see ``ChannelHub.beat``."""
-        return self._hub.beat(cid, epoch, acknowledged, stale)
+        return self._hub.beat(cid, epoch, acknowledged, stale, resync)
 
     async def reset_prefix_cache(self, *, target: str) -> int:
         """Empty the prefix cache; running requests keep their blocks. Returns how many blocks became free.
@@ -123,9 +126,12 @@ class EngineReplica:
             return self._config.threads
         return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
-    def _on_outputs(self, deltas: list[TokenDelta]) -> None:
+    async def _snapshot(self) -> KvSnapshot | None:
+        return await asyncio.wrap_future(self._engine.kv_snapshot())
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
         """On the engine's thread, once a step."""
-        self._loop.call_soon_threadsafe(self._hub.deliver, deltas)
+        self._loop.call_soon_threadsafe(self._hub.on_step, outputs)
 
     def _on_death(self, error: BaseException) -> None:
         """On the engine's thread, at its end."""

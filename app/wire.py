@@ -1,8 +1,8 @@
 """Packed messages between an ingress and an engine replica. Little-endian, no pickling of own types.
 
-A frame is a header and its records::
+A frame is a header, its records, and its sections (:mod:`app.wire_kv`)::
 
-    header  version u8, kind u8, epoch u32, sequence u32, count u32
+    header  version u8, kind u8, epoch u32, sequence u32, count u32, sections u16
     record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, final u8, message bytes u16;
             then the tokens, u32 each, and the message
 
@@ -17,18 +17,21 @@ import enum
 import itertools
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.routing.load import LoadReport
+from app.wire_kv import KvSection, Section, pack_section, unpack_section
+from engine.block_keys import KeyScheme
 from engine.errors import QuireError
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 2000
 
-_HEADER = struct.Struct("<BBIII")
+_HEADER = struct.Struct("<BBIIIH")
 _RECORD = struct.Struct("<QIIIIBBH")
 _SUBMISSION = struct.Struct("<BII")
 
@@ -72,9 +75,27 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of a channel: what the engine serves."""
+    """First frame of a channel: what the engine serves, and what the keys of its blocks depend on.
+
+    ``keys`` is ``None`` if it caches no prefixes. ``window`` is the most tokens that any layer sees, if each
+    has a sliding window. ``probe`` are the keys that the engine gives to a fixed text: an ingress that makes
+    other ones of it must not compare its keys with the engine's.
+    """
 
     limits: ModelLimits
+    keys: KeyScheme | None = None
+    window: int | None = None
+    probe: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, limits: ModelLimits, keys: KeyScheme | None, window: int | None) -> Hello:
+        """With the probe of this process."""
+        return cls(limits, keys, window, () if keys is None else tuple(keys.probe()))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether this process makes the same keys as the engine; also if that caches nothing."""
+        return self.keys is None or self.probe == tuple(self.keys.probe())
 
 
 @dataclass(slots=True)
@@ -85,6 +106,8 @@ class Frame:
     sequence: int
     records: list[Record] = field(default_factory=list)
     hello: Hello | None = None
+    kv: list[KvSection] = field(default_factory=list)
+    load: LoadReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +129,10 @@ class Submission:
     age_s: float = 0.0  # since the client's request arrived; keeps its place in the engine's order
 
 
-def pack_records(epoch: int, sequence: int, records: Iterable[Record]) -> bytes:
-    """One frame of records; none at all is a sign of life."""
+def pack_records(
+    epoch: int, sequence: int, records: Iterable[Record], sections: Sequence[Section] = ()
+) -> bytes:
+    """One frame of records and sections; nothing at all is a sign of life."""
     parts = [b""]
     count = 0
     for record in records:
@@ -129,14 +154,15 @@ def pack_records(epoch: int, sequence: int, records: Iterable[Record]) -> bytes:
         parts.append(struct.pack(f"<{len(tokens)}I", *tokens))
         if message:
             parts.append(message)
-    parts[0] = _HEADER.pack(VERSION, FrameKind.RECORDS, epoch, sequence, count)
+    parts += map(pack_section, sections)
+    parts[0] = _HEADER.pack(VERSION, FrameKind.RECORDS, epoch, sequence, count, len(sections))
     return b"".join(parts)
 
 
 def pack_hello(epoch: int, sequence: int, hello: Hello) -> bytes:
     """The first frame of a channel."""
-    body = json.dumps({"limits": dataclasses.asdict(hello.limits)}).encode()
-    return _HEADER.pack(VERSION, FrameKind.HELLO, epoch, sequence, len(body)) + body
+    body = json.dumps(dataclasses.asdict(hello)).encode()
+    return _HEADER.pack(VERSION, FrameKind.HELLO, epoch, sequence, len(body), 0) + body
 
 
 def unpack_frame(data: bytes) -> Frame:
@@ -146,18 +172,30 @@ def unpack_frame(data: bytes) -> Frame:
         WireError: another version, or a truncated or over-long frame.
     """
     try:
-        version, kind, epoch, sequence, count = _HEADER.unpack_from(data)
-        _check_version(version)
+        if data:
+            _check_version(data[0])
+        _, kind, epoch, sequence, count, sections = _HEADER.unpack_from(data)
         if kind == FrameKind.HELLO:
-            body = json.loads(data[_HEADER.size : _HEADER.size + count])
-            hello = Hello(ModelLimits(**body["limits"]))
-            return Frame(epoch, sequence, hello=hello)
+            return Frame(epoch, sequence, hello=_unpack_hello(data[_HEADER.size : _HEADER.size + count]))
         records, end = _unpack_records(data, _HEADER.size, count)
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+        frame = Frame(epoch, sequence, records)
+        for _ in range(sections):
+            section, end = unpack_section(data, end)
+            if isinstance(section, LoadReport):
+                frame.load = section
+            else:
+                frame.kv.append(section)
+    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise WireError(f"unreadable frame of {len(data)} bytes: {error}") from error
     if end != len(data):
         raise WireError(f"frame of {len(data)} bytes has {len(data) - end} bytes too many")
-    return Frame(epoch, sequence, records)
+    return frame
+
+
+def _unpack_hello(data: bytes) -> Hello:
+    body = json.loads(data)
+    keys = None if body["keys"] is None else KeyScheme(**body["keys"])
+    return Hello(ModelLimits(**body["limits"]), keys, body["window"], tuple(body["probe"]))
 
 
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:
@@ -204,8 +242,9 @@ def unpack_submission(data: bytes) -> Submission:
         InvalidRequestError: sampling parameters out of range.
     """
     try:
-        version, length, num_tokens = _SUBMISSION.unpack_from(data)
-        _check_version(version)
+        if data:
+            _check_version(data[0])
+        _, length, num_tokens = _SUBMISSION.unpack_from(data)
         offset = _SUBMISSION.size
         head = json.loads(data[offset : offset + length])
         tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset + length))

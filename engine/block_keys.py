@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.request import CacheNamespace
 
 KEY_BYTES = 8
 
 _PERSON = b"quire.kv.blocks1"  # sixteen bytes; a change of this format takes a new one
+_PROBE_BLOCKS = 3
 
 
 def root_key(model_revision: str, dtype: str, block_size: int, namespace: CacheNamespace) -> int:
@@ -59,3 +61,44 @@ def block_keys(root: int, token_ids: Sequence[int], block_size: int) -> list[int
         key = blake2b(key + data[start : start + width], digest_size=KEY_BYTES, person=_PERSON).digest()
         keys.append(int.from_bytes(key, "little"))
     return keys
+
+
+class BlockHash:
+    """The key of one block after another; the same values as :func:`block_keys`, for one block at a time."""
+
+    def __init__(self, block_size: int) -> None:
+        self._pack = struct.Struct(f"<Q{block_size}I").pack
+
+    def __call__(self, key: int, token_ids: Sequence[int]) -> int:
+        """Return the key of the full block ``token_ids`` after that of ``key``.
+
+        Raises:
+            ValueError: it is not a full block, or an id is negative or needs more than 32 bits.
+        """
+        try:
+            data = self._pack(key, *token_ids)
+        except struct.error as error:
+            raise ValueError(f"no block of tokens to be hashed: {error}") from None
+        return int.from_bytes(hashlib.blake2b(data, digest_size=KEY_BYTES, person=_PERSON).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyScheme:
+    """What the keys of one model's blocks depend on besides tokens and namespace."""
+
+    model_revision: str
+    dtype: str
+    block_size: int
+
+    def root(self, namespace: CacheNamespace) -> int:
+        """See :func:`root_key`."""
+        return root_key(self.model_revision, self.dtype, self.block_size, namespace)
+
+    def keys(self, token_ids: Sequence[int], namespace: CacheNamespace) -> list[int]:
+        """See :func:`block_keys`."""
+        return block_keys(self.root(namespace), token_ids, self.block_size)
+
+    def probe(self) -> list[int]:
+        """Keys of a fixed text: two processes that agree on them agree on all keys."""
+        tokens = [(7 * place * place + 3) % 40_961 for place in range(_PROBE_BLOCKS * self.block_size)]
+        return self.keys(tokens, CacheNamespace(adapter="probe", tenant="of", salt="keys"))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.block_keys import KeyScheme
+from engine.block_pool import BlockPool
 from engine.calibration import (
     DECODE_SHARE,
     GPU_BUDGET,
@@ -21,7 +23,11 @@ from engine.calibration import (
 )
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
+from engine.host_pool import HostPool
+from engine.kv_events import KvEvents, root_key_of
+from engine.load import LoadMeter
 from engine.model_runner import ModelRunner
+from engine.prefix_index import PrefixIndex
 from engine.random import request_seed
 from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.request import ModelLimits, Request, TokenDelta
@@ -47,7 +53,8 @@ class EngineStats:
 class Engine:
     """One model on one device, driven by calls of :meth:`step`. Not thread-safe: one thread owns it.
 
-    ``offline`` takes a larger default token budget: throughput before the latency of a single step.
+    ``offline`` takes a larger default token budget: throughput before the latency of a single step. Otherwise
+    ``kv_events`` records what becomes findable, if prefixes are cached at all.
 
     Raises:
         ConfigError: the model cannot be served with these options.
@@ -63,9 +70,15 @@ class Engine:
         max_num_seqs = min(config.max_num_seqs, self.token_budget)
         if config.token_budget is None and not offline and self.runner.device.type == "cpu":
             max_num_seqs = min(max_num_seqs, int(self.token_budget * DECODE_SHARE))
-        self.scheduler = Scheduler.create(
-            num_blocks=self.limits.num_blocks,
-            block_size=self.limits.block_size,
+        pool = BlockPool(self.limits.num_blocks, self.limits.block_size)
+        self.window: int | None = self.runner.model.largest_window
+        self.kv_events = None
+        if config.prefix_caching and not offline:
+            self.kv_events = KvEvents(pool.block_size, root_key_of)
+        index = PrefixIndex(pool, window=self.window, observer=self.kv_events)
+        self.scheduler = Scheduler(
+            pool,
+            index,
             max_num_seqs=max_num_seqs,
             token_budget=self.token_budget,
             prefix_caching=config.prefix_caching,
@@ -73,11 +86,11 @@ class Engine:
             model_key=self.runner.model_key,
             limits=self.limits,
             recovery=self._recovery_policy(calibration),
-            host_blocks=self.runner.memory.host_blocks,
-            window=self.runner.model.largest_window,
+            host=HostPool(self.runner.memory.host_blocks),
             priority_ageing=config.priority_ageing,
             check_invariants=config.check_invariants,
         )
+        self.load = LoadMeter(pool, index, self.scheduler._table, config.prefix_caching, self._prefill_rate)
         self._steps = 0
         self._step_seconds = 0.0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""
@@ -93,6 +106,12 @@ class Engine:
         request.seed = request_seed(self.config.seed, request.request_id) if seed is None else seed
         request.arrival = request.arrival or time.monotonic()
         self.scheduler.add(request)
+        self.load.added(request)
+
+    @property
+    def key_scheme(self) -> KeyScheme:
+        """What the keys in ``kv_events`` depend on."""
+        return KeyScheme(*self.runner.model_key)
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """End a request in whatever state; its blocks are free at once. Empty if there is none such."""
@@ -136,6 +155,7 @@ class Engine:
         deltas += self.scheduler.commit(plan, outcomes, StepTiming(ended - computing, swap_out, swap_in))
         self._steps += 1
         self._step_seconds = ended - started
+        self.load.stepped(plan, self._step_seconds)
         if self.config.check_at_idle and not self.scheduler.has_work():
             self.scheduler.check()
         return deltas

@@ -8,21 +8,52 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from engine.block_keys import KeyScheme
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.kv_events import KvBatch, KvSnapshot
+from engine.load import EngineLoad
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 
 _log = logging.getLogger("quire.engine")
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What one turn of the engine's loop has brought about: taking in what was queued, and a step."""
+
+    deltas: list[TokenDelta]
+    taken: list[str]  # ids of the requests that were taken in; ``load`` counts them
+    kv: KvBatch | None  # what has become findable, or not any more
+    load: EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
+class _Reset:
+    """Somebody wants the prefix cache to be empty."""
+
+    done: Future[int] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """Somebody wants to know what is findable."""
+
+    done: Future[KvSnapshot | None] = field(default_factory=Future)
+
+
+_Item = Request | str | _Reset | _Snapshot | None  # to be added, id to be aborted, ..., stop
+
+
 class EngineThread:
     """Loads and runs one :class:`Engine` in one daemon thread, which alone touches scheduler and pool.
 
-    Everything goes in through one queue. ``on_outputs`` is called on the engine thread, once for each step
-    that made something, and must return quickly. ``on_death`` is called there once if the loop fails; the
+    Everything goes in through one queue. ``on_outputs`` is called on the engine thread, once for each step and
+    each other change, and must return quickly. ``on_death`` is called there once if the loop fails; the
     live requests then get no more deltas: their owner moves them elsewhere. An idle engine blocks on its
     queue.
     """
@@ -30,14 +61,13 @@ class EngineThread:
     def __init__(
         self,
         config: EngineConfig,
-        on_outputs: Callable[[list[TokenDelta]], None],
+        on_outputs: Callable[[StepOutputs], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs
         self._on_death = on_death
-        # a request, an id to abort, who wants to know that the prefix cache is reset, or stop
-        self._inbox: SimpleQueue[Request | str | Future[int] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Item] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
@@ -61,6 +91,17 @@ class EngineThread:
     def limits(self) -> ModelLimits:
         """What requests must keep to here."""
         return self._running().limits
+
+    @property
+    def key_scheme(self) -> KeyScheme | None:
+        """What the keys of its blocks depend on; ``None`` if it caches no prefixes."""
+        engine = self._running()
+        return None if engine.kv_events is None else engine.key_scheme
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that any layer sees at most, if each has a sliding window."""
+        return self._running().window
 
     @property
     def num_live(self) -> int:
@@ -94,9 +135,22 @@ class EngineThread:
             EngineDeadError: the engine has stopped.
         """
         self._running()
-        done: Future[int] = Future()
-        self._inbox.put(done)
-        return done
+        wanted = _Reset()
+        self._inbox.put(wanted)
+        return wanted.done
+
+    def kv_snapshot(self) -> Future[KvSnapshot | None]:
+        """What is findable, between two batches of changes; ``None`` if the engine caches no prefixes.
+
+        The batches that ``on_outputs`` gets after the snapshot's sequence continue it, whichever comes first.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        self._running()
+        wanted = _Snapshot()
+        self._inbox.put(wanted)
+        return wanted.done
 
     def stats(self) -> EngineStats:
         """The last snapshot; takes no lock."""
@@ -138,19 +192,34 @@ class EngineThread:
     def _loop(self, engine: Engine) -> None:
         while True:
             deltas: list[TokenDelta] = []
+            taken: list[str] = []
+            snapshots: list[_Snapshot] = []
             for item in self._take(wait=not engine.has_work()):
-                if item is None:
-                    return
-                deltas += self._handle(engine, item)
+                match item:
+                    case None:
+                        return
+                    case str():
+                        deltas += engine.abort(item)
+                    case _Reset():
+                        item.done.set_result(engine.reset_prefix_cache())
+                    case _Snapshot():
+                        snapshots.append(item)
+                    case _:
+                        taken.append(item.request_id)
+                        deltas += _add(engine, item)
+            events = engine.kv_events
+            if events is None or not events.pending:
+                _answer(engine, snapshots)  # a step may be long
             deltas += engine.step()
             for delta in deltas:
                 if delta.final:
                     self._live.discard(delta.request_id)
             self._stats = engine.stats()
-            if deltas:
-                self._on_outputs(deltas)
+            batch = None if events is None else events.drain()
+            _answer(engine, snapshots)
+            self._on_outputs(StepOutputs(deltas, taken, batch, engine.load.read()))
 
-    def _take(self, wait: bool) -> list[Request | str | Future[int] | None]:
+    def _take(self, wait: bool) -> list[_Item]:
         """All that is queued; at least one item if ``wait``."""
         items = [self._inbox.get()] if wait else []
         with contextlib.suppress(Empty):
@@ -158,15 +227,21 @@ class EngineThread:
                 items.append(self._inbox.get_nowait())
         return items
 
-    def _handle(self, engine: Engine, item: Request | str | Future[int]) -> list[TokenDelta]:
-        if isinstance(item, str):
-            return engine.abort(item)
-        if isinstance(item, Future):
-            item.set_result(engine.reset_prefix_cache())
-            return []
-        try:
-            engine.add(item)
-        except InvalidRequestError as error:
-            index = item.generated_before
-            return [TokenDelta(item.request_id, index, (), FinishReason.ERROR, error=error.message, final=True)]
-        return []
+
+def _add(engine: Engine, request: Request) -> list[TokenDelta]:
+    try:
+        engine.add(request)
+    except InvalidRequestError as error:
+        index = request.generated_before
+        return [TokenDelta(request.request_id, index, (), FinishReason.ERROR, error=error.message, final=True)]
+    return []
+
+
+def _answer(engine: Engine, snapshots: list[_Snapshot]) -> None:
+    """Give those who wait for a snapshot the one of now."""
+    if not snapshots:
+        return
+    snapshot = None if engine.kv_events is None else engine.kv_events.snapshot()
+    for wanted in snapshots:
+        wanted.done.set_result(snapshot)
+    snapshots.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from engine.block_pool import NO_BLOCK, BlockPool, InvariantError
-from engine.prefix_node import DEAD, HOLLOW, ROOT, PrefixNode, RootNode
+from engine.prefix_node import DEAD, HOLLOW, ROOT, IndexObserver, PrefixNode, RootNode
 
 __all__ = ["HOLLOW_PER_BLOCK", "PrefixIndex", "PrefixNode"]
 
@@ -36,8 +36,10 @@ class PrefixIndex:
         pool: BlockPool,
         hash_tokens: Callable[[tuple[int, ...]], int] = hash,
         window: int | None = None,
+        observer: IndexObserver | None = None,
     ) -> None:
         self.window = window
+        self._observer = observer
         self._pool = pool
         self._hash = hash_tokens
         self._roots: dict[Hashable, RootNode] = {}
@@ -210,6 +212,8 @@ class PrefixIndex:
             self._num_nodes += 1
         node.sibling = parent.children.get(node.key)
         parent.children[node.key] = node
+        if self._observer is not None and block != NO_BLOCK:
+            self._observer.stored(node)
         return node
 
     def _move(self, node: PrefixNode, block: int) -> None:
@@ -220,6 +224,8 @@ class PrefixIndex:
         if before == HOLLOW:
             self._num_hollow -= 1
             self._num_nodes += 1
+            if self._observer is not None:
+                self._observer.stored(node)
         else:
             self._nodes[before] = None
         self._attach(node)
@@ -234,11 +240,15 @@ class PrefixIndex:
     def reset(self) -> int:
         """Forget everything; return how many blocks became free. Held blocks stay with their holders."""
         before = self._pool.num_free
+        observer, self._observer = self._observer, None  # told once for all
         for root in self._roots.values():
             self._drop(root.all_children())
             root.children = {}
             root.block = DEAD
         self._roots.clear()
+        self._observer = observer
+        if observer is not None:
+            observer.cleared()
         return self._pool.num_free - before
 
     def _forget(self, block: int) -> None:
@@ -251,6 +261,8 @@ class PrefixIndex:
             top.block = HOLLOW
             self._num_nodes -= 1
             self._num_hollow += 1
+            if self._observer is not None:
+                self._observer.removed(top)
             return
         parent = top.parent
         self._detach(top, parent)
@@ -273,6 +285,8 @@ class PrefixIndex:
                 self._nodes[node.block] = None
                 self._pool.unkey(node.block)
                 self._num_nodes -= 1
+                if self._observer is not None:
+                    self._observer.removed(node)
             # Whoever still keeps the node sees that it is dead; no link keeps the rest of the tree in memory.
             node.block = DEAD
             node.parent = node.sibling = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from typing import Protocol
 
 from engine.block_pool import NO_BLOCK, InvariantError
 
@@ -18,7 +19,7 @@ class PrefixNode:
     A *hollow* node has lost its block and only leads to the nodes below it.
     """
 
-    __slots__ = ("block", "children", "depth", "key", "parent", "sibling", "tokens")
+    __slots__ = ("block", "block_key", "children", "depth", "key", "parent", "sibling", "tokens")
 
     def __init__(self, parent: PrefixNode | None, key: int, tokens: tuple[int, ...], block: int) -> None:
         self.parent = parent
@@ -28,6 +29,7 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.sibling: PrefixNode | None = None  # next child of the same parent with an equal key
         self.children: dict[int, PrefixNode] = {}
+        self.block_key: int | None = None  # its name in other processes, once somebody wanted to know
 
     @property
     def alive(self) -> bool:
@@ -75,3 +77,16 @@ class RootNode(PrefixNode):
     def __init__(self, name: Hashable) -> None:
         super().__init__(None, 0, (), ROOT)
         self.name = name
+
+
+class IndexObserver(Protocol):
+    """Hears of each node that gets a block or loses one, in order."""
+
+    def stored(self, node: PrefixNode) -> None:
+        """The node has got a block; it is in its place in the tree."""
+
+    def removed(self, node: PrefixNode) -> None:
+        """The node has lost its block."""
+
+    def cleared(self) -> None:
+        """All nodes have."""

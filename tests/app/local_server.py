@@ -22,7 +22,7 @@ from app.ingress import fingerprint, make_api
 from app.openai_service import OpenAIService
 from app.relay import Delta, GenerateRequest, GenerationError
 from engine.config import EngineConfig
-from engine.engine_thread import EngineThread
+from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta
 
 MODEL = "smollm2-135m-instruct"
@@ -76,8 +76,8 @@ class LocalClient:
     async def reset_prefix_cache(self) -> CacheReset:
         return CacheReset({"local": await asyncio.wrap_future(self.engine.reset_prefix_cache())}, {})
 
-    def _on_outputs(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        for delta in outputs.deltas:
             found = self._queues.get(delta.request_id)
             if found is not None:
                 found[0].call_soon_threadsafe(found[1].put_nowait, delta)

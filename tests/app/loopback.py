@@ -228,13 +228,13 @@ class LoopbackHandle:
         return LoopbackResponse(asyncio.get_running_loop().create_task(route_and_run()))
 
     def _beat(
-        self, cid: str, epoch: int, acknowledged: int, stale: list[int], *, target: str
+        self, cid: str, epoch: int, acknowledged: int, stale: list[int], resync: bool, *, target: str
     ) -> LoopbackResponse:
         async def beat() -> bool:
             replica = self.replicas[target]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")
-            return replica.hub.beat(cid, epoch, acknowledged, stale)
+            return replica.hub.beat(cid, epoch, acknowledged, stale, resync)
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(beat()))
 

@@ -10,7 +10,8 @@ import pytest
 from loopback import LIMITS
 
 from app import wire
-from app.channel_engine import MAX_UNACKNOWLEDGED, Channel, ChannelHub, UnknownEpochError
+from app.channel import MAX_UNACKNOWLEDGED, Channel, UnknownEpochError
+from app.channel_engine import ChannelHub
 from engine.request import FinishReason, TokenDelta
 
 LEASE_S = 5.0

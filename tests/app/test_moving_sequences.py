@@ -16,7 +16,7 @@ from app.channel_engine import ChannelHub
 from app.generation import GenerateRequest
 from app.relay import EngineClient
 from engine.config import EngineConfig
-from engine.engine import EngineThread
+from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
 
@@ -68,10 +68,10 @@ class Engines:
         await until(lambda: len(handle.fleet.ledger.routable()) == 2)
         return handle, client
 
-    def _deliver(self, deltas: list[TokenDelta]) -> None:
+    def _deliver(self, outputs: StepOutputs) -> None:
         """On either engine's thread."""
         assert self.loop is not None
-        self.loop.call_soon_threadsafe(self._hand_over, deltas)
+        self.loop.call_soon_threadsafe(self._hand_over, outputs.deltas)
 
     def _hand_over(self, deltas: list[TokenDelta]) -> None:
         """A hub passes over what is of no attempt of its own; the numbers of attempts are the ingress's."""

@@ -38,7 +38,7 @@ def test_records_round_trip(epoch: int, sequence: int, batch: list[wire.Record])
 
 def test_frame_of_64_tokens_is_small() -> None:
     batch = [wire.Record(attempt, 7, [attempt]) for attempt in range(64)]
-    assert len(wire.pack_records(1, 2, batch)) == 14 + 64 * (28 + 4)
+    assert len(wire.pack_records(1, 2, batch)) == 16 + 64 * (28 + 4)
 
 
 def test_long_message_is_cut_at_the_limit() -> None:

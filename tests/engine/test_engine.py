@@ -16,7 +16,7 @@ from conftest import made, make_request, run_to_end, tiny_engine_config
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.engine_thread import EngineThread
+from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.request import FinishReason, Request, RequestState, TokenDelta
 from engine.sampling_params import SamplingParams
@@ -242,12 +242,14 @@ class Outputs:
     """Collects what a thread delivers."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.outputs: list[StepOutputs] = []
         self.deltas: queue.Queue[TokenDelta] = queue.Queue()
         self.deaths: queue.Queue[BaseException] = queue.Queue()
         self.thread = EngineThread(config, self._deliver, self.deaths.put)
 
-    def _deliver(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
+    def _deliver(self, outputs: StepOutputs) -> None:
+        self.outputs.append(outputs)
+        for delta in outputs.deltas:
             self.deltas.put(delta)
 
     def until_finished(self, *names: str) -> dict[str, list[TokenDelta]]:
