@@ -13,12 +13,16 @@ from typing import Any, TypeVar
 from jinja2.exceptions import TemplateError
 
 from app.openai_types import ChatMessage
+from app.openings import Openings
 from app.text import TextDecoder
 from engine.errors import ConfigError, InvalidRequestError
 from engine.tokenizer import load_tokenizer
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread."""
+
+MAX_THREADS = 4
+"""Texts tokenized at once. The tokenizer frees the interpreter lock, so they take as many processors."""
 
 MESSAGE_CHARS = 50
 """Rendering a message costs as much as tokenizing about so many characters."""
@@ -65,7 +69,8 @@ class PromptTokenizer:
         self._first_chars = {token.content[0] for _, token in specials}
         # Stand-ins for those characters occur neither in a special token's name nor in the template.
         self._reserved = set(str(self._hf.chat_template)).union(*(token.content for _, token in specials))
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.openings = Openings(self._encode, self._special_token)
+        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
 
     async def encode_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
@@ -117,12 +122,14 @@ class PromptTokenizer:
         contents = [message.content for message in messages]
         named = self._special_name
         if named is None or not any(map(named.search, contents)):
-            text = self._render(messages, contents)
-            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            return ids
+            return self.openings.encode(self._render(messages, contents), contents[0])
         stand_ins = self._stand_ins(contents)
         broken = [_broken(named, content, stand_ins) for content in contents]
         return self._encode_broken(self._render(messages, broken), stand_ins)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def _stand_ins(self, contents: Sequence[str]) -> dict[str, str]:
         """A character that occurs nowhere else for each one that begins a special token's name."""

@@ -12,7 +12,7 @@ import openai
 import pytest
 from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
 
-from app.chat import INLINE_CHARS
+from app.chat import INLINE_CHARS, MAX_THREADS
 from app.ingress import IngressReplica
 
 CAPITAL = [
@@ -187,7 +187,8 @@ def test_requests_that_wait_for_the_tokenizer_count_as_live(
     wait_until(lambda: server.service.num_live == 0)
     monkeypatch.setattr(server.service, "max_live_requests", 2)
     free = threading.Event()
-    server.tokenizer._executor.submit(free.wait)
+    for _ in range(MAX_THREADS):
+        server.tokenizer._executor.submit(free.wait)
     long = {**COUNT, "prompt": "word " * (INLINE_CHARS // 5 + 1), "max_tokens": 1}
     try:
         with ThreadPoolExecutor(2) as clients:
