@@ -1,4 +1,4 @@
-"""Tokens of the openings that many chats share: a long system prompt is tokenized once, not for every request."""
+"""Tokens of the openings that many chats share: a long system prompt is tokenized once, not each time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CHARS = 4_000_000
 class Openings:
     """Least recently used openings with their token ids. Any thread may use it.
 
-    A text is cut right behind the first special token that follows its first message. Tokenizers treat what lies
+    A text is cut right behind the first special token after its first message. Tokenizers treat what lies
     between two special tokens apart, so the parts' ids joined are the whole's; that is not taken on trust: an
     opening is kept only if it held for the text that brought it, and a model for which it does not hold never
     gets a wrong token.
