@@ -14,25 +14,20 @@ for a while, so that every new block evicts an old one. Loads:
 A figure is the median over windows of 16 steps, of each window's mean: what the end of a block costs counts
 for its share, and what neighbours on the machine do falls out, as far as it does not slow the processor down.
 
-The second part runs the real engine on unique prompts and measures the share of all processor time that goes
-into the prefix cache, which can find nothing there. The clock counts against it.
+The second part, :mod:`loadtests.cache_share`, measures on the real engine what prefix caching costs where it
+finds nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from tqdm import tqdm
 
-from engine.admission import Admission
 from engine.block_pool import BlockPool
 from engine.prefix_index import PrefixIndex
 from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
@@ -40,12 +35,14 @@ from engine.request import ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.step_plan import Candidates, ScheduledChunk, StepTiming
+from loadtests.cache_share import cache_share
 from loadtests.report import Figure, add_arguments, finish, print_table
 
 BLOCK_SIZE = 16
 POOLS = (8_192, 65_536, 1_000_000)  # blocks
 RUNNING = (1, 16, 64, 256)
 WAITING = 1_000
+WAITING_PROMPT = 1_000  # tokens
 WINDOW = 16  # steps, as many as tokens in a block
 WARMING = 2 * WINDOW  # steps
 STEP_BAR_US = 500.0  # at 256 running requests
@@ -144,11 +141,12 @@ class Bench:
             self.step()
         if case.load == "queue":
             for _ in range(WAITING):
-                self.add(1_000, 16)
+                self.add(WAITING_PROMPT, 16)
         cost = Cost()
         for _ in range(steps):
             if case.load == "queue":
-                self._leave_available(100)
+                # What one that waits needs, and half of what will be kept back for those that run.
+                self._leave_available(self.pool.blocks_for(WAITING_PROMPT + 1) + case.running // 2)
             for _ in range(self.step(cost)):
                 self.add(128, 128)
         if case.load != "mix" and self.scheduler.stats().running != case.running:
@@ -264,68 +262,6 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
         name = f"a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}"
         figures.append(Figure(name, ratio, "x", FLAT_BAR, at_most=True))
     return figures, raw
-
-
-@contextmanager
-def clocked(methods: list[tuple[type, str]]) -> Iterator[list[float]]:
-    """Sum this thread's processor time in ``methods``, with all that they call, into a list of one."""
-    spent = [0.0]
-    inside = False
-    before: list[tuple[type, str, Callable[..., Any]]] = []
-
-    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*arguments: Any) -> Any:
-            nonlocal inside
-            if inside:
-                return method(*arguments)
-            inside = True
-            began = time.thread_time()
-            try:
-                return method(*arguments)
-            finally:
-                spent[0] += time.thread_time() - began
-                inside = False
-
-        return run
-
-    for owner, name in methods:
-        before.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, wrap(getattr(owner, name)))
-    try:
-        yield spent
-    finally:
-        for owner, name, method in before:
-            setattr(owner, name, method)
-
-
-CACHE_METHODS: list[tuple[type, str]] = [
-    (PrefixIndex, "match"),
-    (PrefixIndex, "blocks"),
-    (PrefixIndex, "extend"),
-    (PrefixIndex, "_forget"),  # evictions
-    (Admission, "needed"),
-    (Admission, "_in_the_making"),
-]
-
-
-def cache_share(model: str, requests: int, prompt: int, output: int) -> float:
-    """Processor time spent on the prefix cache over the process's, on unique prompts and the real engine."""
-    from app.model_store import resolve
-    from engine import LLM
-
-    draw = random.Random(0)
-    with clocked(CACHE_METHODS) as spent:
-        llm = LLM(str(resolve(model)))
-        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-        llm.generate([[5, 6, 7, 8]], params, progress=False)
-        prompts = [[draw.choice(TOKENS) for _ in range(prompt)] for _ in range(requests)]
-        spent[0], began = 0.0, time.process_time()
-        results = llm.generate(prompts, params, progress=False)
-        total = time.process_time() - began
-    if any(result.cached_tokens for result in results):
-        raise RuntimeError("a prompt that should be unique was found in the prefix cache")
-    return spent[0] / total
 
 
 def main() -> None:

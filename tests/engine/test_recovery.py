@@ -13,7 +13,6 @@ from engine.estimators import STALE
 from engine.recovery import (
     Decision,
     Rates,
-    RecomputeRecovery,
     Recovery,
     RecoveryMode,
     RecoveryPolicy,
@@ -125,7 +124,8 @@ def test_modes_hold_whatever_it_costs() -> None:
         assert slow_swap.choose(victim()).recovery is SWAP
         assert slow_prefill.choose(victim()).recovery is RECOMPUTE
     assert slow_swap.stats().trials == slow_prefill.stats().trials == 0
-    assert RecomputeRecovery().choose(victim()).recovery is RECOMPUTE
+    unknown = policy(0.0, 0.0, 0.0, mode=RecoveryMode.RECOMPUTE)
+    assert unknown.choose(victim()).recovery is RECOMPUTE
 
 
 def test_a_swap_is_possible_before_any_rate_is_known() -> None:

@@ -1,0 +1,182 @@
+"""Who is let in, past whom, and with which cached blocks."""
+
+from __future__ import annotations
+
+import pytest
+from kv_simulation import KVSimulation, make_request, make_scheduler
+from scheduler_steps import run_until_preempted, shape, tokens
+
+
+@pytest.mark.parametrize(
+    ("length", "cached"), [(1, 0), (3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (11, 8), (12, 8), (13, 12)]
+)
+def test_a_prompt_seen_before_hits_all_but_its_last_token(length: int, cached: int) -> None:
+    scheduler = make_scheduler(16, 4)
+    simulation = KVSimulation(4)
+    scheduler.add(make_request("first", tokens(length), max_tokens=4))
+    simulation.drain(scheduler)
+    request = make_request("second", tokens(length), max_tokens=4)
+    scheduler.add(request)
+    plan = simulation.step(scheduler)
+    assert shape(plan) == [("second", cached, length - cached, True)]
+    simulation.drain(scheduler)
+    assert request.cached_tokens == simulation.ended["second"].cached_tokens == cached
+    assert simulation.output["first"] == simulation.output["second"]
+    stats = scheduler.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * length, cached)
+
+
+def test_the_next_turn_hits_the_answer_too() -> None:
+    scheduler = make_scheduler(16, 4)
+    simulation = KVSimulation(4)
+    first = make_request("first", tokens(6), max_tokens=8)
+    scheduler.add(first)
+    simulation.drain(scheduler)
+    second = make_request("second", [*first.token_ids, 1, 2, 3])
+    scheduler.add(second)
+    simulation.drain(scheduler)
+    assert second.cached_tokens == 12  # of 14 tokens the last was never run, and only full blocks count
+
+
+def test_tenants_do_not_share() -> None:
+    scheduler = make_scheduler(16, 4)
+    simulation = KVSimulation(4)
+    for name, salt in [("first", ""), ("second", "x"), ("third", "x")]:
+        request = make_request(name, tokens(9), salt=salt)
+        scheduler.add(request)
+        simulation.drain(scheduler)
+        assert request.cached_tokens == (8 if name == "third" else 0)
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    scheduler = make_scheduler(16, 4, prefix_caching=False)
+    simulation = KVSimulation(4)
+    for name in "ab":
+        request = make_request(name, tokens(9))
+        scheduler.add(request)
+        simulation.drain(scheduler)
+        assert request.cached_tokens == 0
+    stats = scheduler.stats()
+    assert (stats.cached_blocks, stats.free_blocks, stats.prefix_query_tokens) == (0, 16, 0)
+
+
+def test_requests_in_flight_share_what_is_being_computed() -> None:
+    scheduler = make_scheduler(64, 4, token_budget=8)
+    simulation = KVSimulation(4)
+    requests = [make_request(name, [*tokens(16), ord(name) % 40], arrival=float(ord(name))) for name in "abc"]
+    other = make_request("z", tokens(4, 30), arrival=999.0)
+    for request in [*requests, other]:
+        scheduler.add(request)
+    assert shape(simulation.step(scheduler)) == [("a", 0, 8, False)]
+    # Nobody computes a's blocks again: b and c wait for them, and z is not held up.
+    assert shape(simulation.step(scheduler)) == [("a", 8, 8, False)]
+    assert shape(simulation.step(scheduler)) == [
+        ("a", 16, 1, True),
+        ("b", 16, 1, True),
+        ("c", 16, 1, True),
+        ("z", 0, 4, True),
+    ]
+    simulation.drain(scheduler)
+    assert [request.cached_tokens for request in requests] == [0, 16, 16]
+    assert scheduler.stats().referenced_blocks == 0
+
+
+def test_in_flight_sharing_does_not_hold_up_others_or_outlive_the_owner() -> None:
+    scheduler = make_scheduler(64, 4, token_budget=8)
+    simulation = KVSimulation(4)
+    scheduler.add(make_request("a", tokens(7), arrival=1.0))
+    scheduler.add(make_request("b", tokens(7), arrival=2.0))
+    scheduler.add(make_request("c", tokens(1, 20), arrival=3.0))
+    assert shape(simulation.step(scheduler)) == [("a", 0, 7, True), ("c", 0, 1, True)]
+    scheduler.abort("a")
+    assert shape(simulation.step(scheduler))[1] == ("b", 4, 3, True)  # a's first block stays cached
+
+    scheduler = make_scheduler(64, 4, token_budget=3)
+    scheduler.add(make_request("a", tokens(7), arrival=1.0))
+    scheduler.add(make_request("b", tokens(7), arrival=2.0))
+    plan = scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.commit(plan, []) == []
+    assert shape(scheduler.schedule()) == [("b", 0, 3, False)]
+
+
+def test_only_the_same_block_after_the_same_text_is_waited_for() -> None:
+    scheduler = make_scheduler(64, 4, token_budget=64)
+    simulation = KVSimulation(4)
+    for name, first in [("x", 10), ("y", 20)]:
+        scheduler.add(make_request(name, tokens(5, first), 1))
+    simulation.drain(scheduler)
+    scheduler.add(make_request("after x", [*tokens(4, 10), *tokens(5)], arrival=1.0))
+    scheduler.add(make_request("after y", [*tokens(4, 20), *tokens(5)], arrival=2.0))
+    scheduler.add(make_request("tenant", [*tokens(4, 10), *tokens(5)], arrival=3.0, salt="t"))
+    scheduler.add(make_request("after x too", [*tokens(4, 10), *tokens(5)], arrival=4.0))
+    assert shape(simulation.step(scheduler)) == [
+        ("after x", 4, 5, True),
+        ("after y", 4, 5, True),
+        ("tenant", 0, 9, True),
+    ]
+
+    scheduler = make_scheduler(64, 4, token_budget=64)
+    for salt in ("", "t"):
+        scheduler.add(make_request(f"cold{salt}", tokens(5), salt=salt))
+    assert len(scheduler.schedule().chunks) == 2
+
+
+def test_shortage_makes_admission_more_careful() -> None:
+    def admitted(shortage: bool) -> bool:
+        scheduler = make_scheduler(8, 4)
+        simulation = KVSimulation(4, lambda request: 7)
+        scheduler.add(old := make_request("old", tokens(7), 25, arrival=1.0))
+        simulation.step(scheduler)
+        young = make_request("young", tokens(14, 20), 10, arrival=2.0)
+        if shortage:
+            scheduler.add(young)
+            run_until_preempted(scheduler, simulation, young)
+            scheduler.abort("young")
+        while len(old.token_ids) < 14:
+            simulation.step(scheduler)
+        assert len(old.block_table) == 4
+        scheduler.add(make_request("new", tokens(8, 30), 1, arrival=3.0))
+        return len(simulation.step(scheduler).admitted) == 1
+
+    # Of 4 blocks left the new one needs 3; one, and after a shortage two, are kept for growth.
+    assert admitted(shortage=False)
+    assert not admitted(shortage=True)
+
+
+def test_a_head_that_does_not_fit_is_passed_within_bounds_and_then_served() -> None:
+    def run(look_ahead: int, max_overtakes: int) -> list[str]:
+        scheduler = make_scheduler(8, 4, look_ahead=look_ahead, max_overtakes=max_overtakes, max_num_seqs=3)
+        simulation = KVSimulation(4, lambda request: 7)
+        scheduler.add(make_request("runs", tokens(7), 2, arrival=1.0))
+        started = [request.request_id for request in simulation.step(scheduler).admitted]
+        scheduler.add(make_request("large", tokens(25, 20), 2, arrival=2.0))
+        small = [make_request(f"s{i}", [30 + i], 4, arrival=3.0 + i) for i in range(6)]
+        for request in small:
+            scheduler.add(request)
+        while scheduler.has_work():
+            started += [request.request_id for request in simulation.step(scheduler).admitted]
+        return started[1:]
+
+    every_small = [f"s{i}" for i in range(6)]
+    assert run(0, 32) == ["large", *every_small]
+    assert run(8, 32) == [*every_small, "large"]
+    assert run(8, 2) == ["s0", "s1", "large", "s2", "s3", "s4", "s5"]
+    assert run(8, 0) == ["large", *every_small]
+
+
+def test_nothing_passes_a_preempted_request_into_blocks_that_it_needs() -> None:
+    scheduler = make_scheduler(8, 4)
+    simulation = KVSimulation(4, lambda request: 7)
+    scheduler.add(make_request("old", tokens(7), 25, arrival=1.0))
+    simulation.step(scheduler)
+    scheduler.add(young := make_request("young", tokens(14, 20), 10, arrival=2.0))
+    run_until_preempted(scheduler, simulation, young)
+    scheduler.add(small := make_request("small", [39], 1, arrival=3.0))
+    simulation.step(scheduler)
+    stats = scheduler.stats()
+    assert stats.free_blocks + stats.cached_blocks == 4  # enough for the small one, not for both
+    assert (stats.preempted, stats.waiting, stats.running) == (1, 1, 1)
+    simulation.drain(scheduler)
+    assert list(simulation.ended) == ["old", "small", "young"]
+    assert small.num_preemptions == 0

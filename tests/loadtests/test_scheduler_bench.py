@@ -1,0 +1,65 @@
+"""The scheduler's bench measures what it says: loads that run as described, on pools that are full."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.block_pool import BlockPool
+from loadtests.cache_share import CACHE_METHODS, clocked
+from loadtests.scheduler import RUNNING, WINDOW, Bench, Case, Cost, all_cases, microseconds
+
+
+@pytest.mark.parametrize("load", ["decode", "queue", "mix", "families"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_loads_run_as_described(load: str, prefix_caching: bool) -> None:
+    bench = Bench(2_048, prefix_caching)
+    for _ in range(2):  # one case after the other on the same pool
+        case = Case(load, 16, 2_048, prefix_caching)
+        assert bench.suits(case)
+        waited: list[int] = []
+        step = bench.step
+
+        def watched(cost: Cost | None = None, waited: list[int] = waited) -> int:
+            ended = step(cost)  # noqa: B023 - the bench's own, whatever the round
+            waited.append(bench.scheduler.stats().waiting)
+            return ended
+
+        bench.step = watched  # type: ignore[method-assign]
+        cost = bench.measure(case, 2 * WINDOW)
+        bench.step = step  # type: ignore[method-assign]
+        assert len(cost.schedule) == len(cost.commit) == len(cost.stats) == 2 * WINDOW
+        assert min(cost.step) > 0
+        assert waited[-1] == (1_000 if load == "queue" else 0)
+        assert not bench.scheduler.has_work()
+        stats = bench.scheduler.stats()
+        assert stats.referenced_blocks == stats.preemptions == stats.prefix_hit_tokens == 0
+        if load != "queue":  # which takes most of the cache away
+            assert (stats.cached_blocks > 1_500) == prefix_caching
+        bench.scheduler.check()
+
+
+def test_a_figure_is_the_median_of_means() -> None:
+    seconds = [1e-6] * WINDOW + [3e-6] * (WINDOW - 1) + [19e-6] + [9e-6] * WINDOW + [100e-6] * (WINDOW - 1)
+    assert microseconds(seconds) == pytest.approx(4.0)  # of 1, 4 and 9; a window that is not whole is left out
+
+
+def test_every_pool_and_load_is_measured_and_the_largest_have_bars() -> None:
+    cases = all_cases()
+    assert len({case.title for case in cases}) == len(cases)
+    assert {case.running for case in cases if not case.is_bounded} == set(RUNNING[:-1])
+    assert {(case.load, case.num_blocks) for case in cases if case.is_bounded} >= {
+        (load, blocks) for load in ("decode", "queue", "mix", "families") for blocks in (8_192, 1_000_000)
+    }
+
+
+def test_the_clock_counts_nested_calls_once_and_is_taken_off() -> None:
+    allocate, share = BlockPool.allocate, BlockPool.share
+    with clocked([(BlockPool, "allocate"), (BlockPool, "share")]) as spent:
+        pool = BlockPool(4_096, 16)
+        blocks = pool.allocate(4_096)
+        assert blocks is not None
+        first = spent[0]
+        pool.share(blocks)
+        assert 0 < first < spent[0]
+    assert (BlockPool.allocate, BlockPool.share) == (allocate, share)
+    assert all(callable(getattr(owner, name)) for owner, name in CACHE_METHODS)
