@@ -1,0 +1,171 @@
+"""Which replicas hold which block keys: one bit mask for each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SHIFT = 56
+"""A key's shard is ``key >> SHIFT``."""
+_SHARDS = 1 << 64 - SHIFT
+_MAX_INTERNED = 4096
+_MAX_RETIRED = 64
+
+
+@dataclass(slots=True)
+class Change:
+    """What a call changed: XOR and number of the keys changed, and how many were so already."""
+
+    xor: int
+    count: int
+    repeated: int
+
+
+class BlockMasks:
+    """Key → mask with one bit for each slot; a key is kept only while any bit of it is set.
+
+    A retired slot's bits stay in the masks, to be ignored, until a sweep has gone over all keys; only then is
+    the slot used again.
+
+    The map is cut into many by the high bits of a key (the low ones choose the place within): a dictionary
+    stops the process while it grows, 2 million keys in one for a tenth of a second. Masks are interned,
+    since most keys share few: a key costs the two objects of its entry and no more.
+    """
+
+    def __init__(self) -> None:
+        self.shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._interned: dict[int, int] = {}
+        self._free: list[int] = []
+        self._slots = 0
+        self._retired: list[int] = []
+        self._sweeping: list[int] = []
+        self._dead = 0
+        self._shard = 0
+        self._keys: list[int] = []
+
+    def __len__(self) -> int:
+        """Distinct keys, retired bits included."""
+        return sum(map(len, self.shards))
+
+    @property
+    def slots(self) -> int:
+        """Slots ever in use at once: the width of the masks in bits."""
+        return self._slots
+
+    @property
+    def unswept(self) -> int:
+        """Retired slots that cannot be given out yet."""
+        return len(self._retired) + len(self._sweeping)
+
+    def acquire(self) -> int:
+        """Give out a slot of which no mask has a bit."""
+        while self.unswept > _MAX_RETIRED:
+            self.sweep(len(self) + 1)  # replicas come and go faster than sweeps do: keep the masks narrow
+        if self._free:
+            return self._free.pop()
+        self._slots += 1
+        return self._slots - 1
+
+    def retire(self, slot: int) -> None:
+        """Take a slot back; the caller ignores its bits from here on."""
+        self._retired.append(slot)
+
+    def sweep(self, limit: int) -> bool:
+        """Clear retired bits from at most ``limit`` keys; true if there is more to do.
+
+        Bits of a retired slot are never set, so keys that come while a sweep is under way need none.
+        """
+        while limit > 0:
+            if not self._sweeping:
+                if not self._retired:
+                    return False
+                self._sweeping, self._retired = self._retired, []
+                self._dead = sum(1 << slot for slot in self._sweeping)
+                self._shard = 0
+                self._keys = list(self.shards[0])
+            shard, dead = self.shards[self._shard], self._dead
+            part = self._keys[-limit:]
+            del self._keys[-limit:]
+            # An empty shard costs one, so that a call's work stays bounded.
+            limit -= max(1, len(part))
+            for key in part:
+                mask = shard.get(key, 0)
+                if mask & dead:
+                    mask &= ~dead
+                    if mask:
+                        shard[key] = self._intern(mask)
+                    else:
+                        del shard[key]
+            if self._keys:
+                continue
+            self._shard += 1
+            if self._shard < _SHARDS:
+                self._keys = list(self.shards[self._shard])
+            else:
+                self._free.extend(self._sweeping)
+                self._sweeping = []
+        return bool(self._sweeping or self._retired)
+
+    def masks(self, keys: Iterable[int]) -> list[int]:
+        """Return the bits of each key."""
+        shards = self.shards
+        return [shards[key >> SHIFT].get(key, 0) for key in keys]
+
+    def store(self, slot: int, keys: Iterable[int]) -> Change:
+        """Set a slot's bit."""
+        bit = self._intern(1 << slot)
+        shards = self.shards
+        after: dict[int, int] = {}
+        xor = count = repeated = 0
+        for key in keys:
+            shard = shards[key >> SHIFT]
+            mask = shard.get(key)
+            if mask is None:
+                shard[key] = bit
+            elif mask in after:
+                shard[key] = after[mask]
+            elif mask & bit:
+                repeated += 1
+                continue
+            else:
+                shard[key] = after[mask] = self._intern(mask | bit)
+            xor ^= key
+            count += 1
+        return Change(xor, count, repeated)
+
+    def remove(self, slot: int, keys: Iterable[int]) -> Change:
+        """Clear a slot's bit."""
+        bit = 1 << slot
+        shards = self.shards
+        xor = count = repeated = 0
+        for key in keys:
+            shard = shards[key >> SHIFT]
+            mask = shard.get(key, 0)
+            if mask == bit:
+                del shard[key]
+            elif mask & bit:
+                shard[key] = self._intern(mask ^ bit)
+            else:
+                repeated += 1
+                continue
+            xor ^= key
+            count += 1
+        return Change(xor, count, repeated)
+
+    def held(self, slot: int, keys: Sequence[int]) -> int:
+        """How many of the first keys of a prefix have the bit, if none after a missing one has it."""
+        bit, shards = 1 << slot, self.shards
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            key = keys[middle]
+            if shards[key >> SHIFT].get(key, 0) & bit:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _intern(self, mask: int) -> int:
+        if len(self._interned) > _MAX_INTERNED:
+            self._interned.clear()
+        return self._interned.setdefault(mask, mask)

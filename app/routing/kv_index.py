@@ -1,0 +1,384 @@
+"""What every replica's cache holds, by its own events: the longest prefix of a request on each, in one walk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.routing.block_masks import SHIFT, BlockMasks
+from app.routing.replica_feed import Delta, ReplicaFeed
+from app.routing.speculation import Speculation
+
+SWEEP_SLICE = 512
+"""Keys swept, while any slot waits to be swept, with each delta or part of a snapshot."""
+MAX_NAMED = 1024
+"""Sets of replicas whose names are remembered."""
+
+
+@dataclass(slots=True)
+class KvIndexCounters:
+    """What should not happen in a healthy fleet; only ever grows."""
+
+    repeated: int = 0
+    """Keys stored that were there already."""
+    unknown: int = 0
+    """Keys removed that were not there."""
+    replays: int = 0
+    """Deltas and snapshots that were applied already."""
+    stale: int = 0
+    """Deltas and snapshots of an old epoch or of no known replica."""
+    gaps: int = 0
+    """Times a replica's blocks stopped to count because a delta was missing."""
+    late: int = 0
+    """Snapshots older than the deltas that wait for one."""
+    drift: int = 0
+    """Digests that differed from the engine's."""
+
+
+class KvIndex:
+    """Exact residency by events, plus the blocks that routed requests are about to bring (speculation).
+
+    **Order.** A replica's events have an epoch (its channel's; only grows) and in it a sequence. A snapshot has
+    the sequence of the last delta that it contains. A replica's blocks count only while it is synced: from a
+    snapshot on, until a gap, a newer epoch or a digest that differs. Until then it stays a candidate, with the
+    blocks that are speculated, and its deltas wait.
+
+    **Keys** are those of :mod:`engine.block_keys`: each names the whole prefix up to its block. Without a
+    window, an engine never holds a block without those before it, so the walk bisects: it visits
+    O(log keys) of them for each change of the set of replicas. Were there a hole all the same, the answer for
+    that replica is the end of some run of blocks that it holds. With a window (``window_blocks``, see there) a
+    hit needs only the last blocks, and the walk visits all keys.
+
+    A replica has a key or has it not: an engine that stores equal keys for two blocks (it would take a
+    collision of 64-bit hashes) reports the key when the first comes and when the last goes, and takes it into
+    its digest once. If it does otherwise, a hit is missed or overestimated, never served wrongly.
+
+    **Memory.** 80 to 120 bytes for each distinct block, whatever the number of replicas that have it;
+    ``max_speculative`` bounds the blocks that are not there yet, ``max_waiting`` the records that wait for one
+    replica's snapshot.
+
+    Not thread-safe: its owner locks.
+    """
+
+    def __init__(
+        self, window_blocks: int | None = None, max_speculative: int = 131_072, max_waiting: int = 262_144
+    ) -> None:
+        """Make an empty index.
+
+        Args:
+            window_blocks: of a model no layer of which sees more than ``w`` tokens, ``ceil((w - 1) /
+                block_size)``: a hit of L blocks needs the last that many before L, or all L if it has fewer.
+            max_speculative: most blocks claimed, one for each request that claims it.
+            max_waiting: most records kept for one replica that waits for its snapshot.
+
+        Raises:
+            ValueError: a number is not positive.
+        """
+        if min(max_speculative, max_waiting, 1 if window_blocks is None else window_blocks) < 1:
+            raise ValueError("window_blocks, max_speculative and max_waiting must be at least 1")
+        self.window_blocks = window_blocks
+        self.counters = KvIndexCounters()
+        self._max_waiting = max_waiting
+        self._masks = BlockMasks()
+        self._speculation = Speculation(max_speculative)
+        self._feeds: dict[str, ReplicaFeed] = {}
+        self._names: list[str] = []
+        self._named: dict[int, tuple[str, ...]] = {}
+        self._exact = 0
+
+    def __len__(self) -> int:
+        """Distinct keys that are or were held; those that were go as sweeps go on."""
+        return len(self._masks)
+
+    @property
+    def replicas(self) -> list[str]:
+        """Replicas added and not removed."""
+        return list(self._feeds)
+
+    @property
+    def speculative(self) -> int:
+        """Blocks claimed, plus one for each claim: what ``max_speculative`` bounds."""
+        return len(self._speculation)
+
+    @property
+    def unswept(self) -> int:
+        """Slots that wait to be swept."""
+        return self._masks.unswept
+
+    @property
+    def slots(self) -> int:
+        """Slots that exist, in use or not."""
+        return self._masks.slots
+
+    def add(self, replica: str, epoch: int = 0) -> None:
+        """Make a replica a candidate; events of an older epoch will be refused. A newer epoch resets it."""
+        feed = self._feeds.get(replica)
+        if feed is None:
+            feed = self._feeds[replica] = ReplicaFeed(self._masks.acquire(), epoch)
+            self._use(replica, feed)
+        elif epoch > feed.epoch:
+            self._restart(replica, feed, epoch)
+
+    def remove(self, replica: str) -> None:
+        """Forget a replica at once; memory comes back as sweeps go on."""
+        feed = self._feeds.pop(replica, None)
+        if feed is not None:
+            self._speculation.detach(replica)
+            self._disuse(feed)
+
+    def synced(self, replica: str) -> bool:
+        """Whether the replica's blocks count."""
+        feed = self._feeds.get(replica)
+        return feed is not None and feed.synced
+
+    def longest(self, keys: Sequence[int]) -> list[tuple[str, int]]:
+        """Return for each replica how many of the first blocks are there or coming, in order of adding."""
+        depths = dict.fromkeys(self._feeds, 0)
+        if keys:
+            if self.window_blocks is None:
+                self._prefixes(keys, depths)
+            else:
+                self._windows(keys, depths, self.window_blocks)
+        return list(depths.items())
+
+    def apply(
+        self,
+        replica: str,
+        epoch: int,
+        sequence: int,
+        stored: Sequence[int] = (),
+        removed: Sequence[int] = (),
+        cleared: bool = False,
+    ) -> bool:
+        """Take one delta: first what was cleared, then removed and stored keys, which do not overlap.
+
+        False asks for a snapshot: there is a gap, or no snapshot came yet, or too much waits for it. It is
+        said once; further deltas then wait, and true is returned. False also for an old epoch or an unknown
+        replica: then nothing changes, and ``synced`` says whether a snapshot would help.
+        """
+        self._masks.sweep(SWEEP_SLICE)
+        feed = self._feed(replica, epoch)
+        if feed is None:
+            return False
+        delta = Delta(sequence, stored, removed, cleared)
+        if feed.synced:
+            if sequence <= feed.sequence:
+                self.counters.replays += 1
+                return True
+            if sequence == feed.sequence + 1:
+                self._change(replica, feed, delta)
+                return True
+            self.counters.gaps += 1
+            self._lose(replica, feed, feed.sequence)
+        return feed.hold(delta, self._max_waiting)
+
+    def snapshot(
+        self, replica: str, epoch: int, sequence: int, keys: Sequence[int], complete: bool = True
+    ) -> bool:
+        """Take all keys that a replica holds after ``sequence``, then the deltas that waited.
+
+        It may come in parts: all but the last with ``complete=False``. False, and nothing changes, for an old
+        epoch, an unknown replica, or a snapshot from before the deltas that wait: then ask again. One that is
+        not newer than what was applied is ignored.
+        """
+        self._masks.sweep(SWEEP_SLICE)
+        feed = self._feed(replica, epoch)
+        if feed is None:
+            return False
+        if feed.synced:
+            if sequence <= feed.sequence:
+                self.counters.replays += 1
+                return True
+            self._lose(replica, feed, sequence)
+        if sequence < feed.floor:
+            self.counters.late += 1
+            return False
+        if feed.loading != sequence:
+            self._empty(replica, feed)
+            feed.loading = sequence
+        self._store(replica, feed, keys)
+        if complete:
+            feed.loading = None
+            feed.sequence = sequence
+            feed.synced = True
+            self._exact |= 1 << feed.slot
+            for delta in feed.take_pending():
+                self._change(replica, feed, delta)
+        return True
+
+    def digest(self, replica: str) -> tuple[int, int, int] | None:
+        """Return (sequence, XOR of the keys, number of keys) as of the last delta; None while not synced."""
+        feed = self._feeds.get(replica)
+        return (feed.sequence, feed.xor, feed.count) if feed is not None and feed.synced else None
+
+    def verify(self, replica: str, sequence: int, xor: int, count: int) -> bool:
+        """Compare with the engine's digest at ``sequence``; false asks for a snapshot.
+
+        Digests of another sequence than the last applied say nothing: true. One that differs makes the replica
+        not synced. False as long as it is not, so that a lost request is repeated with the next digest.
+        """
+        feed = self._feeds.get(replica)
+        if feed is None or not feed.synced:
+            return False
+        if sequence == feed.sequence and (xor, count) != (feed.xor, feed.count):
+            self.counters.drift += 1
+            self._lose(replica, feed, sequence)
+            return False
+        return True
+
+    def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
+        """Count these blocks as coming to the replica, until ``deadline`` (monotonic seconds, as ``now``).
+
+        ``keys`` is the whole prefix; what the replica has already is left out. A stored event confirms a key.
+        Beyond ``max_speculative`` the claims nearest to their deadline end. Unknown replicas are ignored.
+        """
+        self._speculation.expire(now)
+        if keys and deadline > now and replica in self._feeds:
+            self._speculation.claim(replica, keys, self._masks.held(self._feeds[replica].slot, keys), deadline)
+
+    def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
+        """End the latest claim that was made with these keys; false if there is none any more."""
+        return self._speculation.withdraw(replica, keys)
+
+    def expire(self, now: float) -> int:
+        """End all claims whose deadline has come; return how many. ``speculate`` does it, too."""
+        return self._speculation.expire(now)
+
+    def sweep(self, limit: int = SWEEP_SLICE) -> bool:
+        """Go on giving memory of removed replicas back, at most ``limit`` keys now; true if there is more.
+
+        Deltas and snapshots do it, too.
+        """
+        return self._masks.sweep(limit)
+
+    def _feed(self, replica: str, epoch: int) -> ReplicaFeed | None:
+        """The replica's feed, reset if the epoch is newer; None for an older one."""
+        feed = self._feeds.get(replica)
+        if feed is None or epoch < feed.epoch:
+            self.counters.stale += 1
+            return None
+        if epoch > feed.epoch:
+            self._restart(replica, feed, epoch)
+        return feed
+
+    def _restart(self, replica: str, feed: ReplicaFeed, epoch: int) -> None:
+        feed.epoch = epoch
+        self._speculation.clear(replica)
+        self._lose(replica, feed, -1)
+
+    def _lose(self, replica: str, feed: ReplicaFeed, floor: int) -> None:
+        feed.lose(floor)
+        self._exact &= ~(1 << feed.slot)
+        self._empty(replica, feed)
+
+    def _empty(self, replica: str, feed: ReplicaFeed) -> None:
+        """Drop all exact bits by moving to a new slot; claims come along."""
+        if not feed.count:
+            return
+        self._disuse(feed)
+        feed.slot = self._masks.acquire()
+        feed.xor = feed.count = 0
+        self._use(replica, feed)
+
+    def _use(self, replica: str, feed: ReplicaFeed) -> None:
+        self._names.extend([""] * (feed.slot + 1 - len(self._names)))
+        self._names[feed.slot] = replica
+        self._named.clear()
+        if feed.synced:
+            self._exact |= 1 << feed.slot
+        self._speculation.attach(replica, 1 << feed.slot)
+
+    def _disuse(self, feed: ReplicaFeed) -> None:
+        self._exact &= ~(1 << feed.slot)
+        self._masks.retire(feed.slot)
+
+    def _change(self, replica: str, feed: ReplicaFeed, delta: Delta) -> None:
+        feed.sequence = delta.sequence
+        if delta.cleared:
+            self._empty(replica, feed)
+        if delta.removed:
+            change = self._masks.remove(feed.slot, delta.removed)
+            feed.xor ^= change.xor
+            feed.count -= change.count
+            self.counters.unknown += change.repeated
+        if delta.stored:
+            self._store(replica, feed, delta.stored)
+
+    def _store(self, replica: str, feed: ReplicaFeed, keys: Sequence[int]) -> None:
+        change = self._masks.store(feed.slot, keys)
+        feed.xor ^= change.xor
+        feed.count += change.count
+        self.counters.repeated += change.repeated
+        self._speculation.confirm(replica, keys)
+
+    def _prefixes(self, keys: Sequence[int], depths: dict[str, int]) -> None:
+        shards, exact, coming = self._masks.shards, self._exact, self._speculation.coming
+
+        def holders(key: int) -> int:
+            group = coming.get(key)
+            mask = shards[key >> SHIFT].get(key, 0) & exact
+            return mask if group is None else mask | group.bits
+
+        high = len(keys) - 1
+        held = holders(keys[0])
+        still = held and held & holders(keys[high])
+        self._set(depths, still, high + 1)
+        # Stretches (low, holders of low, high, holders of high) in which holders are lost; the lower first,
+        # since who lacks a key cannot count further on.
+        low = 0
+        stretches = []
+        while True:
+            while held != still:
+                if high - low == 1:
+                    self._set(depths, held ^ still, high)
+                    break
+                middle = (low + high) // 2
+                there = held & holders(keys[middle])
+                if there == held:
+                    low = middle
+                    continue
+                still &= there
+                if there != still:
+                    stretches.append((middle, there, high, still))
+                high, still = middle, there
+            if not stretches:
+                return
+            low, held, high, still = stretches.pop()
+
+    def _windows(self, keys: Sequence[int], depths: dict[str, int], window: int) -> None:
+        exact, coming = self._exact, self._speculation.coming
+        masks = self._masks.masks(keys)
+        if coming and not coming.keys().isdisjoint(keys):
+            groups = map(coming.get, keys)
+            masks = [
+                mask & exact if group is None else mask & exact | group.bits
+                for mask, group in zip(masks, groups, strict=True)
+            ]
+            exact = -1
+        starts: dict[int, int] = {}
+        held = before = 0
+        for place, mask in enumerate([*masks, 0]):
+            if mask == before:
+                continue
+            before = mask
+            there = mask & exact
+            changed = there ^ held
+            while changed:
+                bit = changed & -changed
+                changed ^= bit
+                if there & bit:
+                    starts[bit] = place
+                elif starts[bit] == 0 or place - starts[bit] >= window:
+                    self._set(depths, bit, place)
+            held = there
+
+    def _set(self, depths: dict[str, int], replicas: int, blocks: int) -> None:
+        """Give this depth to the replicas of these bits."""
+        names = self._named.get(replicas)
+        if names is None:
+            if len(self._named) >= MAX_NAMED:
+                self._named.clear()
+            names = tuple(name for slot, name in enumerate(self._names) if replicas >> slot & 1)
+            self._named[replicas] = names
+        for name in names:
+            depths[name] = blocks
