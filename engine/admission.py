@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.block_pool import NO_BLOCK, BlockPool
 from engine.preemption import Preemption
-from engine.prefix_index import PrefixIndex
+from engine.prefix_index import PrefixIndex, PrefixNode
 from engine.request import RequestState
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import Swap
@@ -54,13 +54,14 @@ class Admission:
         position = misses = sharers = kept = 0
         reserved: int | None = None
         exact = False
+        held: dict[PrefixNode, int] = {}
         passed: list[Entry] = []
         while position < len(waiting) and step.budget > 0 and table.seats < self._max_num_seqs:
             entry = waiting[position]
             if not _may_start(entry):
                 position += 1
                 continue
-            needed = self.needed(entry)
+            needed = self.needed(entry, held)
             if self._in_the_making(entry, step):
                 sharers += 1
                 if sharers > _MAX_SHARERS:
@@ -75,6 +76,7 @@ class Admission:
                     fits = needed + reserved + kept <= pool.num_available
                 if fits or not table.running:
                     self._start(position, step)
+                    held.clear()
                     if reserved is not None:
                         reserved += self._planner.about_to_need(entry)
                     for other in passed:
@@ -88,10 +90,11 @@ class Admission:
                 kept += self._most(entry)
             position += 1
 
-    def needed(self, entry: Entry) -> int:
+    def needed(self, entry: Entry, held: dict[PrefixNode, int] | None = None) -> int:
         """Blocks that admission takes out of the available ones, for all tokens and one more.
 
-        The prefix is matched anew at each try: what was there in the last step may be gone, or grown.
+        The prefix is matched anew at each try: what was there in the last step may be gone, or grown. ``held``
+        keeps how many of a hit's blocks are held, for others with the same hit, as long as nothing changes.
         """
         request = entry.request
         needed = self._most(entry)
@@ -103,10 +106,12 @@ class Admission:
         entry.node = self._index.match(entry.root, tokens, most, entry.node)
         if entry.node is None:
             return needed
-        held = sum(
-            block != NO_BLOCK and self._pool.references(block) > 0 for block in self._index.blocks(entry.node)
-        )
-        return max(needed - held, 1)
+        count = None if held is None else held.get(entry.node)
+        if count is None:
+            count = sum(map(bool, map(self._pool.references, self._index.blocks(entry.node))))
+            if held is not None:
+                held[entry.node] = count
+        return max(needed - count, 1)
 
     def _most(self, entry: Entry) -> int:
         """Blocks for all tokens and one more, and one for each sequence that will be forked from it."""

@@ -6,8 +6,9 @@ for a while, so that every new block evicts an old one. Loads:
 
 - *decode*: every request needs one token in each step; their lengths differ, so that in each step 1 in 16
   crosses the end of a block;
-- *queue*: the same, with 1,000 requests waiting that do not fit. Blocks held from outside keep as many
-  available as one of them needs, but not what the running requests are about to need, too: the dearest case;
+- *queue*: the same, with 1,000 requests waiting that do not fit, all with one long cached prefix. Blocks held
+  from outside keep as many available as one of them needs, but not what the running requests are about to need,
+  too: the dearest case;
 - *mix*: requests of 128 tokens in, 128 out, each replaced by a new one as it ends;
 - *families*: 4 sequences of each prompt.
 
@@ -42,7 +43,7 @@ BLOCK_SIZE = 16
 POOLS = (8_192, 65_536, 1_000_000)  # blocks
 RUNNING = (1, 16, 64, 256)
 WAITING = 1_000
-WAITING_PROMPT = 1_000  # tokens
+WAITING_PROMPT = 4_096  # tokens, of which all but those of the last block are common
 WINDOW = 16  # steps, as many as tokens in a block
 WARMING = 2 * WINDOW  # steps
 STEP_BAR_US = 500.0  # at 256 running requests
@@ -140,15 +141,17 @@ class Bench:
         for _ in range(WARMING):
             self.step()
         if case.load == "queue":
+            common = self._text(WAITING_PROMPT - BLOCK_SIZE)
+            self._run_alone(common)
             for _ in range(WAITING):
-                self.add(WAITING_PROMPT, 16)
+                self.add(common + self._text(BLOCK_SIZE), 16)
         cost = Cost()
         for _ in range(steps):
             if case.load == "queue":
                 # What one that waits needs, and half of what will be kept back for those that run.
                 self._leave_available(self.pool.blocks_for(WAITING_PROMPT + 1) + case.running // 2)
             for _ in range(self.step(cost)):
-                self.add(128, 128)
+                self.add(self._text(128), 128)
         if case.load != "mix" and self.scheduler.stats().running != case.running:
             raise RuntimeError(f"{case.title}: {self.scheduler.stats().running} ran at the end")
         for request_id in list(self._live):
@@ -159,31 +162,40 @@ class Bench:
     def _fill(self) -> None:
         """Leave no block free: all hold the text of requests that have ended."""
         while self._prefix_caching and self.pool.num_free:
-            self.add(BLOCK_SIZE * min(self.pool.num_free, 256), 1)
-            while self.scheduler.has_work():
-                self.step()
+            self._run_alone(self._text(BLOCK_SIZE * min(self.pool.num_free, 256)))
+
+    def _run_alone(self, prompt: list[int]) -> None:
+        """Compute a prompt, so that it is cached."""
+        running = self.scheduler.stats().running
+        self.add(prompt, 1)
+        self.step()
+        if self.scheduler.stats().running != running:
+            raise RuntimeError(f"a prompt of {len(prompt)} tokens did not end in one step")
 
     def _start(self, case: Case, steps: int) -> None:
         match case.load:
             case "mix":
                 for place in range(case.running):  # of all ages, so that they end one by one
-                    self.add(128, 1 + place * 128 // case.running)
+                    self.add(self._text(128), 1 + place * 128 // case.running)
             case "families":
                 for place in range(case.running // 4):
-                    self.add(32 + place % 64, steps + 16, n=4)
+                    self.add(self._text(32 + place % 64), steps + 16, n=4)
             case _:
                 for place in range(case.running):
-                    self.add(32 + place % 64, steps + 16)
+                    self.add(self._text(32 + place % 64), steps + 16)
 
-    def add(self, prompt: int, output: int, n: int = 1) -> None:
-        """Queue a request of random tokens that makes exactly ``output`` more."""
+    def _text(self, length: int) -> list[int]:
+        return self._draw.choices(self._vocabulary, k=length)
+
+    def add(self, prompt: list[int], output: int, n: int = 1) -> None:
+        """Queue a request that makes exactly ``output`` tokens."""
         self._made += 1
         request_id = f"request-{self._made}"
         self._live.add(request_id)
         self.scheduler.add(
             Request(
                 request_id,
-                self._draw.choices(self._vocabulary, k=prompt),
+                prompt,
                 SamplingParams(max_tokens=output, ignore_eos=True, n=n),
                 arrival=float(self._made),
             )
