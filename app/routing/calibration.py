@@ -44,10 +44,9 @@ class StepModel:
         self._seen += 1
         if self._seen % _REFIT_EVERY and self._seen != 1:
             return False
-        self._refit()
-        return True
+        return self._refit()
 
-    def _refit(self) -> None:
+    def _refit(self) -> bool:
         pull = 1e-4 * self._gram[0][0]
         gram = [[self._gram[i][j] + (pull if i == j else 0.0) for j in range(3)] for i in range(3)]
         target = self._target
@@ -61,10 +60,17 @@ class StepModel:
                 fit = -sum(target[i] * value for i, value in zip(chosen, found, strict=True))
                 if best is None or fit < best[0]:
                     best = fit, [dict(zip(chosen, found, strict=True)).get(i, 0.0) for i in range(3)]
-        if best is not None:
-            self.base, self.per_row, self.per_kv_token = (
-                value / scale for value, scale in zip(best[1], _SCALE, strict=True)
-            )
+        if best is None:
+            return False
+        before = self.base, self.base + self.per_row * _SCALE[1], self.base + self.per_kv_token * _SCALE[2]
+        base, rows, kv = best[1]
+        if all(
+            abs(new - old) <= 0.02 * old
+            for new, old in zip((base, base + rows, base + kv), before, strict=True)
+        ):
+            return False  # a change makes all replicas' terms anew
+        self.base, self.per_row, self.per_kv_token = base, rows / _SCALE[1], kv / _SCALE[2]
+        return True
 
 
 class OutputLength:
@@ -102,7 +108,7 @@ class ReuseShare:
 class PrefixShare:
     """What share of the last 128 requests that found a prefix found this one.
 
-    A prefix with a share of ``s`` is due ``s * n`` copies on ``n`` replicas: to compute one of these is no loss.
+    A prefix with a share of ``s`` is due ``s * n`` copies on ``n`` replicas: to compute these is no loss.
     """
 
     def __init__(self) -> None:

@@ -32,8 +32,7 @@ PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """A request: prompt ``tokens``, and ``output`` tokens expected of each of its ``sequences``.
 
     ``remaining`` is the number of tokens that a running sequence has still to make, on average. ``shared`` is
@@ -42,8 +41,8 @@ class Demand:
 
     tokens: int
     output: float
-    sequences: int
     remaining: float
+    sequences: int = 1
     shared: int = 0
     due: float = 0.0
 
@@ -63,19 +62,27 @@ class Booked:
 
 
 class Terms(NamedTuple):
-    """One replica's part of the sum, so that a decision only multiplies and adds; seconds, tokens, blocks."""
+    """One replica's part of the sum, so that a decision only multiplies and adds."""
 
     wait: float
-    per_token: float  # compute, its streaming part included
-    base: float  # streaming, per output token
-    crowd: float  # streaming, per output token while those running remain
-    per_row: float  # streaming, per row of the request and step that it is in
-    per_kv_token: float
+    """Seconds."""
+    per_token: float
+    """Seconds of compute, its streaming part included."""
+    base: float
+    """Streaming seconds for each output token."""
+    crowd: float
+    """Streaming seconds for each output token while those running remain."""
+    drag: float
+    """Streaming seconds for each second that a step gets longer."""
     rows: float
-    free: float  # blocks, after those that the waiting ones will take
-    evictable: float
-    per_eviction: float  # per block, before the share of reuse
-    per_missing: float  # per block
+    free: float
+    """Tokens that fit in without eviction, after those that wait."""
+    room: float
+    """Tokens that fit in by eviction; below zero if not even those that wait do."""
+    per_eviction: float
+    """Seconds for each token pushed out, before the share of reuse."""
+    per_missing: float
+    """Seconds for each token that does not fit in."""
 
 
 def terms(
@@ -87,49 +94,52 @@ def terms(
     """
     rate = load.prefill_rate or PREFILL_RATE
     ahead = load.waiting_tokens + booked.prefill
-    rows = max(load.running, booked.seen_rows) + booked.rows
-    kv = max(load.kv_tokens, booked.seen_kv) + booked.kv
-    taken = ahead / block_size
+    running, kv = load.running, load.kv_tokens
+    rows = (running if running > booked.seen_rows else booked.seen_rows) + booked.rows
+    kv = (kv if kv > booked.seen_kv else booked.seen_kv) + booked.kv
+    drag = STREAMING * speed
+    base = drag * step.base
+    crowd = drag * (step.per_row * rows + step.per_kv_token * kv)
     per_token = (1.0 + MACHINE + STREAMING * rows) / rate
-    crowd = step.per_row * rows + step.per_kv_token * kv
+    free = load.free * block_size - ahead
+    room = load.evictable * block_size
     # Those running release their blocks over their remaining steps.
-    release = tail * speed * (step.base + crowd) / max(load.referenced, 1)
+    missing = tail * (base + crowd) / (STREAMING * (load.referenced * block_size or 1))
     return Terms(
-        wait=ahead / rate,
-        per_token=per_token,
-        base=STREAMING * speed * step.base,
-        crowd=STREAMING * speed * crowd,
-        per_row=STREAMING * speed * step.per_row,
-        per_kv_token=STREAMING * speed * step.per_kv_token,
-        rows=float(rows),
-        free=max(load.free - taken, 0.0),
-        evictable=load.evictable - max(taken - load.free, 0.0),
-        per_eviction=per_token * block_size,
-        per_missing=max(release, block_size / rate),
+        ahead / rate,
+        per_token,
+        base,
+        crowd,
+        drag,
+        rows,
+        free if free > 0.0 else 0.0,
+        room if free > 0.0 else room + free,
+        per_token,
+        missing if missing * rate > 1.0 else 1.0 / rate,
     )
 
 
 def seconds(
-    candidates: Sequence[Terms], cached: Sequence[int], demand: Demand, reuse: float, block_size: int
+    candidates: Sequence[Terms], cached: Sequence[int], demand: Demand, step: StepModel, reuse: float
 ) -> list[float]:
     """The cost of ``demand`` on each candidate, of which it finds ``cached`` tokens there."""
-    tokens, output, sequences = demand.tokens, demand.output, demand.sequences
-    copied, due = demand.shared, demand.due
-    beside = min(output, demand.remaining)
-    kv = sequences * (tokens + output / 2)
-    made = sequences * output + block_size
+    tokens, output, remaining, sequences, copied, due = demand
+    beside = output if output < remaining else remaining
+    longer = sequences * step.per_row + sequences * (tokens + output / 2) * step.per_kv_token
+    made = sequences * output
     costs = []
-    for at, held in zip(candidates, cached, strict=True):
-        wait, per_token, base, crowd, per_row, per_kv, rows, free, room, per_eviction, per_missing = at
+    for (wait, per_token, base, crowd, drag, rows, free, room, per_eviction, per_missing), held in zip(
+        candidates, cached, strict=True
+    ):
         uncached = tokens - held
         cost = (
             wait
             + (uncached - due * (copied - held) if held < copied else uncached) * per_token
             + output * base
             + beside * crowd
-            + (output + rows * beside) * (sequences * per_row + kv * per_kv)
+            + (output + rows * beside) * drag * longer
         )
-        over = (uncached + made) / block_size - free
+        over = uncached + made - free
         if over > 0.0:
             if over > room:
                 cost += (over - room) * per_missing

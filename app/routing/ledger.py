@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from app.routing.booking import Booking, Entry, Route
@@ -38,14 +38,23 @@ class NoRouteError(QuireError):
 class PrefixIndex(Protocol):
     """Which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
 
-    def longest(self, keys: Sequence[int], now: float) -> Mapping[str, int]:
-        """Blocks of the prefix that each replica holds or is about to; replicas without any may be left out."""
+    def add(self, replica: str, epoch: int = 0) -> None:
+        """A route has opened."""
+
+    def remove(self, replica: str) -> None:
+        """It is gone."""
+
+    def longest(self, keys: Sequence[int]) -> Sequence[tuple[str, int]]:
+        """Replicas, and how many of the first blocks each holds or is about to."""
 
     def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
         """The replica is about to hold these."""
 
-    def withdraw(self, replica: str, keys: Sequence[int]) -> None:
+    def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """It is not, after all."""
+
+    def expire(self, now: float) -> int:
+        """Forget what should have come by now."""
 
 
 class Ledger:
@@ -82,7 +91,10 @@ class Ledger:
         """Change what is given, for the choices from now on."""
         with self._lock:
             self._chooser.policy = policy or self._chooser.policy
-            self._index = index or self._index
+            if index is not None:
+                self._index = index
+                for route in self._routes.values():
+                    index.add(route.replica, route.epoch)
 
     def with_index(self, step: Callable[[PrefixIndex], T]) -> T | None:
         """Run ``step`` on the index under the lock, as any change to it must; ``None`` without an index."""
@@ -96,12 +108,16 @@ class Ledger:
             self._suspects.discard(route.replica)
             standing = self._standings.setdefault(route.replica, Standing(route.replica))
             standing.load = standing.terms = None
+            if self._index is not None:
+                self._index.add(route.replica, route.epoch)
 
     def close(self, route: Route) -> list[int]:
         """End a route; release and return the attempts that were booked on it."""
         with self._lock:
             if self._routes.get(route.replica) == route:
                 del self._routes[route.replica]
+                if self._index is not None:
+                    self._index.remove(route.replica)
                 self._suspects.discard(route.replica)
             attempts = [at for at, entry in self._entries.items() if entry.booking.route == route]
             for attempt in attempts:
@@ -122,7 +138,11 @@ class Ledger:
     def routable(self, members: Collection[str] | None = None) -> list[str]:
         """Replicas with an open channel and no suspicion, of ``members`` where given."""
         with self._lock:
-            return [replica for replica in self._routes if self._usable(replica, members)]
+            return [
+                replica
+                for replica in self._routes
+                if replica not in self._suspects and (members is None or replica in members)
+            ]
 
     def report(self, route: Route, load: LoadReport) -> bool:
         """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
@@ -171,7 +191,12 @@ class Ledger:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
             self._release(attempt)
-            routes = [route for replica, route in self._routes.items() if self._usable(replica, members)]
+            suspects = self._suspects
+            routes = [
+                route
+                for replica, route in self._routes.items()
+                if replica not in suspects and (members is None or replica in members)
+            ]
             if not routes:
                 raise NoRouteError("no engine replica has an open channel")
             if avoid:
@@ -211,16 +236,14 @@ class Ledger:
         with self._lock:
             return {replica: standing.tokens for replica, standing in self._standings.items()}
 
-    def _usable(self, replica: str, members: Collection[str] | None) -> bool:
-        return replica not in self._suspects and (members is None or replica in members)
-
     def _choose(self, standings: Sequence[Standing], wanted: Wanted) -> tuple[int, int]:
         """The place of the best, and the blocks that it holds; a defect must not fail requests."""
         try:
-            found: Mapping[str, int] = {}
+            held = [0] * len(standings)
             if wanted.keys and self._index is not None and self._chooser.policy is Policy.PREFIX:
-                found = self._index.longest(wanted.keys, self._clock())
-            held = [found.get(standing.replica, 0) for standing in standings]
+                self._index.expire(self._clock())
+                found = dict(self._index.longest(wanted.keys))
+                held = [found.get(standing.replica, 0) for standing in standings]
             place = self._chooser.choose(standings, held, wanted)
             return place, held[place]
         except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)

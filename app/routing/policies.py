@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from app.routing import cost
 from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
 from app.routing.load import LoadReport
 
-_MASK = (1 << 64) - 1
 _SPEED_SHARE = 1 / 32
 _PLENTY = 1 << 40
 
@@ -44,8 +44,7 @@ class Standing:
         self.seed = name_key(self.replica)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What a choice knows of a request. ``output`` bounds the tokens of all its ``sequences`` together."""
 
     request_id: str
@@ -102,16 +101,17 @@ class Chooser:
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted) -> int:
         output = self.expected_output(wanted)
         candidates = self._terms(standings)
-        cached = [self.cached(wanted, blocks) if blocks else 0 for blocks in held]
         deepest = max(held)
-        shared = max(cached)
+        size = self.block_size
+        most = self.cached(wanted, deepest)
+        cached = [blocks * size if blocks * size < most else most for blocks in held]
         due = 0.0
         if deepest:
             share = self.hot.use(wanted.keys[deepest - 1])
-            due = min(max(share * len(held) - cached.count(shared), 0.0), 1.0)
+            due = min(max(share * len(held) - cached.count(most), 0.0), 1.0)
         remaining = self.outputs.tokens / 2
-        demand = cost.Demand(wanted.tokens, output, wanted.sequences, remaining, shared, due)
-        costs = cost.seconds(candidates, cached, demand, self.reuse.share, self.block_size)
+        demand = cost.Demand(wanted.tokens, output, remaining, wanted.sequences, most, due)
+        costs = cost.seconds(candidates, cached, demand, self.steps, self.reuse.share)
         least = min(costs)
         # A block, or two per cent of what it costs from nothing: two of the sum would, under load, give
         # prefixes away.
@@ -134,35 +134,38 @@ class Chooser:
         tail = self.outputs.tokens / 2
         made = []
         for standing in standings:
-            if standing.terms is None:
+            at = standing.terms
+            if at is None:
                 load = standing.load
                 if load is None or not load.prefill_rate:
-                    neutral = neutral or _average([at.load for at in standings if at.load is not None])
+                    neutral = neutral or _average([other.load for other in standings if other.load is not None])
                     load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
                 at = cost.terms(load, standing.booked, self.steps, standing.speed, self.block_size, tail)
                 if neutral is None:
                     standing.terms = at
-                made.append(at)
-            else:
-                made.append(standing.terms)
+            made.append(at)
         return made
 
 
 def least_booked(standings: Sequence[Standing], key: int) -> int:
     """The place of the fewest booked tokens, then bookings; ties by rendezvous hash of ``key``."""
-    booked = [(standing.tokens, standing.count) for standing in standings]
-    least = min(booked)
-    places = [place for place, of in enumerate(booked) if of == least]
-    if len(places) == 1:
-        return places[0]
-    return max(places, key=lambda place: (rendezvous(key, standings[place].seed), standings[place].replica))
+    least = min([standing.tokens for standing in standings])
+    places = [place for place, standing in enumerate(standings) if standing.tokens == least]
+    if len(places) > 1:
+        fewest = min([standings[place].count for place in places])
+        places = [place for place in places if standings[place].count == fewest]
+    if len(places) > 1:
+        weights = [(rendezvous(key, standings[place].seed), place) for place in places]
+        return max(weights)[1]
+    return places[0]
 
 
 def rendezvous(key: int, seed: int) -> int:
-    """Highest random weight (Thaler and Ravishankar, 1996): whoever ranks the same seeds by it agrees."""
-    mixed = ((key ^ seed) * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _MASK
-    return mixed ^ (mixed >> 32)
+    """Highest random weight (Thaler and Ravishankar, 1996): whoever ranks the same seeds by it agrees.
+
+    Python salts its hashes of strings, not those of tuples of integers.
+    """
+    return hash((key, seed))
 
 
 def name_key(name: str) -> int:
