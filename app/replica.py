@@ -99,6 +99,8 @@ class EngineReplica:
             "running": stats.scheduler.running,
             "waiting": stats.scheduler.waiting,
             "swapped": stats.scheduler.swapped,
+            "preemptions": stats.scheduler.preemptions,
+            "recoveries": {kind.value: count for kind, count in stats.scheduler.recovery.finished.items()},
             "host_blocks_used": stats.scheduler.host_blocks_used,
             "channels": self._hub.snapshot(),
         }

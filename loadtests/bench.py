@@ -16,6 +16,8 @@ COMMANDS: dict[str, list[str]] = {
     "http": ["loadtests.throughput", "--http"],
     "locust": ["loadtests.locust_run"],
     "faults": ["loadtests.faults"],
+    "recovery": ["loadtests.recovery"],
+    "pressure": ["loadtests.recovery", "--http"],
 }
 
 

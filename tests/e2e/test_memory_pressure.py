@@ -1,0 +1,46 @@
+"""Streams in a KV pool that holds a quarter of what they need say what they say with room for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from conftest import OPTIONS
+from local_cluster import BreakableCluster
+
+from loadtests.pressure import Pressed, blocks_needed, press, redeploy
+from loadtests.streams import prompts
+
+STREAMS, TOKENS = 16, 48
+PROMPTS = prompts(STREAMS, seed=3)
+BLOCKS = blocks_needed(STREAMS, TOKENS) // 4
+
+
+@pytest.fixture(scope="module")
+def said(deployed: BreakableCluster) -> list[str]:
+    """What the streams say on the session's two engines, whose pools have room for all."""
+    deployed.wait_routable(2)
+    with_room = press(deployed, PROMPTS, TOKENS, "with room")
+    assert with_room.preemptions == 0
+    assert len(set(with_room.texts)) == STREAMS
+    return with_room.texts
+
+
+@pytest.fixture(scope="module")
+def small(deployed: BreakableCluster, said: list[str]) -> Iterator[BreakableCluster]:
+    """The same cluster, to be deployed with small pools; the others get theirs back."""
+    yield deployed
+    deployed.deploy(**OPTIONS)
+    deployed.wait_routable(2)
+
+
+@pytest.mark.parametrize("recovery", ["swap", "recompute"])
+def test_all_streams_end_with_the_same_tokens(small: BreakableCluster, said: list[str], recovery: str) -> None:
+    options = {**OPTIONS, "engine_replicas": 1, "num_blocks": BLOCKS, "recovery": recovery}
+    redeploy(small, {**options, "swap_space": "256MiB" if recovery == "swap" else 0})
+    pressed: Pressed = press(small, PROMPTS, TOKENS, recovery)
+    assert pressed.refused == 0
+    assert all(outcome.complete for outcome in pressed.outcomes)
+    assert pressed.texts == said
+    assert pressed.preemptions > 0
+    assert pressed.recoveries[recovery] > 0
