@@ -13,6 +13,7 @@ _TRIAL_FACTOR = 8.0  # an alternative that seems dearer than this is not worth t
 _SURVIVAL_START = 0.5  # before anything is known it errs least
 _SURVIVAL_STEP = 1.0 / 16.0
 _KEPT_RATIOS = 512
+_KEPT_LESSONS = 32  # whose median is the typical survival
 
 
 class Recovery(enum.StrEnum):
@@ -53,10 +54,10 @@ class Victim:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Decision:
-    """One choice, what it was expected to cost and what it has cost so far, in seconds."""
+    """One choice, what it was likely to cost and what it has cost so far, in seconds."""
 
     recovery: Recovery
-    estimate: float  # 0 where a rate is not known
+    estimate: float  # with the typical survival; 0 where a rate is not known
     other_estimate: float | None  # of the alternative; None where a rate is not known
     tokens: int
     blocks: int
@@ -83,7 +84,7 @@ class RecoveryStats:
     median_ratio: dict[Recovery, float | None]  # outcome / estimate, of at most 512 that finished last
     median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same; may be inf
     rates: Rates
-    survival: float  # probability that a findable block that nobody else holds is found again
+    survival: float  # mean share of the findable blocks that nobody else holds that is found again
 
     @property
     def pending(self) -> int:
@@ -96,8 +97,10 @@ class RecoveryPolicy:
 
     The expected cost of a swap is the time to copy out what is not on the host and to copy in what will not be
     found again in the prefix index; that of a recompute is the time to run the tokens that will not be found.
-    Rates start from a calibration and follow what steps measure, and the probability that a findable block
-    survives until the request comes back follows what is found then.
+    Rates start from a calibration and follow what steps measure, and the share of the findable blocks that
+    survives until the request comes back follows what is found then. Mostly all survive or none: the mean, that
+    decides what costs less in the long run, is hardly ever what happens. So a decision's ``estimate`` takes the
+    typical survival, the median.
 
     What is never chosen is never measured. So the dearer alternative is tried now and then: when its rate was
     not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and so many
@@ -119,6 +122,7 @@ class RecoveryPolicy:
         self._in = UnitCost(rates.swap_in)
         self._survival = _SURVIVAL_START
         self._lessons = 0
+        self._typical = RunningMedian(_KEPT_LESSONS)
         self._allowance = 0.0  # seconds that the next trial may cost more than the cheaper way
         self._last_trial = 0
         self._tried: set[Recovery] = set()
@@ -141,7 +145,7 @@ class RecoveryPolicy:
 
         A full host pool is no error: it makes a wanted swap a recompute, with ``fallback`` set.
         """
-        estimates = self._estimate(victim)
+        estimates = self._estimate(victim, self._survival)
         wanted = self._wanted(victim, estimates)
         fallback = wanted is Recovery.SWAP and not victim.swappable
         chosen = Recovery.RECOMPUTE if fallback else wanted
@@ -150,14 +154,16 @@ class RecoveryPolicy:
         )
         if trial:
             chosen = _other(wanted)
+        typical = self._typical.value
+        likely = estimates if typical is None else self._estimate(victim, typical)
         self._total += 1
         self._decisions[chosen] += 1
         self._fallbacks += fallback
         self._trials += trial
         return Decision(
             recovery=chosen,
-            estimate=estimates[chosen] or 0.0,
-            other_estimate=estimates[_other(chosen)],
+            estimate=likely[chosen] or 0.0,
+            other_estimate=likely[_other(chosen)],
             tokens=victim.tokens,
             blocks=victim.blocks,
             findable=victim.findable,
@@ -179,6 +185,7 @@ class RecoveryPolicy:
         decision.taught = True
         survived = min(max((kept - decision.held) / unheld, 0.0), 1.0)
         self._lessons += 1
+        self._typical.add(survived)
         step = max(_SURVIVAL_STEP, 1.0 / (self._lessons + 1))
         self._survival += (survived - self._survival) * step
 
@@ -238,8 +245,8 @@ class RecoveryPolicy:
             survival=self._survival,
         )
 
-    def _estimate(self, victim: Victim) -> dict[Recovery, float | None]:
-        kept = victim.held + self._survival * (victim.findable - victim.held)
+    def _estimate(self, victim: Victim, survival: float) -> dict[Recovery, float | None]:
+        kept = victim.held + survival * (victim.findable - victim.held)
         swap = recompute = None
         if self._out.seconds is not None and self._in.seconds is not None:
             swap = victim.to_copy * self._out.seconds + max(victim.blocks - kept, 0.0) * self._in.seconds
