@@ -21,7 +21,7 @@ from loadtests.report import Figure, finish, print_table
 from loadtests.streams import Outcome, complete, prompts
 
 BLOCK_SIZE = 16
-PROMPT_TOKENS = 40  # more than any of the prompts has
+PROMPT_TOKENS = 16  # the most of any prompt
 STREAMS, TOKENS = 64, 256
 SHARE = 4  # the pool holds one part in so many of what all streams need at once
 SWAP_SPACE = "1GiB"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import OPTIONS
 from local_cluster import BreakableCluster
 
 from loadtests.pressure import Pressed, blocks_needed, press, redeploy
@@ -29,15 +28,16 @@ def said(deployed: BreakableCluster) -> list[str]:
 @pytest.fixture(scope="module")
 def small(deployed: BreakableCluster, said: list[str]) -> Iterator[BreakableCluster]:
     """The same cluster, to be deployed with small pools; the others get theirs back."""
+    before = deployed.options
     yield deployed
-    deployed.deploy(**OPTIONS)
-    deployed.wait_routable(2)
+    deployed.deploy(**before)
 
 
 @pytest.mark.parametrize("recovery", ["swap", "recompute"])
 def test_all_streams_end_with_the_same_tokens(small: BreakableCluster, said: list[str], recovery: str) -> None:
-    options = {**OPTIONS, "engine_replicas": 1, "num_blocks": BLOCKS, "recovery": recovery}
-    redeploy(small, {**options, "swap_space": "256MiB" if recovery == "swap" else 0})
+    space = "256MiB" if recovery == "swap" else 0
+    changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": recovery, "swap_space": space}
+    redeploy(small, {**small.options, **changes})
     pressed: Pressed = press(small, PROMPTS, TOKENS, recovery)
     assert pressed.refused == 0
     assert all(outcome.complete for outcome in pressed.outcomes)
