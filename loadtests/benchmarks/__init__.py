@@ -1,0 +1,1 @@
+"""Benchmarks of single calls: ``python -m pytest loadtests/benchmarks``; ``make test`` does not run them."""
