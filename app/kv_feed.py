@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from app import wire
+from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.wire_kv import KvSection, SnapshotSlice
 from engine.block_keys import KeyScheme
@@ -14,50 +14,21 @@ from engine.block_keys import KeyScheme
 logger = logging.getLogger(__name__)
 
 
-class ResidencyIndex(Protocol):
-    """Which replica holds which keys, as of which batch of which epoch; ``KvIndex`` is one."""
-
-    window_blocks: int | None
-
-    def add(self, replica: str, epoch: int) -> None:
-        """A replica is there, with a channel of this epoch."""
-
-    def remove(self, replica: str) -> None:
-        """Forget a replica."""
-
-    def snapshot(self, replica: str, epoch: int, sequence: int, keys: Sequence[int], complete: bool) -> bool:
-        """All that a replica holds, in parts; false: another one is needed."""
-
-    def apply(
-        self,
-        replica: str,
-        epoch: int,
-        sequence: int,
-        stored: Sequence[int],
-        removed: Sequence[int],
-        cleared: bool,
-    ) -> bool:
-        """A change of it; false: it is not the next one, a snapshot is needed."""
-
-    def verify(self, replica: str, sequence: int, xor: int, count: int) -> bool:
-        """Whether what the index has is what the replica had after ``sequence``."""
-
-
 class KvFeed:
-    """Belongs to the ingress's event loop; the ledger's lock guards the index.
+    """Belongs to the ingress's event loop. ``index`` is the ledger's: its lock guards it, its routes add to it.
 
     ``keys`` says how this ingress has to name blocks so that it names them as the replicas do; ``None`` until
     one has said. A replica that names the same blocks otherwise is routed to by its load alone.
     """
 
-    def __init__(self, ledger: Ledger, index: ResidencyIndex | None) -> None:
+    def __init__(self, ledger: Ledger, index: KvIndex) -> None:
         self.keys: KeyScheme | None = None
         self._ledger = ledger
         self._index = index
         self._trusted: set[Route] = set()
 
     def open(self, route: Route, hello: wire.Hello) -> None:
-        """A channel has opened; checks that both ends make the same keys."""
+        """A channel has opened, and its route; checks that both ends make the same keys."""
         if hello.keys is None:
             return
         if not hello.agrees:
@@ -72,9 +43,8 @@ class KvFeed:
         window = hello.window
         blocks = None if window is None else max(-(-(window - 1) // hello.limits.block_size), 1)
 
-        def step(index: ResidencyIndex) -> bool:
+        def step(index: KvIndex) -> bool:
             index.window_blocks = blocks
-            index.add(route.replica, route.epoch)
             return True
 
         self._do(step)
@@ -84,7 +54,7 @@ class KvFeed:
         if route not in self._trusted:
             return True
 
-        def step(index: ResidencyIndex) -> bool:
+        def step(index: KvIndex) -> bool:
             place = (route.replica, route.epoch, section.sequence)
             if isinstance(section, SnapshotSlice):
                 last = section.part + 1 == section.parts
@@ -98,17 +68,8 @@ class KvFeed:
         return self._do(step)
 
     def close(self, route: Route) -> None:
-        """A channel has ended: what the replica holds is not known any more."""
-        if route not in self._trusted:
-            return
+        """A channel has ended."""
         self._trusted.discard(route)
 
-        def step(index: ResidencyIndex) -> bool:
-            index.remove(route.replica)
-            return True
-
-        self._do(step)
-
-    def _do(self, step: Callable[[ResidencyIndex], bool]) -> bool:
-        index = self._index
-        return index is None or self._ledger.with_index(lambda _: step(index)) is not False
+    def _do(self, step: Callable[[KvIndex], bool]) -> bool:
+        return self._ledger.with_index(lambda _: step(self._index)) is not False

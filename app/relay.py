@@ -72,7 +72,7 @@ class EngineClient:
         """Open channels to the replicas, now and as they come; awaits no replica. Later calls do nothing."""
         if self._started is None:
             self._started = ChannelSet(self._handle, self)
-            self._kv = KvFeed(self._started.fleet.ledger, None)
+            self._kv = KvFeed(self._started.fleet.ledger, self._started.fleet.index)
             # The first options() makes Serve create the router, which reports its members.
             self._generate = self._handle.options(_by_reference=False).generate
 

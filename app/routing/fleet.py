@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
 from engine.errors import QuireError
 
@@ -20,14 +21,15 @@ class ReplicaGoneError(QuireError):
 
 
 class Fleet:
-    """Members as Serve's controller last told the router, and the ledger.
+    """Members as Serve's controller last told the router, the ledger, and its index of who holds what.
 
     ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
     They are called under the lock, so that they hear of each membership in its order, and must not call back.
     """
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.index = KvIndex()
+        self.ledger = Ledger(index=self.index)
         self._lock = threading.Lock()
         self._members: frozenset[str] = frozenset()
         self._pinned: set[str] = set()

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import wire
+from app.routing.load import LoadReport
+from app.wire_kv import SLICE_KEYS, Section, SnapshotSlice, slices
+from engine.block_keys import KeyScheme
 from engine.errors import InvalidRequestError
+from engine.kv_events import KvBatch, KvSnapshot
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
@@ -26,6 +30,12 @@ records = st.lists(
     ),
     max_size=8,
 )
+u64 = st.integers(0, 2**64 - 1)
+keys = st.lists(u64, max_size=9)
+seconds = st.floats(0, 1e9)
+loads = st.builds(LoadReport, u64, u32, u64, u32, u32, u32, u32, u32, seconds, seconds, u64)
+batches = st.builds(KvBatch, u64, keys, keys, st.booleans(), u64, u32)
+parts = st.builds(SnapshotSlice, u64, u32, u32, keys, u64, u32)
 LIMITS = ModelLimits(vocab_size=49152, max_model_len=8192, num_blocks=100, block_size=16)
 
 
@@ -45,6 +55,66 @@ def test_long_message_is_cut_at_the_limit() -> None:
     record = wire.Record(1, 0, [], end=FinishReason.ERROR, message="é" * 5000)
     (back,) = wire.unpack_frame(wire.pack_records(1, 0, [record])).records
     assert back.message == "é" * (wire.MAX_MESSAGE_BYTES // 2)
+
+
+@given(batch=records, kv=st.lists(batches | parts, max_size=4), load=st.none() | loads)
+def test_sections_round_trip(
+    batch: list[wire.Record], kv: list[KvBatch | SnapshotSlice], load: LoadReport | None
+) -> None:
+    sections: list[Section] = [*kv, *([] if load is None else [load])]
+    frame = wire.unpack_frame(wire.pack_records(1, 2, batch, sections))
+    assert (frame.records, frame.kv, frame.load) == (batch, kv, load)
+
+
+@given(kv=st.lists(batches | parts, max_size=3), load=loads, data=st.data())
+def test_truncated_or_longer_sections_are_refused(
+    kv: list[KvBatch | SnapshotSlice], load: LoadReport, data: st.DataObject
+) -> None:
+    packed = wire.pack_records(1, 2, [], [load, *kv])
+    cut = data.draw(st.integers(0, len(packed) - 1))
+    with pytest.raises(wire.WireError):
+        wire.unpack_frame(packed[:cut])
+    with pytest.raises(wire.WireError):
+        wire.unpack_frame(packed + b"\0")
+
+
+def test_sections_of_unknown_kinds_are_refused() -> None:
+    load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+    packed = bytearray(wire.pack_records(1, 2, [], [load]))
+    packed[16] = 9
+    with pytest.raises(wire.WireError, match="9"):
+        wire.unpack_frame(bytes(packed))
+
+
+def test_sections_are_small() -> None:
+    load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 64
+    assert len(wire.pack_records(1, 2, [], [KvBatch(1, [1, 2], [3], False, 0, 2)])) == 16 + 1 + 29 + 3 * 8
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE_KEYS, SLICE_KEYS + 1, 3 * SLICE_KEYS])
+def test_slices_make_the_snapshot(count: int) -> None:
+    snapshot = KvSnapshot(7, list(range(count)), 5, count)
+    made = slices(snapshot)
+    assert [key for part in made for key in part.keys] == snapshot.keys
+    assert max(len(part.keys) for part in made) <= SLICE_KEYS
+    assert [part.part for part in made] == list(range(len(made)))
+    assert {(part.sequence, part.parts, part.xor, part.count) for part in made} == {(7, len(made), 5, count)}
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_hello_round_trip_with_keys(window: int | None) -> None:
+    hello = wire.Hello.of(LIMITS, KeyScheme("revision", "torch.float32", 16), window)
+    back = wire.unpack_frame(wire.pack_hello(3, 0, hello)).hello
+    assert back == hello
+    assert back.agrees
+    assert len(back.probe) == 3
+
+
+def test_a_probe_of_other_keys_does_not_agree() -> None:
+    hello = wire.Hello(LIMITS, KeyScheme("revision", "torch.float32", 16), None, (1, 2, 3))
+    assert not hello.agrees
+    assert wire.Hello.of(LIMITS, None, None).agrees
 
 
 def test_hello_round_trip() -> None:
