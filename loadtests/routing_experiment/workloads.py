@@ -38,7 +38,8 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. ``output`` is its true length in tokens, which nobody may look at beforehand.
+    """One request. ``output`` is its true length in tokens, which nobody may look at beforehand; ``max_tokens``
+    is what its sender allows.
 
     ``turn`` counts from 0 within the conversation ``session``; a request without one has session -1.
     """
@@ -47,6 +48,7 @@ class Job:
     arrival: float
     prompt: Prompt
     output: int
+    max_tokens: int
     kind: str = ""
     session: int = -1
     turn: int = 0
@@ -101,6 +103,10 @@ class Workload:
         return None
 
 
+def _longest(mean: int) -> int:
+    return round(LENGTH_SPREAD[1] * mean)
+
+
 def _spread(mean: int, rng: random.Random) -> int:
     low, high = LENGTH_SPREAD
     return rng.randint(round(low * mean), round(high * mean))
@@ -120,7 +126,8 @@ def shared(shape: Shape, rate: float, until: float, seed: int, *, vary: bool) ->
             prompt = rng.choice(asked[group])
         else:
             prompt = source.prompt(shape.question, systems[group])
-        jobs.append(Job(number, arrival, prompt, _spread(shape.output, rng) if vary else shape.output))
+        output = _spread(shape.output, rng) if vary else shape.output
+        jobs.append(Job(number, arrival, prompt, output, _longest(shape.output) if vary else output))
     return Workload(jobs)
 
 
@@ -132,8 +139,9 @@ def unshared(shape: Shape, rate: float, until: float, seed: int, cold_share: flo
     for number, arrival in enumerate(poisson(rate, until, rng)):
         cold = rng.random() < cold_share
         length = rng.randint(*COLD_LENGTHS) if cold else _spread(shape.prompt, rng)
-        output = _spread(shape.output, rng)
-        jobs.append(Job(number, arrival, source.prompt(length), output, "cold" if cold else "short"))
+        prompt, output = source.prompt(length), _spread(shape.output, rng)
+        kind = "cold" if cold else "short"
+        jobs.append(Job(number, arrival, prompt, output, _longest(shape.output), kind))
     return Workload(jobs)
 
 
@@ -148,7 +156,7 @@ def burst(shape: Shape, seed: int, *, distinct: bool) -> Workload:
     systems = [source.prompt(shape.system) for _ in range(BURST if distinct else 1)]
     times = sorted(source.random.uniform(0.0, BURST_SECONDS) for _ in range(BURST))
     prompts = [source.prompt(shape.question, systems[i % len(systems)]) for i in range(BURST)]
-    return Workload([Job(i, at, prompts[i], shape.output) for i, at in enumerate(times)])
+    return Workload([Job(i, at, prompts[i], shape.output, shape.output) for i, at in enumerate(times)])
 
 
 class Conversations(Workload):
@@ -159,10 +167,12 @@ class Conversations(Workload):
         rng = self._source.random
         systems = [self._source.prompt(shape.system) for _ in range(shape.groups)]
         self._output = shape.output
+        self._seed = seed
         jobs = []
         for number, arrival in enumerate(poisson(rate, until, rng)):
             prompt = self._source.prompt(shape.question, rng.choice(systems))
-            jobs.append(Job(number, arrival, prompt, _spread(shape.output, rng), session=number))
+            output = _spread(shape.output, rng)
+            jobs.append(Job(number, arrival, prompt, output, _longest(shape.output), session=number))
         super().__init__(jobs)
         self._numbers = itertools.count(len(jobs))
 
@@ -171,10 +181,10 @@ class Conversations(Workload):
         if job.turn + 1 == TURNS:
             return None
         source = self._source
-        rng = random.Random(job.session * TURNS + job.turn)  # the same in whatever order answers end
+        # The same in whatever order answers end.
+        rng = random.Random(f"{self._seed} {job.session} {job.turn}")
         prompt = source.extend(job.prompt.tokens, job.prompt.keys, [*generated, *source.fresh(CHAT_TURN)])
         arrival = now + rng.uniform(*CHAT_THINK)
         output = _spread(self._output, rng)
-        return Job(
-            next(self._numbers), arrival, prompt, output, session=job.session, turn=job.turn + 1
-        )
+        number = next(self._numbers)
+        return Job(number, arrival, prompt, output, job.max_tokens, "", job.session, job.turn + 1)

@@ -1,0 +1,57 @@
+"""What a router knows that never hears of a replica's cache: the prefixes that it has sent there itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class ApproximateIndex:
+    """For each replica the keys routed there, least recently used ones forgotten beyond a guessed capacity.
+
+    Of a prompt the last block is forgotten first, so what is left of a prefix always has its beginning.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._routed: dict[str, OrderedDict[int, None]] = {}
+
+    def add(self, replica: str, epoch: int = 0) -> None:
+        """A replica has joined."""
+        self._routed.setdefault(replica, OrderedDict())
+
+    def remove(self, replica: str) -> None:
+        """It is gone."""
+        self._routed.pop(replica, None)
+
+    def longest(self, keys: Sequence[int]) -> list[tuple[str, int]]:
+        """Blocks of the prefix that each replica is believed to hold."""
+        return [(replica, _held(keys, routed)) for replica, routed in self._routed.items()]
+
+    def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
+        """A request was routed."""
+        routed = self._routed[replica]
+        for key in reversed(keys):
+            routed[key] = None
+            routed.move_to_end(key)
+        while len(routed) > self._capacity:
+            routed.popitem(last=False)
+
+    def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
+        """It did not come to anything; a router like this never learns of it."""
+        return False
+
+    def expire(self, now: float) -> int:
+        """Nothing is forgotten by time."""
+        return 0
+
+
+def _held(keys: Sequence[int], routed: OrderedDict[int, None]) -> int:
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if keys[middle] in routed:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,283 @@
+"""A fleet in simulated time: ingresses choose, replicas serve, news travels back with a delay."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from random import Random
+from typing import NamedTuple
+
+from loadtests.routing_experiment.arms import Arm, Flush, Router, make_routers, report
+from loadtests.routing_experiment.constants import CHANNEL_DELAY, FLUSH_INTERVAL, SEND_DELAY
+from loadtests.routing_experiment.replica import Replica
+from loadtests.routing_experiment.row import Row
+from loadtests.routing_experiment.workloads import Job, Workload
+
+
+class _Event(IntEnum):
+    """What happens at one moment happens in this order."""
+
+    STEP_END = 0
+    DELIVERY = 1
+    MARK = 2
+    JOIN = 3
+    ARRIVAL = 4
+
+
+class _Delivery(NamedTuple):
+    place: int
+    row: Row
+
+
+class _StepEnd(NamedTuple):
+    place: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A request that has ended; times in seconds, lengths in tokens."""
+
+    number: int
+    kind: str
+    session: int
+    turn: int
+    replica: int
+    arrival: float
+    first: float
+    last: float
+    prompt: int
+    cached: int
+    output: int
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.first - self.arrival
+
+    @property
+    def itl(self) -> float:
+        """Mean seconds between its tokens; 0 for a single one."""
+        return (self.last - self.first) / (self.output - 1) if self.output > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Sums over each replica up to one moment, in tokens."""
+
+    generated: tuple[int, ...]
+    prefilled: tuple[int, ...]
+    queried: tuple[int, ...]
+    hit: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that a run has shown."""
+
+    records: list[Record] = field(default_factory=list)
+    choices: list[tuple[float, int]] = field(default_factory=list)
+    """When a request was routed, and where."""
+    marks: list[Mark] = field(default_factory=list)
+    offered: int = 0
+    unfinished: int = 0
+    preemptions: int = 0
+
+
+class _Channel:
+    """From all replicas to one ingress: what was sent, and when it gets there."""
+
+    def __init__(self, number: int, router: Router) -> None:
+        self.number = number
+        self.router = router
+        self.attempts = itertools.count(1)
+        self._inbox: list[tuple[float, int, Flush | tuple[int, int]]] = []
+        self._sent = itertools.count()
+
+    def send(self, message: Flush | tuple[int, int], at: float) -> None:
+        """Deliver a flush, or (attempt, tokens made; 0 for the first token), at a time."""
+        heapq.heappush(self._inbox, (at, next(self._sent), message))
+
+    def receive(self, now: float) -> None:
+        """Take in all that has arrived."""
+        inbox, router = self._inbox, self.router
+        while inbox and inbox[0][0] <= now:
+            at, _, message = heapq.heappop(inbox)
+            if isinstance(message, Flush):
+                router.flush(message, at)
+            elif message[1]:
+                router.end(*message)
+            else:
+                router.first_token(message[0])
+
+
+class _Feed:
+    """A replica's end of its channels: collects changes and sends them when the interval has passed."""
+
+    def __init__(self, replica: Replica, channels: Sequence[_Channel]) -> None:
+        self._replica = replica
+        self._channels = channels
+        self._sequence = 0
+        self._due = -FLUSH_INTERVAL
+
+    def flush(self, now: float) -> None:
+        """After a change: at once, or with what else has changed when the last flush is long enough ago."""
+        if not self._channels:
+            return  # whoever knows without news takes the changes out of the pool itself
+        self._due = max(now, self._due + FLUSH_INTERVAL)
+        stored, removed = self._replica.pool.drain()
+        if stored or removed:
+            self._sequence += 1
+        for channel in self._channels:
+            load = report(self._replica, channel.number)
+            channel.send(
+                Flush(self._replica.name, self._sequence, stored, removed, load), self._due + CHANNEL_DELAY
+            )
+
+
+class Fleet:
+    """Replicas and ingresses, driven by one queue of events."""
+
+    def __init__(
+        self,
+        arm: Arm,
+        workload: Workload,
+        *,
+        replicas: int,
+        blocks: int,
+        ingresses: int = 1,
+        seed: int = 0,
+        joins: Mapping[float, int] | None = None,
+    ) -> None:
+        """``joins`` says how many further replicas join at which times."""
+        self.replicas: list[Replica] = []
+        self.outcome = Outcome()
+        self._places: dict[str, int] = {}
+        self._workload = workload
+        self._blocks = blocks
+        self._random = Random(seed)
+        routers = make_routers(arm, ingresses, blocks, seed)
+        distinct = list({id(router): router for router in routers}.values())
+        self._channels = [_Channel(number, router) for number, router in enumerate(distinct)]
+        self._hearing = [channel for channel in self._channels if channel.router.hears]
+        self._feeds: list[_Feed] = []
+        self._events: list[tuple[float, int, int, object]] = []
+        self._counter = itertools.count()
+        self._generated = 0
+        self._live = 0
+        for _ in range(replicas):
+            self._join()
+        for job in workload.jobs:
+            self._push(job.arrival, _Event.ARRIVAL, job)
+        for at, count in (joins or {}).items():
+            self._push(at, _Event.JOIN, count)
+
+    def run(self, until: float | None = None, marks: Sequence[float] = ()) -> Outcome:
+        """Simulate ``until`` a time, or until every request has ended."""
+        for at in marks:
+            self._push(at, _Event.MARK, None)
+        events = self._events
+        while events and (until is None or events[0][0] <= until):
+            now, _, _, payload = heapq.heappop(events)
+            if isinstance(payload, Job):
+                self._arrive(payload, now)
+            elif isinstance(payload, _Delivery):
+                self._deliver(payload.place, payload.row, now)
+            elif isinstance(payload, _StepEnd):
+                self._step_end(payload.place, payload.at, now)
+            elif isinstance(payload, int):
+                for _ in range(payload):
+                    self._join()
+            else:
+                self._mark()
+        self.outcome.unfinished = self._live
+        self.outcome.preemptions = sum(replica.preemptions for replica in self.replicas)
+        return self.outcome
+
+    def _push(self, at: float, kind: _Event, payload: object) -> None:
+        heapq.heappush(self._events, (at, kind, next(self._counter), payload))
+
+    def _join(self) -> None:
+        replica = Replica(f"replica-{len(self.replicas)}", self._blocks)
+        self._places[replica.name] = len(self.replicas)
+        self.replicas.append(replica)
+        self._feeds.append(_Feed(replica, self._hearing))
+        for channel in self._channels:
+            channel.router.add(replica)
+
+    def _arrive(self, job: Job, now: float) -> None:
+        channel = self._random.choice(self._channels)
+        channel.receive(now)
+        attempt = next(channel.attempts)
+        place = self._places[channel.router.choose(job, attempt, now)]
+        self.outcome.choices.append((now, place))
+        self.outcome.offered += 1
+        self._live += 1
+        row = Row(job, channel.number, attempt, self._generated)
+        self._generated += job.output
+        self._push(now + SEND_DELAY, _Event.DELIVERY, _Delivery(place, row))
+
+    def _deliver(self, place: int, row: Row, now: float) -> None:
+        replica = self.replicas[place]
+        idle = replica.current is None
+        sooner = replica.deliver(row, now)
+        if idle:
+            self._plan(place, now)
+        elif sooner is not None:
+            self._push(sooner, _Event.STEP_END, _StepEnd(place, sooner))
+        self._feeds[place].flush(now)
+
+    def _step_end(self, place: int, end: float, now: float) -> None:
+        replica = self.replicas[place]
+        plan = replica.current
+        if plan is None or plan.end != end:
+            return  # it was cut off before
+        replica.settle(now)
+        for row in replica.started:
+            self._channels[row.channel].send((row.attempt, 0), now + CHANNEL_DELAY)
+        for row in replica.finished:
+            self._finish(row, place, now)
+        self._plan(place, now)
+        self._feeds[place].flush(now)
+
+    def _plan(self, place: int, now: float) -> None:
+        plan = self.replicas[place].plan(now)
+        if plan is not None:
+            self._push(plan.end, _Event.STEP_END, _StepEnd(place, plan.end))
+
+    def _finish(self, row: Row, place: int, now: float) -> None:
+        job = row.job
+        self._live -= 1
+        self._channels[row.channel].send((row.attempt, job.output), now + CHANNEL_DELAY)
+        self.outcome.records.append(
+            Record(
+                job.number,
+                job.kind,
+                job.session,
+                job.turn,
+                place,
+                job.arrival,
+                row.first,
+                row.last,
+                row.prompt_length,
+                row.cached or 0,
+                job.output,
+            )
+        )
+        follower = self._workload.follow(job, now, row.tokens[row.prompt_length :])
+        if follower is not None:
+            self._push(follower.arrival, _Event.ARRIVAL, follower)
+
+    def _mark(self) -> None:
+        replicas = self.replicas
+        self.outcome.marks.append(
+            Mark(
+                tuple(replica.generated for replica in replicas),
+                tuple(replica.prefilled for replica in replicas),
+                tuple(replica.query_tokens for replica in replicas),
+                tuple(replica.hit_tokens for replica in replicas),
+            )
+        )
