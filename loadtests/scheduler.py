@@ -78,9 +78,9 @@ def all_cases() -> list[Case]:
     """Every load and pool that is measured, the small ones first."""
     cases = []
     for num_blocks in POOLS:
+        cases += [Case(load, RUNNING[-1], num_blocks, False) for load in ("decode", "queue", "mix")]
         cases += [Case("decode", running, num_blocks) for running in RUNNING]
         cases += [Case(load, RUNNING[-1], num_blocks) for load in ("queue", "mix", "families")]
-        cases += [Case(load, RUNNING[-1], num_blocks, False) for load in ("decode", "queue", "mix")]
     return cases
 
 
@@ -98,10 +98,15 @@ class Cost:
         return [sum(both) for both in zip(self.schedule, self.commit, strict=True)]
 
 
+def window_means(seconds: list[float]) -> list[float]:
+    """The mean of each whole window."""
+    starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
+    return [statistics.fmean(seconds[start : start + WINDOW]) for start in starts]
+
+
 def microseconds(seconds: list[float]) -> float:
-    """Median over whole windows of each window's mean."""
-    windows = range(0, len(seconds) - WINDOW + 1, WINDOW)
-    return statistics.median(statistics.fmean(seconds[start : start + WINDOW]) for start in windows) * 1e6
+    """The median window."""
+    return statistics.median(window_means(seconds)) * 1e6
 
 
 class Bench:
@@ -136,6 +141,14 @@ class Bench:
 
     def measure(self, case: Case, steps: int) -> Cost:
         """Bring a case about, measure ``steps`` steps of it, and end it."""
+        cost = Cost()
+        self.start(case, steps)
+        self.run(case, steps, cost)
+        self.end(case)
+        return cost
+
+    def start(self, case: Case, steps: int) -> None:
+        """Bring about a case that can go on for ``steps`` steps."""
         self._fill()
         self._start(case, WARMING + steps)
         for _ in range(WARMING):
@@ -145,19 +158,23 @@ class Bench:
             self._run_alone(common)
             for _ in range(WAITING):
                 self.add(common + self._text(BLOCK_SIZE), 16)
-        cost = Cost()
+
+    def run(self, case: Case, steps: int, cost: Cost) -> None:
+        """Measure some steps."""
         for _ in range(steps):
             if case.load == "queue":
                 # What one that waits needs, and half of what will be kept back for those that run.
                 self._leave_available(self.pool.blocks_for(WAITING_PROMPT + 1) + case.running // 2)
             for _ in range(self.step(cost)):
                 self.add(self._text(128), 128)
+
+    def end(self, case: Case) -> None:
+        """End all requests."""
         if case.load != "mix" and self.scheduler.stats().running != case.running:
             raise RuntimeError(f"{case.title}: {self.scheduler.stats().running} ran at the end")
         for request_id in list(self._live):
             self._end(self.scheduler.abort(request_id))
         self._leave_available(self.pool.num_blocks)
-        return cost
 
     def _fill(self) -> None:
         """Leave no block free: all hold the text of requests that have ended."""
@@ -254,6 +271,7 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
         if bench is None or not bench.suits(case):
             bench = None  # before the next one takes its memory
             bench = Bench(case.num_blocks, case.prefix_caching)
+            figures.append(Figure(f"a pool of {case.num_blocks:,} blocks, made", bench.seconds, " s"))
         cost = bench.measure(case, steps)
         step = microseconds(cost.step)
         raw[case.title] = {
@@ -268,12 +286,24 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
         bar = STEP_BAR_US if case.is_bounded else None
         figures.append(Figure(case.title, step, " us a step", bar, at_most=True))
     print_table(["processor time in us", "step", "a request", "schedule", "commit", "stats", "largest"], rows)
-    first, last = (Case("decode", RUNNING[-1], num_blocks).title for num_blocks in (POOLS[0], POOLS[-1]))
-    if first in raw and last in raw:
-        ratio = raw[last]["step"] / raw[first]["step"]
+    if bench is not None and not only:  # the last case's pool is the largest
         name = f"a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}"
-        figures.append(Figure(name, ratio, "x", FLAT_BAR, at_most=True))
+        figures.append(Figure(name, growth(bench, steps), "x", FLAT_BAR, at_most=True))
     return figures, raw
+
+
+def growth(largest: Bench, steps: int) -> float:
+    """Decoding with the largest pool over decoding with the smallest, by turns: the same noise for both."""
+    benches = [Bench(POOLS[0], True), largest]
+    cases = [Case("decode", RUNNING[-1], bench.pool.num_blocks) for bench in benches]
+    costs = [Cost(), Cost()]
+    for bench, case in zip(benches, cases, strict=True):
+        bench.start(case, steps)
+    for _ in range(steps // WINDOW):
+        for bench, case, cost in zip(benches, cases, costs, strict=True):
+            bench.run(case, WINDOW, cost)
+    small, large = (window_means(cost.step) for cost in costs)
+    return statistics.median(more / less for more, less in zip(large, small, strict=True))
 
 
 def main() -> None:
