@@ -72,9 +72,11 @@ class LastingIndex(KvIndex):
     def __init__(self) -> None:
         super().__init__(max_speculative=_UNBOUNDED)
 
-    def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
+    def speculate(
+        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
+    ) -> None:
         """The replica is about to hold these."""
-        super().speculate(replica, keys, now, now + _FOREVER)
+        super().speculate(replica, keys, now, now + _FOREVER, blocks)
 
 
 class LedgerRouter:

@@ -125,11 +125,11 @@ class Served:
 
 HOT = Shape(groups=1, system=6_000, questions=0, question=1_200, output=200)
 HOT_RUN = Served(replicas=4, blocks=19_264, rate=16.0, warm_up=30.0, seconds=210.0)
-"""One system prompt for all. With it cached, a request takes 0.16 s of a replica alone: about 70 % load."""
+"""One system prompt for all. With it cached, prompts and KV reads take 63 % of each replica's time."""
 
 UNIQUE = Shape(groups=0, system=0, questions=0, question=2_400, output=200)
 UNIQUE_RUN = Served(replicas=4, blocks=19_264, rate=14.0, warm_up=30.0, seconds=210.0)
-"""No two prompts begin alike. A request takes 0.15 s of prefill and 0.03 s of KV reads alone: 70 to 75 % load."""
+"""No two prompts begin alike. Prompts and KV reads take 62 % of each replica's time."""
 
 LENGTH_SPREAD = (0.5, 1.5)
 """Outputs, and prompts that share nothing, are between these multiples of their mean, all equally likely.
@@ -139,7 +139,7 @@ COLD_SHARE = 0.05
 COLD_LENGTHS = (16_000, 32_000)
 COLD_SHORT = Shape(groups=0, system=0, questions=0, question=500, output=100)
 COLD_RUN = Served(replicas=8, blocks=19_264, rate=48.0, warm_up=20.0, seconds=100.0)
-"""Cold prompts of 24,000 tokens on average, one in twenty: 1,675 tokens a request, about 65 % load of prefill."""
+"""Short and cold prompts together have 1,675 tokens on average; they and KV reads take 70 % of the time."""
 
 BURST = 64
 BURST_SECONDS = 5e-3
@@ -155,12 +155,12 @@ CHAT_TURN = 100
 CHAT_THINK = (5.0, 15.0)
 """Seconds between the end of an answer and the next turn."""
 
-CHAT_RUN = Served(replicas=8, blocks=19_264, rate=3.0, warm_up=60.0, seconds=240.0)
+CHAT_RUN = Served(replicas=8, blocks=19_264, rate=3.0, warm_up=60.0, seconds=150.0)
 """Conversations per second; each has ``TURNS`` turns."""
 
 SCALE = Shape(groups=20, system=6_000, questions=0, question=1_200, output=200)
 SCALE_RUN = Served(replicas=4, blocks=19_264, rate=14.0, warm_up=60.0, seconds=120.0)
-"""More than two replicas serve, and about two thirds of what four do; two join after the warm-up."""
+"""More than two replicas serve, 55 % of the time of four; two join after the warm-up."""
 
 SCALE_FIRST = 2
 SCALE_LIMIT = 20.0

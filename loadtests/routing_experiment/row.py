@@ -14,8 +14,8 @@ _FIRST_GENERATED = 2**31
 class Row:
     """A request, its blocks and how far it has come.
 
-    ``tokens`` are those that have a KV or will get one in the next step; of these ``computed`` have one. ``left``
-    is how many are still to be generated.
+    ``tokens`` are those that have a KV or will get one in the next steps; of these ``computed`` have one.
+    ``left`` is how many are still to be generated.
     """
 
     __slots__ = (

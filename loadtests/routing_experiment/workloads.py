@@ -75,7 +75,7 @@ class Source:
 
     @staticmethod
     def extend(tokens: list[int], keys: list[int], new: Iterable[int]) -> Prompt:
-        """The prompt of ``tokens`` and ``new``; ``keys`` are those of (at most) the full blocks of ``tokens``."""
+        """The prompt of ``tokens`` and ``new``; ``keys`` are those of full blocks of ``tokens``, perhaps not all."""
         whole = [*tokens, *new]
         done = len(keys)
         more = block_keys(keys[-1] if keys else ROOT, whole[done * BLOCK_SIZE :], BLOCK_SIZE)
@@ -122,10 +122,8 @@ def shared(shape: Shape, rate: float, until: float, seed: int, *, vary: bool) ->
     jobs = []
     for number, arrival in enumerate(poisson(rate, until, rng)):
         group = bisect.bisect(weights, rng.random() * weights[-1])
-        if shape.questions:
-            prompt = rng.choice(asked[group])
-        else:
-            prompt = source.prompt(shape.question, systems[group])
+        system = systems[group]
+        prompt = rng.choice(asked[group]) if shape.questions else source.prompt(shape.question, system)
         output = _spread(shape.output, rng) if vary else shape.output
         jobs.append(Job(number, arrival, prompt, output, _longest(shape.output) if vary else output))
     return Workload(jobs)
