@@ -152,10 +152,15 @@ class BlockMasks:
             count += 1
         return Change(xor, count, repeated)
 
-    def held(self, slot: int, keys: Sequence[int]) -> int:
-        """How many of the first keys of a prefix have the bit, if none after a missing one has it."""
+    def held(self, slot: int, keys: Sequence[int], likely: int = 0) -> int:
+        """How many of the first keys of a prefix have the bit, if none after a missing one has it.
+
+        Not more than ``likely``, if that is not 0; quickest if it is that many.
+        """
         bit, shards = 1 << slot, self.shards
-        low, high = 0, len(keys)
+        low, high = 0, min(likely, len(keys)) or len(keys)
+        if likely and shards[keys[high - 1] >> SHIFT].get(keys[high - 1], 0) & bit:
+            return high
         while low < high:
             middle = (low + high) // 2
             key = keys[middle]

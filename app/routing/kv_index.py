@@ -226,15 +226,19 @@ class KvIndex:
             return False
         return True
 
-    def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
+    def speculate(
+        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
+    ) -> None:
         """Count these blocks as coming to the replica, until ``deadline`` (monotonic seconds, as ``now``).
 
-        ``keys`` is the whole prefix; what the replica has already is left out. A stored event confirms a key.
-        Beyond ``max_speculative`` the claims nearest to their deadline end. Unknown replicas are ignored.
+        ``keys`` is the whole prefix; what the replica has already is left out (``blocks``, what ``longest`` has
+        just said of it, saves the search). A stored event confirms a key. Beyond ``max_speculative`` the claims
+        nearest to their deadline end. Unknown replicas are ignored.
         """
         self._speculation.expire(now)
         if keys and deadline > now and replica in self._feeds:
-            self._speculation.claim(replica, keys, self._masks.held(self._feeds[replica].slot, keys), deadline)
+            held = self._masks.held(self._feeds[replica].slot, keys, blocks)
+            self._speculation.claim(replica, keys, held, deadline)
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest claim that was made with these keys; false if there is none any more."""

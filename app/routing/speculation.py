@@ -16,7 +16,12 @@ class _Claim:
     """Last key and length of the prefix: what else it has follows from them."""
     keys: Sequence[int]
     bit: int
+    alone: _Group = field(init=False)
+    """The group of this claim and no other."""
     live: bool = True
+
+    def __post_init__(self) -> None:
+        self.alone = _Group((self,))
 
 
 class _Group:
@@ -72,6 +77,7 @@ class Speculation:
         known.bit = bit
         for claim in known.live():
             claim.bit = bit
+            claim.alone = _Group((claim,))
         for claim in known.live():
             group = renewed = None
             for key in claim.keys:
@@ -108,18 +114,15 @@ class Speculation:
         self._claimed += len(missing) + 1
         self._claims += 1
 
-        coming = self.coming
-        alone = _Group((claim,))
-        if coming.keys().isdisjoint(missing):
-            coming.update(dict.fromkeys(missing, alone))
-            return
-        group: _Group | None = None
-        joined = alone
+        # One visit for each key, since most are new; neighbours mostly have the same claims, and share a group.
+        coming, alone = self.coming, claim.alone
+        group, joined = alone, alone
         for key in missing:
-            mine = coming.get(key)
-            if mine is not group:  # neighbours have mostly the same claims, and share one group
-                group, joined = mine, alone if mine is None else _Group((*mine.claims, claim))
-            coming[key] = joined
+            mine = coming.setdefault(key, alone)
+            if mine is not alone:
+                if mine is not group:
+                    group, joined = mine, _Group((*mine.claims, claim))
+                coming[key] = joined
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest live claim that was made with these keys; false if there is none."""
@@ -170,18 +173,20 @@ class Speculation:
             self._deadlines = [entry for entry in self._deadlines if entry[2].live]
             heapq.heapify(self._deadlines)
 
-        coming = self.coming
-        group = left = None
+        coming, alone = self.coming, claim.alone
+        group: _Group | None = None
+        left: _Group | None = None
         for key in claim.keys:
             mine = coming.get(key)
-            if mine is None:
-                continue
-            if mine is not group:
-                group, left = mine, self._without(mine, [claim])
-            if left is None:
+            if mine is alone:
                 del coming[key]
-            elif left is not mine:
-                coming[key] = left
+            elif mine is not None:
+                if mine is not group:
+                    group, left = mine, self._without(mine, [claim])
+                if left is None:
+                    del coming[key]
+                else:
+                    coming[key] = left
 
     @staticmethod
     def _without(group: _Group, gone: list[_Claim]) -> _Group | None:

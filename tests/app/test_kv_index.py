@@ -154,6 +154,7 @@ def test_parts_of_an_abandoned_snapshot_leave_nothing() -> None:
     index = index_of(a=[])
     assert not index.apply("a", 0, 4)
     assert index.snapshot("a", 0, 5, prompt(1), complete=False)
+    assert index.longest(prompt(1)) == [("a", 0)]
     assert index.snapshot("a", 0, 6, prompt(2))
     assert index.digest("a") == (6, prompt(2)[0], 1)
     assert index.longest(prompt(1)) == [("a", 0)]
@@ -272,6 +273,17 @@ def test_siblings_of_a_burst_stay_together_before_the_first_event() -> None:
     index.speculate("b", second, now=0.0, deadline=3.0)
     assert index.longest(second) == [("a", 0), ("b", 4)]
     assert index.speculative == 5 + 5
+
+
+def test_blocks_as_the_walk_found_them_save_a_search_and_change_nothing() -> None:
+    for blocks in (0, 2, 3, 4):  # not known, exact, with one that was coming, too many
+        index = index_of(a=prompt(1, 2))
+        index.speculate("a", prompt(1, 2, 3), now=0.0, deadline=2.0)
+        index.speculate("a", prompt(1, 2, 3, 4), now=0.0, deadline=3.0, blocks=blocks)
+        assert index.withdraw("a", prompt(1, 2, 3))
+        assert index.longest(prompt(1, 2, 3, 4)) == [("a", 4)]
+        index.expire(3.0)
+        assert index.longest(prompt(1, 2, 3, 4)) == [("a", 2)]
 
 
 def test_a_withdrawn_request_takes_nothing_from_its_siblings() -> None:

@@ -198,7 +198,7 @@ class World:
 NAMES = ["a", "b", "c"]
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from([2, 12, 1000]))
 def test_random_histories(data: st.DataObject, max_waiting: int) -> None:
     """Deltas lost, repeated and late, epochs, snapshots old and new, replicas that come and go, claims."""
@@ -289,7 +289,7 @@ def test_a_snapshot_for_each_time_that_one_is_asked_for_is_enough(acts: list[tup
     world.check(path_keys(0, [0, 0, 0]))
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     st.lists(st.sets(st.integers(0, 11)), min_size=1, max_size=4),
     st.sets(st.integers(0, 11)),
@@ -313,7 +313,7 @@ def test_windows_against_their_definition(held: list[set[int]], coming: set[int]
     assert index.longest(keys)[: len(expected)] == expected
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(
