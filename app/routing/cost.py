@@ -31,6 +31,9 @@ MACHINE = 1.0
 PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
+PLENTY = 1 << 40
+"""Free blocks of a pool of which nothing is known."""
+
 
 class Demand(NamedTuple):
     """A request: prompt ``tokens``, and ``output`` tokens expected of each of its ``sequences``.
@@ -101,10 +104,11 @@ def terms(
     base = drag * step.base
     crowd = drag * (step.per_row * rows + step.per_kv_token * kv)
     per_token = (1.0 + MACHINE + STREAMING * rows) / rate
-    free = load.free * block_size - ahead
+    free = (load.free if load.num_blocks else PLENTY) * block_size - ahead
     room = load.evictable * block_size
-    # Those running release their blocks over their remaining steps.
-    missing = tail * (base + crowd) / (STREAMING * (load.referenced * block_size or 1))
+    # Those running release their blocks over their remaining steps, less what they still grow by.
+    released = load.referenced * block_size - rows * tail
+    missing = tail * (base + crowd) / (STREAMING * (released if released > block_size else block_size))
     return Terms(
         ahead / rate,
         per_token,

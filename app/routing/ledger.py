@@ -47,8 +47,10 @@ class PrefixIndex(Protocol):
     def longest(self, keys: Sequence[int]) -> Sequence[tuple[str, int]]:
         """Replicas, and how many of the first blocks each holds or is about to."""
 
-    def speculate(self, replica: str, keys: Sequence[int], now: float, deadline: float) -> None:
-        """The replica is about to hold these."""
+    def speculate(
+        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
+    ) -> None:
+        """The replica is about to hold these; ``blocks`` of them it does already, as ``longest`` said."""
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """It is not, after all."""
@@ -273,10 +275,10 @@ class Ledger:
         booked.rows += rows
         booked.kv += kv
         standing.terms = None
-        self._speculate(entry)
+        self._speculate(entry, blocks)
         return booking
 
-    def _speculate(self, entry: Entry) -> None:
+    def _speculate(self, entry: Entry, blocks: int) -> None:
         """Siblings that come before the first event find it; it holds for twice the time that it takes."""
         if not entry.keys or self._index is None or self._chooser.policy is not Policy.PREFIX:
             return
@@ -286,7 +288,7 @@ class Ledger:
         lasts = min(max(2.0 * ahead / rate, SHORTEST_SPECULATION_S), LONGEST_SPECULATION_S)
         now = self._clock()
         try:
-            self._index.speculate(entry.booking.route.replica, entry.keys, now, now + lasts)
+            self._index.speculate(entry.booking.route.replica, entry.keys, now, now + lasts, blocks)
         except Exception:  # noqa: BLE001  (as in _choose)
             self._fault()
 

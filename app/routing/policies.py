@@ -13,7 +13,7 @@ from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepM
 from app.routing.load import LoadReport
 
 _SPEED_SHARE = 1 / 32
-_PLENTY = 1 << 40
+_MASK = (1 << 64) - 1
 
 
 class Policy(StrEnum):
@@ -161,11 +161,9 @@ def least_booked(standings: Sequence[Standing], key: int) -> int:
 
 
 def rendezvous(key: int, seed: int) -> int:
-    """Highest random weight (Thaler and Ravishankar, 1996): whoever ranks the same seeds by it agrees.
-
-    Python salts its hashes of strings, not those of tuples of integers.
-    """
-    return hash((key, seed))
+    """Highest random weight (Thaler and Ravishankar, 1996): whoever ranks the same seeds by it agrees."""
+    mixed = ((key ^ seed) * 0x9E3779B97F4A7C15) & _MASK
+    return ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
 
 
 def name_key(name: str) -> int:
@@ -178,7 +176,7 @@ def _average(loads: Sequence[LoadReport]) -> LoadReport:
     rates = sorted(load.prefill_rate for load in loads if load.prefill_rate)
     rate = rates[len(rates) // 2] if rates else cost.PREFILL_RATE
     if not loads:
-        return LoadReport(0, 0, 0, 0, _PLENTY, 0, _PLENTY, 0, rate, 0.0, 0)
+        return LoadReport(0, 0, 0, 0, 0, 0, 0, 0, rate, 0.0, 0)
     count = len(loads)
     return LoadReport(
         waiting_tokens=sum(load.waiting_tokens for load in loads) // count,

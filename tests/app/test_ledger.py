@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.routing.cost import Booked
+from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, NoRouteError, Route
+from app.routing.load import LoadReport
 
 A, B, C = Route("a", 1), Route("b", 2), Route("c", 3)
+IDLE = LoadReport(
+    waiting_tokens=0,
+    running=0,
+    kv_tokens=0,
+    referenced=0,
+    free=10_000,
+    evictable=0,
+    num_blocks=10_000,
+    block_size=16,
+    prefill_rate=10_000.0,
+    step_seconds=0.02,
+    acknowledged=0,
+)
 
 
 def ledger_of(*routes: Route) -> Ledger:
@@ -168,3 +187,161 @@ def test_two_threads_keep_the_books() -> None:
     for thread in threads:
         thread.join()
     assert ledger.load() == {"a": 0, "b": 0}
+
+
+def test_acknowledged_bookings_are_in_the_engines_backlog_not_beside_it() -> None:
+    ledger = ledger_of(A, B)
+    assert ledger.report(A, IDLE)
+    assert ledger.report(B, replace(IDLE, waiting_tokens=2500))
+    assert [book(ledger, attempt, 1000) for attempt in (1, 2)] == ["a", "a"]
+    # Both are on their way to the engine or in it: 2,000 tokens, not 4,000 and not 0.
+    assert ledger.report(A, replace(IDLE, waiting_tokens=1000, acknowledged=1))
+    assert book(ledger, 3, 100) == "a"
+    assert ledger.report(A, replace(IDLE, waiting_tokens=2100, acknowledged=3))
+    assert book(ledger, 4, 100) == "a"
+    ledger.release(4)
+    # Not acknowledged yet: these come on top of what the engine says.
+    assert ledger.report(A, replace(IDLE, waiting_tokens=2100, acknowledged=0))
+    assert book(ledger, 5, 600) == "a"
+    assert book(ledger, 6, 100) == "b"
+
+
+def test_acknowledged_bookings_still_count_as_load_and_as_rows() -> None:
+    ledger = ledger_of(A, B)
+    for attempt in range(1, 9):
+        book(ledger, attempt, 1000, 200, avoid="b")
+    for route in (A, B):
+        ledger.report(route, replace(IDLE, acknowledged=8))
+    assert ledger.load() == {"a": 8 * 1200, "b": 0}
+    assert {book(ledger, attempt) for attempt in (9, 10)} == {"b"}
+
+
+def test_first_token_before_the_report_and_after_it_release_the_same() -> None:
+    for order in ("report first", "token first", "no report"):
+        ledger = ledger_of(A, B)
+        ledger.report(A, IDLE)
+        ledger.report(B, IDLE)
+        first = book(ledger, 1, 3000)
+        route = A if first == "a" else B
+        if order == "report first":
+            ledger.report(route, replace(IDLE, waiting_tokens=3000, acknowledged=1))
+        ledger.first_token(1)
+        if order != "no report":
+            ledger.report(route, replace(IDLE, running=1, kv_tokens=3000, acknowledged=1))
+        assert ledger.load()[first] == 5
+        ledger.release(1)
+        ledger.report(route, IDLE)
+        chosen = Counter(book(ledger, attempt, 100) for attempt in range(2, 22))
+        assert set(chosen.values()) == {10}
+
+
+def test_report_of_an_older_route_changes_nothing() -> None:
+    ledger = ledger_of(A, B)
+    ledger.report(B, IDLE)
+    newer = Route("a", 9)
+    ledger.open(newer)
+    assert not ledger.report(A, replace(IDLE, waiting_tokens=10**6))
+    assert not ledger.report(Route("z", 1), IDLE)
+    assert ledger.report(newer, IDLE)
+    assert set(Counter(book(ledger, attempt) for attempt in range(20)).values()) == {10}
+
+
+def test_what_a_closed_replica_reported_is_forgotten() -> None:
+    ledger = ledger_of(A, B)
+    ledger.report(A, replace(IDLE, waiting_tokens=10**6))
+    ledger.report(B, IDLE)
+    ledger.close(A)
+    ledger.open(Route("a", 5))
+    assert set(Counter(book(ledger, attempt) for attempt in range(20)).values()) == {10}
+
+
+def test_outputs_teach_what_to_expect_and_the_bound_stays_booked() -> None:
+    ledger = ledger_of(A)
+    for attempt in range(300):
+        booking = book(ledger, attempt, 10, 4000)
+        assert booking == "a"
+        assert ledger.load() == {"a": 4010}
+        ledger.release(attempt, made=20)
+    assert ledger.load() == {"a": 0}
+
+
+def test_cached_tokens_are_not_booked() -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    ledger.open(A)
+    index.snapshot("a", 1, 0, [1, 2, 3])
+    ledger.expect(1)
+    booking = ledger.book("r", 1, 70, 5, keys=[1, 2, 3, 4])
+    assert (booking.prefill, booking.cached) == (70 - 48, 48)
+    assert ledger.load() == {"a": 27}
+    ledger.expect(2)
+    booking = ledger.book("r", 2, 48, 5, keys=[1, 2, 3])
+    assert (booking.prefill, booking.cached) == (16, 32)  # an engine computes the last token at least
+
+
+def test_request_given_up_before_its_first_token_leaves_no_speculation() -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    ledger.open(A)
+    ledger.expect(1)
+    ledger.book("r", 1, 70, 5, keys=[1, 2, 3, 4])
+    assert index.longest([1, 2, 3, 4]) == [("a", 4)]
+    ledger.release(1)
+    assert index.longest([1, 2, 3, 4]) == [("a", 0)]
+    ledger.expect(2)
+    ledger.book("r", 2, 70, 5, keys=[1, 2, 3, 4])
+    ledger.first_token(2)
+    ledger.release(2)
+    assert index.longest([1, 2, 3, 4]) == [("a", 4)]  # computed: its event is on the way
+
+
+def test_index_follows_the_routes() -> None:
+    index = KvIndex()
+    ledger = ledger_of(A)
+    ledger.configure(index=index)
+    assert index.replicas == ["a"]
+    ledger.open(B)
+    assert ledger.with_index(lambda index: index.longest([1])) == [("a", 0), ("b", 0)]
+    ledger.close(Route("a", 99))
+    ledger.close(A)
+    assert index.replicas == ["b"]
+
+
+def test_random_aborts_leave_no_booking() -> None:
+    index, draw = KvIndex(), random.Random(7)
+    ledger = Ledger(index=index)
+    routes = {name: Route(name, place) for place, name in enumerate("abcd")}
+    for route in routes.values():
+        ledger.open(route)
+    live: list[int] = []
+    for attempt in range(100_000):
+        ledger.expect(attempt)
+        if draw.random() < 0.02:
+            ledger.release(attempt)  # given up before the router has seen it
+            with pytest.raises(NoRouteError):
+                ledger.book("r", attempt, 40, 9)
+            continue
+        ledger.book("r", attempt, 40, 9, keys=[attempt % 50, attempt])
+        live.append(attempt)
+        if attempt % 1000 == 0:
+            name = draw.choice("abcd")
+            gone = set(ledger.close(routes[name]))
+            live = [other for other in live if other not in gone]
+            routes[name] = Route(name, attempt + 10)
+            ledger.open(routes[name])
+        if attempt % 50 == 0:
+            ledger.report(routes[draw.choice("abcd")], replace(IDLE, running=3, acknowledged=attempt - 8))
+        if len(live) > 16:
+            ended = live.pop(draw.randrange(16))
+            if draw.random() > 0.08:
+                ledger.first_token(ended)
+            assert ledger.release(ended, made=5)
+    for attempt in live:
+        assert ledger.release(attempt)
+    assert ledger.load() == dict.fromkeys("abcd", 0)
+    assert ledger.faults == 0
+    # Nor anything else of theirs.
+    assert not ledger._entries
+    assert not ledger._expected
+    assert not any(ledger._unacknowledged.values())
+    assert all(at.count == 0 and at.booked == Booked() for at in ledger._standings.values())

@@ -1,0 +1,210 @@
+"""The cost of a request in seconds, part by part, and what it is calibrated by."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
+from app.routing.cost import Booked, Demand, seconds, terms
+from app.routing.load import LoadReport, sane
+
+BLOCK = 16
+IDLE = LoadReport(
+    waiting_tokens=0,
+    running=0,
+    kv_tokens=0,
+    referenced=0,
+    free=1000,
+    evictable=0,
+    num_blocks=1000,
+    block_size=BLOCK,
+    prefill_rate=10_000.0,
+    step_seconds=0.02,
+    acknowledged=0,
+)
+REQUEST = Demand(tokens=4000, output=100.0, remaining=100.0)
+
+
+def price(
+    load: LoadReport,
+    cached: int = 0,
+    demand: Demand = REQUEST,
+    reuse: float = 0.5,
+    booked: Booked | None = None,
+) -> float:
+    step = StepModel()
+    at = terms(load, booked or Booked(), step, 1.0, BLOCK, 100.0)
+    return seconds([at], [cached], demand, step, reuse)[0]
+
+
+def test_each_kind_of_load_costs_more() -> None:
+    idle = price(IDLE)
+    for busier in (
+        replace(IDLE, waiting_tokens=500),
+        replace(IDLE, running=3),
+        replace(IDLE, kv_tokens=50_000),
+        replace(IDLE, prefill_rate=5_000.0),
+        replace(IDLE, free=100, evictable=900),
+        replace(IDLE, free=100, evictable=0, referenced=900),
+    ):
+        assert price(busier) > idle
+    assert price(IDLE, cached=2000) < idle
+
+
+def test_own_bookings_that_the_engine_has_not_seen_count_like_those_it_has() -> None:
+    assert math.isclose(price(IDLE, booked=Booked(prefill=700)), price(replace(IDLE, waiting_tokens=700)))
+    seen = Booked(seen_rows=4, seen_kv=4000)
+    running = replace(IDLE, running=4, kv_tokens=4000)
+    assert price(running, booked=seen) == price(running) == price(IDLE, booked=seen)
+    assert price(running, booked=Booked(rows=1)) > price(running)
+
+
+def test_warm_but_busy_loses_once_its_backlog_outweighs_the_prefix() -> None:
+    cold, cached = price(IDLE), 3000
+    costs = [price(replace(IDLE, waiting_tokens=waiting), cached) for waiting in (0, 1000, 5000, 7000, 60_000)]
+    assert [cost < cold for cost in costs] == [True, True, True, False, False]
+
+
+def test_load_counts_in_tokens_not_in_requests() -> None:
+    one_long, many_short = replace(IDLE, waiting_tokens=20_000), replace(IDLE, waiting_tokens=20 * 100)
+    assert price(one_long) > price(many_short)
+
+
+def test_saving_is_absolute_not_a_ratio() -> None:
+    def saving(tokens: int) -> float:
+        demand = REQUEST._replace(tokens=tokens)
+        return price(IDLE, 0, demand) - price(IDLE, tokens * 9 // 10, demand)
+
+    assert saving(10_000) > 50 * saving(100)
+
+
+def test_load_elsewhere_changes_nothing_here() -> None:
+    step = StepModel()
+    here = terms(IDLE, Booked(), step, 1.0, BLOCK, 100.0)
+    loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK, 100.0)
+    alone = seconds([here], [1600], REQUEST, step, 0.5)[0]
+    assert seconds([loaded, here, loaded], [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
+
+
+def test_full_cache_costs_what_is_evicted_times_its_reuse() -> None:
+    full = replace(IDLE, free=0, evictable=1000)
+    assert price(full, reuse=0.0) == price(IDLE)
+    extra = price(full, reuse=1.0) - price(IDLE)
+    assert math.isclose(extra, 2 * (price(full, reuse=0.5) - price(IDLE)))
+    assert price(full, 3200, reuse=1.0) - price(IDLE, 3200) < extra / 2
+    assert price(replace(IDLE, free=10_000, evictable=1000), reuse=1.0) == price(IDLE)
+
+
+def test_saturated_replica_loses_even_its_own_sessions() -> None:
+    # Not one block can be freed: what it holds is referenced by those that run, and others wait for it.
+    busy = replace(IDLE, waiting_tokens=8000, running=30, kv_tokens=12_000)
+    saturated = replace(busy, free=0, evictable=0, referenced=1000)
+    merely_full = replace(busy, free=0, evictable=1000)
+    cold = replace(busy, waiting_tokens=0)
+    assert price(merely_full, 3600) < price(cold) < price(saturated, 3600)
+
+
+def test_wait_for_blocks_grows_with_those_that_wait_and_with_what_they_have_left() -> None:
+    saturated = replace(IDLE, running=30, kv_tokens=12_000, free=0, evictable=0, referenced=1000)
+    more = replace(saturated, waiting_tokens=1000)
+    step = StepModel()
+    short, long = (terms(saturated, Booked(), step, 1.0, BLOCK, tail) for tail in (50.0, 500.0))
+    assert price(more) - price(saturated) > 1000 / IDLE.prefill_rate
+    assert long.per_missing > 5 * short.per_missing
+
+
+def test_blocks_of_those_that_wait_are_not_free() -> None:
+    line = replace(IDLE, waiting_tokens=16_000, free=1000, evictable=100)
+    roomy = replace(line, free=3000)
+    assert price(line) > price(roomy)
+
+
+def test_copy_that_is_due_costs_nothing_but_the_rest_of_the_prompt() -> None:
+    due = REQUEST._replace(shared=3000, due=1.0)
+    assert math.isclose(price(IDLE, 0, due), price(IDLE, 3000))
+    half = REQUEST._replace(shared=3000, due=0.5)
+    assert price(IDLE, 3000) < price(IDLE, 0, half) < price(IDLE)
+
+
+broken = st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=True, allow_infinity=True))
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(
+    st.lists(broken, min_size=11, max_size=11),
+    st.lists(st.integers(0, 2**40), min_size=5, max_size=5),
+    st.integers(1, 2**30),
+    st.floats(0, 1e7),
+    st.floats(0, 1),
+)
+def test_no_report_makes_a_cost_that_is_not_a_number(
+    fields: list[float], booked: list[int], tokens: int, output: float, share: float
+) -> None:
+    load = sane(LoadReport(*fields))  # type: ignore[arg-type]
+    demand = Demand(tokens, output, output / 2, 3, tokens // 2, share)
+    cost = price(load, 0, demand, share, Booked(*booked))
+    assert math.isfinite(cost)
+    assert cost > 0.0
+
+
+def test_step_model_finds_the_coefficients() -> None:
+    model, draw = StepModel(), random.Random(1)
+    for _ in range(2000):
+        rows = draw.randint(1, 100)
+        kv = sum(draw.randint(100, 8000) for _ in range(rows))
+        model.learn(rows, kv, (0.008 + 3e-5 * rows + 5e-8 * kv) * draw.uniform(0.97, 1.03))
+    for rows, kv in ((1, 500), (30, 60_000), (100, 400_000)):
+        assert math.isclose(model.seconds(rows, kv), 0.008 + 3e-5 * rows + 5e-8 * kv, rel_tol=0.06)
+
+
+def test_step_model_stays_sensible_where_reports_say_little() -> None:
+    one = StepModel()
+    one.learn(1, 100, 0.005)
+    assert math.isclose(one.seconds(1, 100), 0.005, rel_tol=0.05)
+    shrinking = StepModel()
+    for rows in range(1, 300):  # faster with more rows: no coefficient may go below zero
+        shrinking.learn(rows, 100 * rows, 0.02 / rows)
+    assert min(shrinking.base, shrinking.per_row, shrinking.per_kv_token) >= 0.0
+    assert not shrinking.learn(0, 0, 0.01)
+    assert not shrinking.learn(5, 10, 0.0)
+
+
+def test_step_model_follows_a_change() -> None:
+    model = StepModel()
+    for seconds_each in (0.01, 0.03):
+        for index in range(4000):
+            model.learn(1 + index % 50, 1000 * (1 + index % 7), seconds_each)
+    assert math.isclose(model.seconds(10, 3000), 0.03, rel_tol=0.05)
+
+
+def test_expected_output_follows_what_ends() -> None:
+    outputs = OutputLength()
+    for _ in range(400):
+        outputs.learn(40)
+    assert math.isclose(outputs.tokens, 40, rel_tol=0.02)
+
+
+def test_reuse_is_a_share() -> None:
+    reuse = ReuseShare()
+    assert reuse.share == 0.0
+    for _ in range(3000):
+        reuse.learn(30, 40)
+    assert math.isclose(reuse.share, 0.75, rel_tol=0.01)
+    for _ in range(5000):
+        reuse.learn(0, 40)
+    assert 0.0 <= reuse.share < 0.01
+
+
+def test_share_of_a_prefix_is_of_the_last_requests_only() -> None:
+    hot = PrefixShare()
+    for index in range(1000):
+        hot.use(1 if index % 2 else index + 10)
+    assert math.isclose(hot.use(1), 0.5, abs_tol=0.01)
+    for index in range(200):
+        hot.use(-index - 1)
+    assert hot.use(1) == 0.0
