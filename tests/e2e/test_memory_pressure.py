@@ -21,7 +21,7 @@ def said(deployed: BreakableCluster) -> list[str]:
     deployed.wait_routable(2)
     with_room = press(deployed, PROMPTS, TOKENS, "with room")
     assert with_room.preemptions == 0
-    assert len(set(with_room.texts)) == STREAMS
+    assert len(set(with_room.texts)) > STREAMS // 2  # greedy, so that some may end up alike
     return with_room.texts
 
 
@@ -33,14 +33,13 @@ def small(deployed: BreakableCluster, said: list[str]) -> Iterator[BreakableClus
     deployed.deploy(**before)
 
 
-@pytest.mark.parametrize("recovery", ["swap", "recompute"])
-def test_all_streams_end_with_the_same_tokens(small: BreakableCluster, said: list[str], recovery: str) -> None:
-    space = "256MiB" if recovery == "swap" else 0
-    changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": recovery, "swap_space": space}
+def test_all_streams_end_with_the_same_tokens(small: BreakableCluster, said: list[str]) -> None:
+    # Room to swap to for a few of the preempted ones only: the others are computed again.
+    changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": "swap", "swap_space": "6MiB"}
     redeploy(small, {**small.options, **changes})
-    pressed: Pressed = press(small, PROMPTS, TOKENS, recovery)
+    pressed: Pressed = press(small, PROMPTS, TOKENS, "pressed")
     assert pressed.refused == 0
     assert all(outcome.complete for outcome in pressed.outcomes)
     assert pressed.texts == said
     assert pressed.preemptions > 0
-    assert pressed.recoveries[recovery] > 0
+    assert pressed.recoveries["swap"] > 0
