@@ -75,6 +75,6 @@ def engine_deployment(options: config.AppConfig, replica_class: type | None = No
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         logging_config={"enable_access_log": False},  # a beat each second is no news
-        request_router_config=RequestRouterConfig(request_router_class="app.routing.router:EngineRouter"),
+        request_router_config=RequestRouterConfig(request_router_class=config.ROUTERS[options.routing]),
         user_config=options.live.model_dump(),
     )

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from app.routing.policies import Policy
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.folders import BUNDLED_NAME
@@ -44,6 +45,15 @@ OptionalInt = Annotated[int | None, BeforeValidator(_absent)]
 OptionalFloat = Annotated[float | None, BeforeValidator(_absent)]
 OptionalStr = Annotated[str | None, BeforeValidator(_absent)]
 Size = Annotated[int | None, BeforeValidator(_bytes)]
+
+
+ROUTERS = {
+    "prefix": "app.routing.router:EngineRouter",
+    "least_tokens": "app.routing.router:EngineRouter",
+    "round_robin": "app.routing.router:EngineRouter",
+    "power_of_two": "app.routing.router:PowerOfTwoRouter",
+}
+"""Choices of a replica, and the router class of each."""
 
 
 class LiveOptions(BaseModel):
@@ -83,6 +93,7 @@ class AppConfig(BaseModel):
     check_invariants: bool = False
     check_at_idle: bool = False
 
+    routing: str = Field("prefix", pattern=f"^({'|'.join(ROUTERS)})$")
     engine_replicas: int = Field(2, ge=1)
     ingress_replicas: int = Field(1, ge=1)
     engine_cpus: OptionalFloat = Field(
@@ -109,6 +120,11 @@ class AppConfig(BaseModel):
     def model_name(self) -> str:
         """What clients write in ``model``."""
         return self.served_model_name or os.path.basename(os.path.normpath(self.model))
+
+    @property
+    def policy(self) -> Policy:
+        """How the ledger chooses; where Serve's own router does, the ledger has one candidate."""
+        return Policy(self.routing) if self.routing in list(Policy) else Policy.LEAST_TOKENS
 
     @property
     def live(self) -> LiveOptions:

@@ -101,7 +101,7 @@ class IngressReplica:
 
     def __init__(self, options: AppConfig, engine: Any) -> None:
         folder = resolve(options.model)
-        self._client = EngineClient(engine, options.unavailable_after_s)
+        self._client = EngineClient(engine, options.unavailable_after_s, options.policy)
         self.service = OpenAIService(
             self._client,
             PromptTokenizer(folder),

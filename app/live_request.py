@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class LiveRequest:
     """
 
     request: GenerateRequest
+    keys: Sequence[int] = ()  # of the prompt's full blocks, where they are known
     arrived: float = field(default_factory=time.monotonic)  # monotonic seconds
     outputs: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)  # of each sequence, whether its end record has come
@@ -78,7 +80,7 @@ class LiveRequest:
         )
 
     def routing_meta(self, attempt: int) -> dict[str, Any]:
-        """What the router needs to choose and book; it adds ``epoch``.
+        """What the router needs to choose and book; it adds ``epoch``, and takes out what the engine needs not.
 
         The prompt counts once, whatever the number of sequences.
         """
@@ -97,6 +99,8 @@ class LiveRequest:
             "prefill": len(self.request.token_ids) + sum(map(len, running)),
             "decode": sum(max(tokens, 1) for tokens in left),
             "avoid": self.avoid,
+            "keys": self.keys,
+            "sequences": len(running),
         }
 
     def is_due(self, record: wire.Record) -> bool:

@@ -21,6 +21,8 @@ from app.kv_feed import KvFeed
 from app.live_request import LiveRequest
 from app.routing.ledger import Ledger, NoRouteError, Route
 from app.routing.load import LoadReport
+from app.routing.policies import Policy
+from app.routing.predictions import Predictions
 from app.wire_kv import KvSection
 from engine.errors import InvalidRequestError, QuireError
 from engine.request import ModelLimits, validate
@@ -35,6 +37,9 @@ MAX_FAULTS = 4
 
 MAX_ATTEMPTS = 64
 """Of one request, moves away from replicas that were told to stop included."""
+
+INLINE_TOKENS = 16_384
+"""Block keys of shorter prompts are made at once, in half a millisecond; those of longer ones in a thread."""
 
 END_RECORD_S = 5.0
 """The end record follows the engine's answer on the channel within this, else the request moves on."""
@@ -56,8 +61,15 @@ class EngineClient:
     ``handle`` is the Serve handle of the engine deployment.
     """
 
-    def __init__(self, handle: Any, unavailable_after_s: float = UNAVAILABLE_AFTER_S) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        unavailable_after_s: float = UNAVAILABLE_AFTER_S,
+        policy: Policy = Policy.PREFIX,
+    ) -> None:
         self._handle = handle
+        self._policy = policy
+        self._predictions = Predictions()
         self._unavailable_after_s = unavailable_after_s
         self._attempts = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}  # by attempt
@@ -73,6 +85,7 @@ class EngineClient:
         if self._started is None:
             self._started = ChannelSet(self._handle, self)
             self._kv = KvFeed(self._started.fleet.ledger, self._started.fleet.index)
+            self._ledger.configure(self._policy)
             # The first options() makes Serve create the router, which reports its members.
             self._generate = self._handle.options(_by_reference=False).generate
 
@@ -98,6 +111,7 @@ class EngineClient:
             "live_requests": len(self._requests),
             "channels": self._channels.states(),
             "booked_tokens": self._ledger.load(),
+            "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
@@ -117,7 +131,7 @@ class EngineClient:
             # Drawn here, so that the draws go on the same on another replica.
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
-        live = LiveRequest(request)
+        live = LiveRequest(request, await self._keys(request))
         self._requests.add(live)
         # An empty context: Serve must not take the attempts for children of one HTTP request.
         live.driver = asyncio.get_running_loop().create_task(self._drive(live), context=contextvars.Context())
@@ -147,6 +161,15 @@ class EngineClient:
         if not replicas:
             raise UnavailableError("no engine replica has an open channel; try again later")
         return await reset_prefix_caches(self._handle, replicas)
+
+    async def _keys(self, request: GenerateRequest) -> list[int]:
+        """Keys of the prompt's full blocks, made once; none until a replica has said how, or if nobody asks."""
+        scheme = self._kv.keys
+        if scheme is None or self._policy is not Policy.PREFIX:
+            return []
+        if len(request.token_ids) <= INLINE_TOKENS:
+            return scheme.keys(request.token_ids, request.namespace)
+        return await asyncio.to_thread(scheme.keys, request.token_ids, request.namespace)
 
     @property
     def _channels(self) -> ChannelSet:
@@ -194,7 +217,7 @@ class EngineClient:
         booking = self._ledger.booking(attempt)
         if booking is not None:
             live.avoid = booking.route.replica
-        self._ledger.release(attempt)
+        self._ledger.release(attempt, live.num_tokens if live.complete else None)
         self._channels.settle()
 
     async def _attempt(self, live: LiveRequest, attempt: int) -> Setback | None:
@@ -345,6 +368,8 @@ class EngineClient:
                 live.interrupt.set()
                 continue
             if record.token_ids:
+                if live.cached_tokens is None and live.keys:
+                    self._predictions.count(booking.cached, record.cached_tokens)
                 self._ledger.first_token(record.attempt)
             live.accept(record)
         return stale

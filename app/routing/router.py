@@ -1,4 +1,4 @@
-"""Serve's request router for the engine deployment: least booked tokens, and calls pinned to one replica.
+"""Serve's request router for the engine deployment: the ledger's choice, and calls pinned to one replica.
 
 Serve ships this module by value (see ``fleet``). Overriding ``_choose_replica_for_request`` replaces Serve's
 queue, which matches requests by an internal id that concurrent calls of one HTTP request share.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 import app.routing.fleet as fleet
 
 
-class EngineRouter(RequestRouter):  # type: ignore[misc]
-    """A call with ``target=`` goes to that replica or fails, one with ``meta=`` is booked, others go to any."""
+class _PinnedCalls(RequestRouter):  # type: ignore[misc]
+    """A call with ``target=`` goes to that replica or fails; subclasses book one with ``meta=``."""
 
     def initialize_state(self, **_: Any) -> None:
         """Called once by Serve on the router's loop."""
@@ -41,12 +42,6 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self._draining.pop(replica_id.unique_id, None)
         self._fleet.set_members(frozenset(known.unique_id for known in self._replicas))
 
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Part of Serve's contract; our choice is made in ``_choose_replica_for_request``."""
-        return [[replica] for replica in candidate_replicas]
-
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
@@ -61,10 +56,13 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         if target is not None:
             return self._pinned(target)
         if meta is not None:
-            return self._book(meta)
+            return await self._booked(pending_request, meta)
         for replica in self._replicas.values():
             return replica
         raise fleet.ReplicaGoneError("there is no engine replica")
+
+    async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
+        raise NotImplementedError
 
     def _pinned(self, target: str) -> RunningReplica:
         for replica_id, replica in self._replicas.items():
@@ -74,11 +72,52 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
             return self._draining[target]
         raise fleet.ReplicaGoneError(f"engine replica {target} is gone")
 
-    def _book(self, meta: dict[str, Any]) -> RunningReplica:
-        by_name = {replica_id.unique_id: replica for replica_id, replica in self._replicas.items()}
+    def _book(self, meta: dict[str, Any], candidates: dict[str, RunningReplica]) -> RunningReplica:
+        """Let the ledger choose among ``candidates`` and book, in one step.
+
+        What only the choice needs leaves ``meta`` here, before it is pickled and sent.
+        """
         booking = self._fleet.ledger.book(
-            meta["request_id"], meta["attempt"], meta["prefill"], meta["decode"], by_name.keys(), meta["avoid"]
+            meta["request_id"],
+            meta["attempt"],
+            meta["prefill"],
+            meta["decode"],
+            candidates.keys(),
+            meta["avoid"],
+            keys=meta.pop("keys"),
+            sequences=meta.pop("sequences"),
         )
-        # Written before the arguments are pickled: the engine refuses an epoch that it does not have.
-        meta["epoch"] = booking.route.epoch
-        return by_name[booking.route.replica]
+        meta["epoch"] = booking.route.epoch  # the engine refuses an epoch that it does not have
+        return candidates[booking.route.replica]
+
+    def _by_name(self) -> dict[str, RunningReplica]:
+        return {replica_id.unique_id: replica for replica_id, replica in self._replicas.items()}
+
+
+class EngineRouter(_PinnedCalls):
+    """The ledger chooses, by its policy."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Part of Serve's contract; our choice is made in ``_choose_replica_for_request``."""
+        return [[replica] for replica in candidate_replicas]
+
+    async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
+        return self._book(meta, self._by_name())
+
+
+class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+    """Serve's own choice, the shorter of two queues, to be compared with."""
+
+    async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
+        routable = set(self._fleet.ledger.routable())
+        replicas = [replica for name, replica in self._by_name().items() if name in routable]
+        ranks = await self.choose_replicas(replicas, pending_request)
+        chosen = min(
+            ranks[0] if ranks else replicas,
+            key=lambda replica: self._replica_queue_len_cache.get(replica.replica_id) or 0,
+            default=None,
+        )
+        candidates = {} if chosen is None else {chosen.replica_id.unique_id: chosen}
+        return self._book(meta, candidates)
