@@ -79,7 +79,8 @@ class BlockHash:
             data = self._pack(key, *token_ids)
         except struct.error as error:
             raise ValueError(f"no block of tokens to be hashed: {error}") from None
-        return int.from_bytes(hashlib.blake2b(data, digest_size=KEY_BYTES, person=_PERSON).digest(), "little")
+        digest = hashlib.blake2b(data, digest_size=KEY_BYTES, person=_PERSON).digest()
+        return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class EngineThread:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # guards _live between callers; the loop only ever discards
         self._live: set[str] = set()
+        self._wanted: list[_Snapshot] = []  # taken from the inbox, not answered yet
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
 
@@ -188,12 +189,12 @@ class EngineThread:
                 self._on_death(error)
         finally:
             self._loaded.set()
+            self._refuse()
 
     def _loop(self, engine: Engine) -> None:
         while True:
             deltas: list[TokenDelta] = []
             taken: list[str] = []
-            snapshots: list[_Snapshot] = []
             for item in self._take(wait=not engine.has_work()):
                 match item:
                     case None:
@@ -203,20 +204,20 @@ class EngineThread:
                     case _Reset():
                         item.done.set_result(engine.reset_prefix_cache())
                     case _Snapshot():
-                        snapshots.append(item)
+                        self._wanted.append(item)
                     case _:
                         taken.append(item.request_id)
                         deltas += _add(engine, item)
             events = engine.kv_events
             if events is None or not events.pending:
-                _answer(engine, snapshots)  # a step may be long
+                self._answer(engine)  # a step may be long
             deltas += engine.step()
             for delta in deltas:
                 if delta.final:
                     self._live.discard(delta.request_id)
             self._stats = engine.stats()
             batch = None if events is None else events.drain()
-            _answer(engine, snapshots)
+            self._answer(engine)
             self._on_outputs(StepOutputs(deltas, taken, batch, engine.load.read()))
 
     def _take(self, wait: bool) -> list[_Item]:
@@ -227,6 +228,20 @@ class EngineThread:
                 items.append(self._inbox.get_nowait())
         return items
 
+    def _answer(self, engine: Engine) -> None:
+        """Give those who wait for a snapshot the one of now."""
+        if self._wanted:
+            snapshot = None if engine.kv_events is None else engine.kv_events.snapshot()
+            for wanted in self._wanted:
+                wanted.done.set_result(snapshot)
+            self._wanted.clear()
+
+    def _refuse(self) -> None:
+        """Nobody may wait for an answer of a thread that has ended."""
+        for item in [*self._wanted, *self._take(wait=False)]:
+            if isinstance(item, _Reset | _Snapshot):
+                item.done.set_exception(EngineDeadError("the engine has stopped"))
+
 
 def _add(engine: Engine, request: Request) -> list[TokenDelta]:
     try:
@@ -235,13 +250,3 @@ def _add(engine: Engine, request: Request) -> list[TokenDelta]:
         index = request.generated_before
         return [TokenDelta(request.request_id, index, (), FinishReason.ERROR, error=error.message, final=True)]
     return []
-
-
-def _answer(engine: Engine, snapshots: list[_Snapshot]) -> None:
-    """Give those who wait for a snapshot the one of now."""
-    if not snapshots:
-        return
-    snapshot = None if engine.kv_events is None else engine.kv_events.snapshot()
-    for wanted in snapshots:
-        wanted.done.set_result(snapshot)
-    snapshots.clear()

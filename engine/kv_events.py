@@ -138,6 +138,9 @@ class KvEvents:
 
     def _name(self, node: PrefixNode) -> int:
         """Give ``node`` its key, and those above it that have none because they never had a block."""
+        if node.parent is not None and node.parent.block_key is not None:  # as nearly always
+            key = node.block_key = self._hash(node.parent.block_key, node.tokens)
+            return key
         unnamed = []
         above: PrefixNode | None = node
         while above is not None and above.block_key is None:

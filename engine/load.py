@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -10,8 +11,13 @@ from engine.request import Request
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import StepPlan
 
-LOOKED_UP = 32
+LOOKED_UP = 16
 """Waiting sequences whose prefixes are looked up again for each report."""
+
+COUNTED_EACH_TIME = 64
+"""Longer queues are counted only now and then; in between, what comes is added and what starts taken away."""
+
+COUNT_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +55,38 @@ class LoadMeter:
         self._prefix_caching = prefix_caching
         self._prefill_rate = prefill_rate
         self._step_seconds = 0.0
+        self._waiting_tokens = 0
+        self._counted_at = float("-inf")
         self._next = 0  # place in the waiting list of the next sequence to look up
 
     def added(self, request: Request) -> None:
         """A request waits: look its prefix up, so that no report takes it for longer than it is."""
         entry = self._table.entries.get(request.key)
-        if entry is not None and self._prefix_caching:
-            self._match(entry)
+        if entry is not None:
+            self._look_up(entry)
+            self._waiting_tokens += self._missing(entry)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """A step has been run."""
+        for request in plan.admitted:
+            self._waiting_tokens -= request.num_prompt_tokens - (request.cached_tokens or 0)
         if not plan.prefill and not plan.transfers:
             self._step_seconds = seconds
 
     def read(self) -> EngineLoad:
-        """The load now; O(running and waiting sequences), some tens of nanoseconds each."""
-        table, size = self._table, self._pool.block_size
-        self._look_up()
-        waiting = kv = 0
+        """The load now; a tenth of a microsecond for each running sequence."""
+        table = self._table
+        left = kv = 0
         for entry in table.running:
             request = entry.request
             computed = request.computed
             kv += computed
-            left = len(request.token_ids) - computed
-            if left > 1:
-                waiting += left
-        for entry in table.waiting:
-            request = entry.request
-            node = entry.node
-            waiting += len(request.token_ids)
-            if entry.host_table:
-                waiting -= request.computed
-            elif node is not None and node.alive:
-                waiting -= node.depth * size
+            missing = len(request.token_ids) - computed
+            if missing > 1:
+                left += missing
+        self._count_waiting()
         return EngineLoad(
-            waiting_tokens=waiting,
+            waiting_tokens=left + self._waiting_tokens,
             running=len(table.running),
             kv_tokens=kv,
             referenced=self._pool.num_referenced,
@@ -93,18 +96,30 @@ class LoadMeter:
             step_seconds=self._step_seconds,
         )
 
-    def _look_up(self) -> None:
-        """Find the prefixes of some waiting sequences again, of each in its turn."""
+    def _count_waiting(self) -> None:
         waiting = self._table.waiting
-        if not self._prefix_caching or not waiting:
+        if not waiting:
+            self._waiting_tokens = 0
             return
         for _ in range(min(LOOKED_UP, len(waiting))):
-            if self._next >= len(waiting):
-                self._next = 0
-            self._match(waiting[self._next])
-            self._next += 1
+            self._next = self._next + 1 if self._next + 1 < len(waiting) else 0
+            self._look_up(waiting[self._next])
+        now = time.monotonic()
+        if len(waiting) <= COUNTED_EACH_TIME or now - self._counted_at >= COUNT_EVERY_S:
+            self._counted_at = now
+            self._waiting_tokens = sum(map(self._missing, waiting))
+        self._waiting_tokens = max(self._waiting_tokens, 0)
 
-    def _match(self, entry: Entry) -> None:
-        if not entry.host_table:
+    def _missing(self, entry: Entry) -> int:
+        """Tokens that a waiting sequence will have to compute."""
+        request = entry.request
+        if entry.host_table:
+            return len(request.token_ids) - request.computed
+        node = entry.node
+        found = node.depth if node is not None and node.alive else 0
+        return len(request.token_ids) - found * self._pool.block_size
+
+    def _look_up(self, entry: Entry) -> None:
+        if self._prefix_caching and not entry.host_table:
             tokens = entry.request.token_ids
             entry.node = self._index.match(entry.root, tokens, len(tokens) - 1, entry.node)

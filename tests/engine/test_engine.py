@@ -242,13 +242,11 @@ class Outputs:
     """Collects what a thread delivers."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.outputs: list[StepOutputs] = []
         self.deltas: queue.Queue[TokenDelta] = queue.Queue()
         self.deaths: queue.Queue[BaseException] = queue.Queue()
         self.thread = EngineThread(config, self._deliver, self.deaths.put)
 
     def _deliver(self, outputs: StepOutputs) -> None:
-        self.outputs.append(outputs)
         for delta in outputs.deltas:
             self.deltas.put(delta)
 
