@@ -15,6 +15,7 @@ from app.routing.cost import Booked
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, NoRouteError, Route
 from app.routing.load import LoadReport
+from app.routing.policies import Policy
 
 A, B, C = Route("a", 1), Route("b", 2), Route("c", 3)
 IDLE = LoadReport(
@@ -307,14 +308,15 @@ def test_index_follows_the_routes() -> None:
     assert index.replicas == ["b"]
 
 
-def test_random_aborts_leave_no_booking() -> None:
+@pytest.mark.parametrize(("policy", "count"), [(Policy.PREFIX, 10_000), (Policy.LEAST_TOKENS, 100_000)])
+def test_random_aborts_leave_no_booking(policy: Policy, count: int) -> None:
     index, draw = KvIndex(), random.Random(7)
-    ledger = Ledger(index=index)
+    ledger = Ledger(policy, index)
     routes = {name: Route(name, place) for place, name in enumerate("abcd")}
     for route in routes.values():
         ledger.open(route)
     live: list[int] = []
-    for attempt in range(100_000):
+    for attempt in range(count):
         ledger.expect(attempt)
         if draw.random() < 0.02:
             ledger.release(attempt)  # given up before the router has seen it
@@ -344,4 +346,6 @@ def test_random_aborts_leave_no_booking() -> None:
     assert not ledger._entries
     assert not ledger._expected
     assert not any(ledger._unacknowledged.values())
+    index.expire(float("inf"))
+    assert index.speculative == 0
     assert all(at.count == 0 and at.booked == Booked() for at in ledger._standings.values())
