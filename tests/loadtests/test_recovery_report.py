@@ -1,0 +1,105 @@
+"""What the measurements of recovery and of memory pressure make of what they saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from engine.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
+from engine.request import FinishReason
+from engine.step_plan import SchedulerStats
+from loadtests.pressure import Pressed, blocks_needed, figures_of
+from loadtests.recovery import Load, Run, bars, row, summary
+from loadtests.report import Figure
+from loadtests.streams import Outcome
+
+
+def run_of(mode: RecoveryMode, decisions: int, outcome: float) -> Run:
+    """Decisions that were estimated at 0.15 s (a swap) or 0.16 s each and took ``outcome``."""
+    policy = RecoveryPolicy(mode, 16, Rates(1000.0, 100.0, 200.0))
+    for _ in range(decisions):
+        decision = policy.choose(Victim(160, 10, 10, 0, 0, True))
+        policy.spent(decision, outcome)
+        policy.done(decision)
+    stats = SchedulerStats(
+        referenced_blocks=0,
+        cached_blocks=0,
+        free_blocks=0,
+        running=0,
+        waiting=0,
+        preempted=0,
+        swapped=0,
+        prompt_tokens=0,
+        generated_tokens=0,
+        prefix_query_tokens=0,
+        prefix_hit_tokens=0,
+        preemptions=decisions,
+        host_blocks=0,
+        host_blocks_used=0,
+        copied_blocks=0,
+        recovery=policy.stats(),
+        finished=dict.fromkeys(FinishReason, 0),
+    )
+    return Run({"a": [1, 2, 3]}, 1.5, stats, 10)
+
+
+def verdicts(figures: list[Figure]) -> list[bool]:
+    return [figure.holds for figure in figures if figure.bar is not None]
+
+
+def test_a_run_must_keep_its_tokens_decide_often_and_estimate_well() -> None:
+    good = run_of(RecoveryMode.SWAP, 200, 0.18)
+    assert verdicts(bars("swap", good, True)) == [True] * 3
+    assert verdicts(bars("swap", good, False)) == [False, True, True]
+    assert verdicts(bars("swap", run_of(RecoveryMode.SWAP, 199, 0.18), True)) == [True, False, True]
+    assert verdicts(bars("swap", run_of(RecoveryMode.SWAP, 200, 0.3), True)) == [True, True, False]
+    assert verdicts(bars("recompute", run_of(RecoveryMode.RECOMPUTE, 200, 0.08), True)) == [True, True, False]
+
+
+def test_in_auto_mode_a_kind_that_was_hardly_taken_has_no_bar() -> None:
+    # Auto takes the swap here; the other kind is but a trial or two.
+    figures = bars("auto", run_of(RecoveryMode.AUTO, 200, 0.9), True)
+    errors = {figure.name.split()[-2]: figure for figure in figures if "error" in figure.name}
+    assert not errors["swap"].holds
+    assert all(figure.bar is None for kind, figure in errors.items() if kind == "recompute")
+
+
+def test_the_table_and_the_summary_say_what_happened() -> None:
+    run = run_of(RecoveryMode.SWAP, 4, 0.3)
+    assert row("swap", run, True) == ["swap", "2.0", "4", "4", "0.50", "2.00", "0", "-", "-", "same"]
+    assert row("swap", run, False)[-1] == "DIFFER"
+    assert summary(run)["finished"] == {Recovery.SWAP: 4, Recovery.RECOMPUTE: 0}
+
+
+def test_a_load_is_the_same_for_the_same_seed() -> None:
+    load = Load(20, 3)
+    one, again, other = load.make(1), load.make(1), load.make(2)
+    assert [request.token_ids for request in one] == [request.token_ids for request in again]
+    assert [request.token_ids for request in one] != [request.token_ids for request in other]
+    assert [request.priority for request in one] == [-number for number in range(20)]
+
+
+def stream(text: str) -> Outcome:
+    events: list[Any] = [{"choices": [{"text": letter, "finish_reason": None}]} for letter in text]
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    return Outcome(200, events, [0.0] * len(events), True)
+
+
+def test_streams_must_be_whole_and_the_same_and_somebody_must_have_been_preempted() -> None:
+    streams = [stream("abc"), stream("xyz")]
+    good = Pressed(streams, 2.0, 3, {"swap": 3, "recompute": 0})
+    said = ["abc", "xyz"]
+    assert all(figure.holds for figure in figures_of("small", good, said, 3))
+    assert verdicts(figures_of("small", good, ["abc", "xyw"], 3)) == [True, True, False, True]
+    assert verdicts(figures_of("small", replace(good, preemptions=0), said, 3)) == [True, True, True, False]
+    refused = replace(good, outcomes=[streams[0], Outcome(503)])
+    assert verdicts(figures_of("small", refused, said, 3)) == [False, False, False, True]
+    silent = replace(good, outcomes=[streams[0], Outcome()])
+    assert silent.refused == 1
+    cut = replace(good, outcomes=[streams[0], replace(streams[1], done=False)])
+    assert verdicts(figures_of("small", cut, said, 3)) == [False, True, True, True]
+
+
+def test_blocks_are_counted_whole() -> None:
+    assert blocks_needed(64, 256) == 64 * 17
+    assert blocks_needed(1, 1) == 2
