@@ -26,17 +26,12 @@ class KvFeed:
         self._ledger = ledger
         self._index = index
         self._trusted: set[Route] = set()
+        self._reported: set[str] = set()
 
     def open(self, route: Route, hello: wire.Hello) -> None:
         """A channel has opened, and its route; checks that both ends make the same keys."""
-        if hello.keys is None:
-            return
-        if not hello.agrees:
-            logger.error(
-                "replica %s names blocks otherwise than this process: requests are routed to it without regard "
-                "to its prefix cache; run one release everywhere",
-                route.replica,
-            )
+        if hello.keys is None or not hello.agrees:
+            self._distrust(route.replica, hello)
             return
         self.keys = hello.keys
         self._trusted.add(route)
@@ -70,6 +65,22 @@ class KvFeed:
     def close(self, route: Route) -> None:
         """A channel has ended."""
         self._trusted.discard(route)
+
+    def _distrust(self, replica: str, hello: wire.Hello) -> None:
+        """What the replica holds says nothing here, nor what it is about to hold."""
+        if not hello.agrees and replica not in self._reported:
+            self._reported.add(replica)
+            logger.error(
+                "replica %s names blocks otherwise than this process: requests are routed to it without regard "
+                "to its prefix cache; run one release everywhere",
+                replica,
+            )
+
+        def step(index: KvIndex) -> bool:
+            index.remove(replica)
+            return True
+
+        self._do(step)
 
     def _do(self, step: Callable[[KvIndex], bool]) -> bool:
         return self._ledger.with_index(lambda _: step(self._index)) is not False
