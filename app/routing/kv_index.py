@@ -53,7 +53,7 @@ class KvIndex:
     collision of 64-bit hashes) reports the key when the first comes and when the last goes, and takes it into
     its digest once. If it does otherwise, a hit is missed or overestimated, never served wrongly.
 
-    **Memory.** 80 to 120 bytes for each distinct block, whatever the number of replicas that have it;
+    **Memory.** 65 to 90 bytes for each distinct block, whatever the number of replicas that have it;
     ``max_speculative`` bounds the blocks that are not there yet, ``max_waiting`` the records that wait for one
     replica's snapshot.
 

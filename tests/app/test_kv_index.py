@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from array import array
 
 import pytest
 
@@ -114,6 +116,46 @@ def test_what_is_replayed_never_resurrects_a_block() -> None:
     assert index.longest(keys) == [("a", 0)]
     assert index.snapshot("a", 0, 4, keys[:1])
     assert index.longest(keys) == [("a", 1)]
+
+
+def test_what_is_replayed_while_a_snapshot_is_awaited_never_resurrects_a_block() -> None:
+    keys = prompt(1, 2)
+    index = KvIndex()
+    index.add("a")
+    assert not index.apply("a", 0, 3, stored=keys[1:])
+    assert index.apply("a", 0, 4, removed=keys[1:])
+    assert index.apply("a", 0, 3, stored=keys[1:])
+    assert index.snapshot("a", 0, 2, keys[:1])
+    assert index.digest("a") == (4, keys[0], 1)
+
+
+def test_a_gap_among_the_deltas_that_wait_asks_again() -> None:
+    keys = prompt(*range(6))
+    index = KvIndex()
+    index.add("a")
+    assert not index.apply("a", 0, 3, stored=keys[3:4])
+    assert index.apply("a", 0, 3, stored=keys[3:4])
+    assert index.apply("a", 0, 2, stored=keys[2:3])
+    assert not index.apply("a", 0, 5, stored=keys[5:])
+    assert not index.snapshot("a", 0, 2, keys[:3])
+    assert not index.synced("a")
+    assert index.apply("a", 0, 4, stored=keys[:1])
+    assert index.snapshot("a", 0, 4, keys[:5])
+    assert index.longest(keys) == [("a", 6)]
+    assert index.counters.repeated == 0
+
+
+def test_a_new_replica_in_an_old_ones_slot_is_named_as_itself() -> None:
+    keys = prompt(1, 2)
+    index = index_of(a=keys)
+    assert index.longest(keys) == [("a", 2)]
+    index.remove("a")
+    while index.sweep():
+        pass
+    index.add("b")
+    assert index.snapshot("b", 0, 0, keys)
+    assert index.slots == 1
+    assert index.longest(keys) == [("b", 2)]
 
 
 def test_an_older_epoch_is_refused_and_a_newer_one_starts_empty() -> None:
@@ -265,6 +307,39 @@ def test_one_replicas_events_sweep_what_others_left() -> None:
     assert len(index) == index.unswept == 0
 
 
+def test_memory_for_each_distinct_block_at_every_size_and_after_turnover() -> None:
+    draw = random.Random(0)
+    index = index_of(**{f"r{number}": [] for number in range(40)})
+    sequences = dict.fromkeys(index.replicas, 0)
+    names = list(sequences)
+
+    def apply(number: int, stored: list[int], removed: list[int]) -> None:
+        for name in {names[(number + step * 7) % 40] for step in range(3)}:
+            sequences[name] += 1
+            # Every replica's events bring numbers of their own, none of which may be kept twice.
+            assert index.apply(name, 0, sequences[name], [key ^ 0 for key in stored], removed)
+
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        # The numbers of a batch go with it: what is known here costs 8 bytes a key.
+        batches: list[array[int]] = []
+        for number in range(24):
+            batches.append(array("Q", (draw.getrandbits(64) for _ in range(500))))
+            apply(number, batches[-1].tolist(), [])
+            used = tracemalloc.get_traced_memory()[0] - before - 8 * 500 * len(batches)
+            if number >= 10:  # fixed costs do not matter any more
+                assert used <= 120 * len(index)
+        for number in range(24):
+            apply(number, [draw.getrandbits(64) for _ in range(500)], batches[number].tolist())
+        used = tracemalloc.get_traced_memory()[0] - before - 8 * 500 * len(batches)
+        assert len(index) == 24 * 500
+        assert used <= 120 * len(index)
+    finally:
+        tracemalloc.stop()
+    assert index.counters.unknown == index.counters.repeated == 0
+
+
 def test_siblings_of_a_burst_stay_together_before_the_first_event() -> None:
     index = index_of(a=[], b=[])
     first, second = prompt(1, 1, 1, 2), prompt(1, 1, 1, 3)
@@ -302,6 +377,16 @@ def test_a_withdrawn_request_takes_nothing_from_its_siblings() -> None:
     assert index.speculative == 0
 
 
+def test_of_equal_claims_the_latest_is_withdrawn() -> None:
+    index = index_of(a=[])
+    index.speculate("a", prompt(1), now=0.0, deadline=1.0)
+    index.speculate("a", prompt(1), now=0.0, deadline=2.0)
+    assert index.withdraw("a", prompt(1))
+    assert index.longest(prompt(1)) == [("a", 1)]
+    assert index.expire(1.0) == 1
+    assert index.longest(prompt(1)) == [("a", 0)]
+
+
 def test_claims_end_at_their_deadline() -> None:
     index = index_of(a=[])
     index.speculate("a", prompt(1, 2), now=0.0, deadline=2.0)
@@ -320,6 +405,7 @@ def test_a_stored_event_confirms_for_all_and_outlives_their_end() -> None:
     for name in "aab":
         index.speculate(name, keys, now=0.0, deadline=2.0)
     assert index.apply("a", 0, 1, stored=keys[:1])
+    assert index.longest(keys) == [("a", 2), ("b", 2)]
     index.expire(2.0)
     assert index.longest(keys) == [("a", 1), ("b", 0)]
     index.speculate("a", keys, now=2.0, deadline=3.0)

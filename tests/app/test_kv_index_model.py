@@ -198,7 +198,7 @@ class World:
 NAMES = ["a", "b", "c"]
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=70, deadline=None)
 @given(st.data(), st.sampled_from([2, 12, 1000]))
 def test_random_histories(data: st.DataObject, max_waiting: int) -> None:
     """Deltas lost, repeated and late, epochs, snapshots old and new, replicas that come and go, claims."""
