@@ -1,0 +1,58 @@
+"""Requests that share a prompt go where its blocks are, over real Ray Serve."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from loadtests.cluster import LocalCluster, wait_for
+from loadtests.streams import MODEL
+
+SHOPS = ("shoes", "lamps", "books", "tea")
+
+
+def ask(http: httpx.Client, shop: str, question: str) -> dict[str, Any]:
+    system = f"You answer customers of a shop that sells {shop}. " + f"Be kind and brief about {shop}. " * 30
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 4}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage: dict[str, Any] = answer.json()["usage"]
+    return usage
+
+
+def predictions(http: httpx.Client) -> dict[str, int]:
+    counters: dict[str, int] = http.get("/health").json()["cached_tokens"]
+    return counters
+
+
+def test_followers_find_the_shared_prompt(cluster: LocalCluster) -> None:
+    """With two replicas and no regard to prefixes, about half of the second requests would miss."""
+    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+        before = predictions(http)
+        for shop in SHOPS:
+            ask(http, shop, "Are you open?")
+        followers = [ask(http, shop, f"Do you have {n}?") for n in range(3) for shop in SHOPS]
+        shared = 16 * 8  # blocks of the shortest system prompt, at least
+        assert all(usage["prompt_tokens_details"]["cached_tokens"] >= shared for usage in followers)
+        after = predictions(http)
+        assert after["requests"] - before["requests"] == len(SHOPS) * 4
+        assert after["predicted"] - before["predicted"] >= shared * len(followers)
+
+
+def test_a_burst_of_one_prompt_computes_it_few_times(cluster: LocalCluster) -> None:
+    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+        with ThreadPoolExecutor(8) as clients:
+            usages = list(clients.map(lambda n: ask(http, "sails", f"Question {n}?"), range(8)))
+        cold = [usage for usage in usages if usage["prompt_tokens_details"]["cached_tokens"] < 16 * 8]
+        assert len(cold) <= 2  # once on each replica at most
+
+
+def test_a_tenant_does_not_find_anothers_prompt(cluster: LocalCluster) -> None:
+    with httpx.Client(base_url=cluster.url, timeout=120, headers={"x-tenant": "one"}) as one:
+        ask(one, "maps", "Hello?")
+        wait_for(lambda: ask(one, "maps", "Again?")["prompt_tokens_details"]["cached_tokens"] >= 128, 20, "hits")
+    with httpx.Client(base_url=cluster.url, timeout=120, headers={"x-tenant": "two"}) as two:
+        assert ask(two, "maps", "Hello?")["prompt_tokens_details"]["cached_tokens"] == 0
