@@ -43,10 +43,16 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N",
         help="runs at the same time (default: the cores)",
     )
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="only the first N seeds of each, for a quick look"
+    )
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     began = time.monotonic()
     scenarios = {name: SCENARIOS[name]() for name in arguments.only or SCENARIOS}
+    if arguments.seeds is not None:
+        for scenario in scenarios.values():
+            scenario.runs = [run for run in scenario.runs if run.seed <= max(1, arguments.seeds)]
     findings = run_all(scenarios, max(1, arguments.workers))
     figures: list[Figure] = []
     for part in findings.values():

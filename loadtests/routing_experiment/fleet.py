@@ -169,7 +169,7 @@ class Fleet:
         self._generated = 0
         self._live = 0
         for _ in range(replicas):
-            self._join()
+            self._join(0.0)
         for job in workload.jobs:
             self._push(job.arrival, _Event.ARRIVAL, job)
         for at, count in (joins or {}).items():
@@ -190,7 +190,7 @@ class Fleet:
                 self._step_end(payload.place, payload.at, now)
             elif isinstance(payload, int):
                 for _ in range(payload):
-                    self._join()
+                    self._join(now)
             else:
                 self._mark()
         self.outcome.unfinished = self._live
@@ -200,13 +200,14 @@ class Fleet:
     def _push(self, at: float, kind: _Event, payload: object) -> None:
         heapq.heappush(self._events, (at, kind, next(self._counter), payload))
 
-    def _join(self) -> None:
+    def _join(self, now: float) -> None:
         replica = Replica(f"replica-{len(self.replicas)}", self._blocks)
         self._places[replica.name] = len(self.replicas)
         self.replicas.append(replica)
         self._feeds.append(_Feed(replica, self._hearing))
         for channel in self._channels:
             channel.router.add(replica)
+        self._feeds[-1].flush(now)
 
     def _arrive(self, job: Job, now: float) -> None:
         channel = self._random.choice(self._channels)

@@ -116,7 +116,7 @@ def simulate_all(runs: Sequence[Run], workers: int, progress: Callable[[], objec
     """Run all, several at a time; results in the order of ``runs``."""
     if workers == 1:
         return list(_counted(map(simulate, runs), progress))
-    with get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:
+    with get_context("spawn").Pool(workers) as pool:
         return list(_counted(pool.imap(simulate, runs, chunksize=1), progress))
 
 

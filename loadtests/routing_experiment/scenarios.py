@@ -16,7 +16,7 @@ Results = dict[tuple[str, Arm], list[Summary]]
 """By the name of the runs and their arm, one for each seed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scenario:
     """A named part of the experiment."""
 
@@ -233,14 +233,16 @@ def _cold() -> Scenario:
 def _burst() -> Scenario:
     load = Served(given.BURST_REPLICAS, 19_264, 0.0, 0.0, given.BURST_SECONDS)
     names = ("burst of distinct prefixes", "burst of one prefix")
+    heavy = "burst of one shorter prefix"
     runs = [
         run
         for name in names
         for run in _seeds(name, name, given.BURST_SHAPE, load, (Arm.PREFIX,), seeds=given.BURST_TRIALS)
     ]
+    runs += _seeds(heavy, names[1], given.BURST_HEAVY, load, (Arm.PREFIX,), seeds=given.BURST_TRIALS)
 
     def judge(results: Results) -> Findings:
-        distinct, one = (results[name, Arm.PREFIX] for name in names)
+        distinct, one, small = (results[name, Arm.PREFIX] for name in (*names, heavy))
         return Findings(
             [table("64 requests in 5 ms on four idle replicas", results)],
             [
@@ -248,6 +250,7 @@ def _burst() -> Scenario:
                     "burst: distinct prefixes, busiest/mean", max(s.balance for s in distinct), "", 1.15, True
                 ),
                 Figure("burst: one cold prefix, replicas", max(s.replicas_used for s in one), "", 2, True),
+                Figure("burst: one shorter cold prefix, replicas", max(s.replicas_used for s in small)),
             ],
         )
 

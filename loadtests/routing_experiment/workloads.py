@@ -75,7 +75,7 @@ class Source:
 
     @staticmethod
     def extend(tokens: list[int], keys: list[int], new: Iterable[int]) -> Prompt:
-        """The prompt of ``tokens`` and ``new``; ``keys`` are those of full blocks of ``tokens``, perhaps not all."""
+        """``tokens`` and ``new``; ``keys`` are those of full blocks of ``tokens``, perhaps not of all."""
         whole = [*tokens, *new]
         done = len(keys)
         more = block_keys(keys[-1] if keys else ROOT, whole[done * BLOCK_SIZE :], BLOCK_SIZE)
