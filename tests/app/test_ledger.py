@@ -349,3 +349,22 @@ def test_random_aborts_leave_no_booking(policy: Policy, count: int) -> None:
     index.expire(float("inf"))
     assert index.speculative == 0
     assert all(at.count == 0 and at.booked == Booked() for at in ledger._standings.values())
+
+
+def test_first_token_frees_the_replica_for_the_next_choice_at_once() -> None:
+    ledger = ledger_of(A, B)
+    for route in (A, B):
+        ledger.report(route, IDLE)
+    busy = book(ledger, 1, 3000)
+    other = book(ledger, 2, 500)
+    assert other != busy
+    ledger.first_token(1)
+    assert book(ledger, 3, 100) == busy
+
+
+def test_reopened_route_starts_without_the_load_of_the_older_one() -> None:
+    ledger = ledger_of(A, B)
+    ledger.report(B, IDLE)
+    ledger.report(A, replace(IDLE, waiting_tokens=10**6))
+    ledger.open(Route("a", 5))
+    assert set(Counter(book(ledger, attempt) for attempt in range(20)).values()) == {10}
