@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class Fleet:
         self.own_tokens = (blocks - shared) * BLOCK_SIZE
         self.systems = [self._keys(ROOT, shared) for _ in range(GROUPS)]
         self.sequences = dict.fromkeys(self.names, 0)
-        self.held: dict[str, list[int]] = {}
+        self.held: dict[str, array[int]] = {}  # not lists, which Python's garbage collector would walk over
         for number, name in enumerate(self.names):
             held: list[int] = []
             for group, keys in enumerate(self.systems):
@@ -58,7 +59,7 @@ class Fleet:
                 if len(held) > BLOCKS_PER_REPLICA * 3 // 4:
                     break
             held += [self.draw.getrandbits(64) for _ in range(BLOCKS_PER_REPLICA - len(held))]
-            self.held[name] = held
+            self.held[name] = array("Q", held)
             self.index.add(name)
             self.index.snapshot(name, 0, 0, held)
 
@@ -171,10 +172,10 @@ def test_apply(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
         name = fleet.draw.choice(fleet.names)
         fleet.sequences[name] += 1
         held = fleet.held[name]
-        removed = held[-256:]
+        removed = held[-256:].tolist()
         del held[-256:]
         stored = [fleet.draw.getrandbits(64) for _ in range(256)]
-        held[:0] = stored
+        held[:0] = array("Q", stored)
         return (name, 0, fleet.sequences[name], stored, removed), {}
 
     benchmark.pedantic(fleet.index.apply, setup=setup, rounds=ROUNDS // 3, warmup_rounds=20)
