@@ -24,7 +24,10 @@ OFFLINE_CPU_BUDGET = 512
 DECODE_SHARE = 0.75
 """Most of a calibrated budget that decoding requests may take, so that prompts always get on."""
 
-_TRIAL_TOKENS = (16, 64, 256)
+CPU_TRIAL_TOKENS = 256
+"""Of a prompt that is as long as any that a CPU's rate depends on."""
+
+_TRIAL_TOKENS = (16, 64, CPU_TRIAL_TOKENS)
 _REPEAT_BELOW = 0.1  # seconds
 _LONGEST_TRIAL = 0.4  # seconds expected; a longer trial is not begun
 _REPEATS = 3

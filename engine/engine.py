@@ -12,6 +12,7 @@ import torch
 from engine.block_keys import KeyScheme
 from engine.block_pool import BlockPool
 from engine.calibration import (
+    CPU_TRIAL_TOKENS,
     DECODE_SHARE,
     GPU_BUDGET,
     OFFLINE_CPU_BUDGET,
@@ -210,7 +211,7 @@ class Engine:
         return RecoveryPolicy(RecoveryMode(self.config.recovery), self.limits.block_size, rates)
 
     def _calibrate(self, offline: bool) -> Calibration:
-        """Choose the token budget; measure the prefill rate where that or the choice of a recovery needs it."""
+        """Choose the token budget; measure the prefill rate if that, a router or a recovery needs it."""
         runner, given = self.runner, self.config.token_budget
         cpu = runner.device.type == "cpu"
         clock = processor_clock(runner.num_threads) if cpu else time.perf_counter
@@ -218,8 +219,10 @@ class Engine:
             return calibrate(runner.prefill, self.limits.max_tokens, clock)
         budget = given or (OFFLINE_CPU_BUDGET if cpu else GPU_BUDGET)
         rate = 0.0
-        if runner.memory.host_blocks:
-            rate = steady_prefill_rate(runner.prefill, min(budget, self.limits.max_tokens), clock)
+        if runner.memory.host_blocks or not offline:
+            # On a CPU longer prompts are no faster, and would hold up the start.
+            tokens = min(budget, self.limits.max_tokens, CPU_TRIAL_TOKENS if cpu else budget)
+            rate = steady_prefill_rate(runner.prefill, tokens, clock)
         return Calibration(rate, budget)
 
 

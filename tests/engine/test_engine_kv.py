@@ -131,8 +131,17 @@ def test_without_prefix_caching_there_is_nothing_to_tell(tiny_models: dict[str, 
         observed.thread.kv_snapshot()
 
 
-def test_an_offline_engine_records_nothing(tiny_models: dict[str, Path]) -> None:
-    assert Engine(tiny_engine_config(tiny_models["Llama"]), offline=True).kv_events is None
+def test_an_offline_engine_records_and_measures_nothing(tiny_models: dict[str, Path]) -> None:
+    engine = Engine(tiny_engine_config(tiny_models["Llama"]), offline=True)
+    assert engine.kv_events is None
+    assert engine.load.read().prefill_rate == 0.0
+
+
+def test_the_prefill_rate_is_known_whatever_the_budget(observed: Observed) -> None:
+    observed.thread.abort("anything")
+    observed.until_outputs(0)
+    assert observed.outputs[0].load.prefill_rate > 0.0
+    assert observed.outputs[0].deltas == []
 
 
 def test_nobody_waits_for_an_engine_that_has_ended(observed: Observed) -> None:
