@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.routing.block_masks import SHIFT, BlockMasks
+from app.routing.block_masks import BlockMasks
+from app.routing.prefix_walk import prefix_ends, window_ends
 from app.routing.replica_feed import Delta, ReplicaFeed
 from app.routing.speculation import Speculation
 
@@ -134,11 +135,16 @@ class KvIndex:
     def longest(self, keys: Sequence[int]) -> list[tuple[str, int]]:
         """Return for each replica how many of the first blocks are there or coming, in order of adding."""
         depths = dict.fromkeys(self._feeds, 0)
-        if keys:
-            if self.window_blocks is None:
-                self._prefixes(keys, depths)
-            else:
-                self._windows(keys, depths, self.window_blocks)
+        coming = self._speculation.coming
+        if not keys:
+            ends = []
+        elif self.window_blocks is None:
+            ends = prefix_ends(keys, self._masks.shards, self._exact, coming)
+        else:
+            ends = window_ends(keys, self._masks.masks(keys), self._exact, coming, self.window_blocks)
+        for replicas, blocks in ends:
+            for name in self._names_of(replicas):
+                depths[name] = blocks
         return list(depths.items())
 
     def apply(
@@ -315,74 +321,11 @@ class KvIndex:
         self.counters.repeated += change.repeated
         self._speculation.confirm(replica, keys)
 
-    def _prefixes(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        shards, exact, coming = self._masks.shards, self._exact, self._speculation.coming
-
-        def holders(key: int) -> int:
-            group = coming.get(key)
-            mask = shards[key >> SHIFT].get(key, 0) & exact
-            return mask if group is None else mask | group.bits
-
-        high = len(keys) - 1
-        held = holders(keys[0])
-        still = held and held & holders(keys[high])
-        self._set(depths, still, high + 1)
-        # Stretches (low, holders of low, high, holders of high) in which holders are lost; the lower first,
-        # since who lacks a key cannot count further on.
-        low = 0
-        stretches = []
-        while True:
-            while held != still:
-                if high - low == 1:
-                    self._set(depths, held ^ still, high)
-                    break
-                middle = (low + high) // 2
-                there = held & holders(keys[middle])
-                if there == held:
-                    low = middle
-                    continue
-                still &= there
-                if there != still:
-                    stretches.append((middle, there, high, still))
-                high, still = middle, there
-            if not stretches:
-                return
-            low, held, high, still = stretches.pop()
-
-    def _windows(self, keys: Sequence[int], depths: dict[str, int], window: int) -> None:
-        exact, coming = self._exact, self._speculation.coming
-        masks = self._masks.masks(keys)
-        if coming and not coming.keys().isdisjoint(keys):
-            groups = map(coming.get, keys)
-            masks = [
-                mask & exact if group is None else mask & exact | group.bits
-                for mask, group in zip(masks, groups, strict=True)
-            ]
-            exact = -1
-        starts: dict[int, int] = {}
-        held = before = 0
-        for place, mask in enumerate([*masks, 0]):
-            if mask == before:
-                continue
-            before = mask
-            there = mask & exact
-            changed = there ^ held
-            while changed:
-                bit = changed & -changed
-                changed ^= bit
-                if there & bit:
-                    starts[bit] = place
-                elif starts[bit] == 0 or place - starts[bit] >= window:
-                    self._set(depths, bit, place)
-            held = there
-
-    def _set(self, depths: dict[str, int], replicas: int, blocks: int) -> None:
-        """Give this depth to the replicas of these bits."""
+    def _names_of(self, replicas: int) -> tuple[str, ...]:
         names = self._named.get(replicas)
         if names is None:
             if len(self._named) >= MAX_NAMED:
                 self._named.clear()
             names = tuple(name for slot, name in enumerate(self._names) if replicas >> slot & 1)
             self._named[replicas] = names
-        for name in names:
-            depths[name] = blocks
+        return names
