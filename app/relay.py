@@ -10,21 +10,21 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
 from typing import Any
 
 from app import wire
+from app.attempt import Attempts
 from app.cache_reset import CacheReset, reset_prefix_caches
 from app.channel_set import ChannelSet
 from app.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 from app.kv_feed import KvFeed
 from app.live_request import LiveRequest
-from app.routing.ledger import Ledger, NoRouteError, Route
+from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
 from app.wire_kv import KvSection
-from engine.errors import InvalidRequestError, QuireError
+from engine.errors import QuireError
 from engine.request import ModelLimits, validate
 
 __all__ = ["Delta", "EngineClient", "GenerateRequest", "GenerationError", "UnavailableError"]
@@ -41,18 +41,7 @@ MAX_ATTEMPTS = 64
 INLINE_TOKENS = 16_384
 """Block keys of shorter prompts are made at once, in half a millisecond; those of longer ones in a thread."""
 
-END_RECORD_S = 5.0
-"""The end record follows the engine's answer on the channel within this, else the request moves on."""
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Setback:
-    """Why an attempt came to nothing; ``fault`` if a replica failed under it, not if it never began."""
-
-    reason: str
-    fault: bool
 
 
 class EngineClient:
@@ -74,11 +63,9 @@ class EngineClient:
         self._attempts = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}  # by attempt
         self._requests: set[LiveRequest] = set()
-        self._lingering: set[asyncio.Future[Any]] = set()
         self._limits: ModelLimits | None = None
         self._routes_changed = asyncio.Event()
         self._started: ChannelSet | None = None
-        self._generate: Any = None
 
     async def start(self) -> None:
         """Open channels to the replicas, now and as they come; awaits no replica. Later calls do nothing."""
@@ -87,7 +74,7 @@ class EngineClient:
             self._kv = KvFeed(self._started.fleet.ledger, self._started.fleet.index)
             self._ledger.configure(self._policy)
             # The first options() makes Serve create the router, which reports its members.
-            self._generate = self._handle.options(_by_reference=False).generate
+            self._calls = Attempts(self._handle.options(_by_reference=False).generate, self._started.cid)
 
     async def stop(self) -> None:
         """Close every channel; live requests end with ``UnavailableError``."""
@@ -192,7 +179,7 @@ class EngineClient:
             self._live[attempt] = live
             self._ledger.expect(attempt)
             try:
-                setback = await self._attempt(live, attempt)
+                setback = await self._calls.run(live, attempt)
             finally:
                 self._retire(live, attempt)
             if setback is not None and not live.ended:
@@ -219,63 +206,6 @@ class EngineClient:
             live.avoid = booking.route.replica
         self._ledger.release(attempt, live.num_tokens if live.complete else None)
         self._channels.settle()
-
-    async def _attempt(self, live: LiveRequest, attempt: int) -> Setback | None:
-        """Run one attempt; ``None`` when the request has ended or was asked to move."""
-        payload = wire.pack_submission(live.submission(attempt))
-        try:
-            response = self._generate.remote(self._channels.cid, payload, meta=live.routing_meta(attempt))
-        except Exception as error:  # noqa: BLE001  (as any failure of a call below)
-            return Setback(_said(error), fault=True)
-        answer = asyncio.ensure_future(_await(response))
-        interrupted = asyncio.ensure_future(live.interrupt.wait())
-        try:
-            await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                return None
-            try:
-                outcome = answer.result()
-            except NoRouteError as error:
-                return Setback(str(error), fault=False)
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
-                # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
-                # nobody here has cancelled. A lost replica shows on its channel, too: its end counts the fault.
-                return None if live.interrupt.is_set() else Setback(_said(error), fault=True)
-            return await self._conclude(live, outcome, interrupted)
-        finally:
-            interrupted.cancel()
-            if live.complete:
-                self._linger(answer, response)
-            elif not answer.done():
-                _cancel(answer, response)
-
-    def _linger(self, answer: asyncio.Future[Any], response: Any) -> None:
-        """The end record overtook the engine's answer, due any moment: to cancel that would cost more."""
-        limit = asyncio.get_running_loop().call_later(END_RECORD_S, _cancel, answer, response)
-
-        def done(answer: asyncio.Future[Any]) -> None:
-            limit.cancel()
-            self._lingering.discard(answer)
-            if not answer.cancelled() and answer.exception() is not None:
-                logger.info("after its last token a call ended with %s", answer.exception())
-
-        self._lingering.add(answer)
-        answer.add_done_callback(done)
-
-    async def _conclude(
-        self, live: LiveRequest, outcome: dict[str, Any], interrupted: asyncio.Future[Any]
-    ) -> Setback | None:
-        """The engine's answer; only the channel's end record, which may still be behind, ends the request."""
-        if "invalid" in outcome:
-            live.fail(InvalidRequestError(*outcome["invalid"]))
-            return None
-        if "refused" in outcome:
-            return Setback(str(outcome["refused"]), fault=False)
-        if not live.ended:
-            await asyncio.wait((interrupted,), timeout=END_RECORD_S)
-            if not live.ended and not live.interrupt.is_set():
-                return Setback("the end record did not come", fault=True)
-        return None
 
     async def _routable(self, live: LiveRequest) -> bool:
         """Wait for a replica with an open channel; fails the request when none comes."""
@@ -373,17 +303,3 @@ class EngineClient:
                 self._ledger.first_token(record.attempt)
             live.accept(record)
         return stale
-
-
-async def _await(response: Any) -> Any:
-    return await response
-
-
-def _cancel(answer: asyncio.Future[Any], response: Any) -> None:
-    """The task first: awaiting a response that one has cancelled raises."""
-    answer.cancel()
-    response.cancel()
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
