@@ -9,8 +9,7 @@ from engine.prefix_node import DEAD, HOLLOW, ROOT, IndexObserver, PrefixNode, Ro
 
 __all__ = ["HOLLOW_PER_BLOCK", "PrefixIndex", "PrefixNode"]
 
-HOLLOW_PER_BLOCK = 4
-"""Most nodes without a block for each block of the pool: bounds the memory of a windowed model's trees."""
+HOLLOW_PER_BLOCK = 4  # most nodes without a block for each block of the pool: bounds a windowed model's trees
 
 
 class PrefixIndex:
@@ -44,8 +43,7 @@ class PrefixIndex:
         self._hash = hash_tokens
         self._roots: dict[Hashable, RootNode] = {}
         self._nodes: list[PrefixNode | None] = [None] * pool.num_blocks
-        self._num_nodes = 0
-        self._num_hollow = 0
+        self._num_nodes = self._num_hollow = 0
         self._max_hollow = HOLLOW_PER_BLOCK * pool.num_blocks
         pool.on_evict = self._forget
 
@@ -65,9 +63,7 @@ class PrefixIndex:
 
     def visible_from(self, position: int) -> int:
         """Index in a block table of the first block that a token at ``position`` or later can see."""
-        if self.window is None:
-            return 0
-        return max(0, position - self.window + 1) // self._pool.block_size
+        return 0 if self.window is None else max(0, position - self.window + 1) // self._pool.block_size
 
     def match(
         self, root: Hashable, token_ids: Sequence[int], max_tokens: int, hint: PrefixNode | None = None
@@ -76,8 +72,7 @@ class PrefixIndex:
 
         ``hint`` is what an earlier call returned for the same root and a beginning of the same tokens: the walk
         goes on from there while it is alive. The hit has ``node.depth`` blocks; ``None`` is no hit. With a
-        window only those blocks of a hit must be there that the token after it can see.
-        Nothing changes, not even the order of eviction.
+        window only those must be there that the token after it can see. Not even the order of eviction changes.
         """
         if self.window is not None:
             return self._match_in_window(root, token_ids, max_tokens, hint)
