@@ -131,7 +131,13 @@ def compare_http(arguments: argparse.Namespace) -> None:
         cluster.start()
         for name, options in settings.items():
             redeploy(cluster, {**common, **options})
-            runs[name] = press(cluster, texts, TOKENS, name)
+            runs[name] = one = press(cluster, texts, TOKENS, name)
+            same = sum(a == b for a, b in zip(one.texts, runs["ample"].texts, strict=True))
+            print(
+                f"{name}: {same} streams as with the ample pool, {one.refused} not 200, "
+                f"{one.preemptions} preemptions, {one.seconds:.1f} s",
+                flush=True,
+            )
     finally:
         cluster.stop()
     ample = runs["ample"]

@@ -138,6 +138,7 @@ def compare(arguments: argparse.Namespace) -> None:
         same = one.tokens == ample.tokens
         raw[mode] = {**summary(one), "same_tokens": same}
         rows.append(row(mode, one, same))
+        print(f"{mode}: {raw[mode]}", flush=True)  # at once: the whole takes minutes
         figures += bars(mode, one, same)
     print(f"{load.requests} requests in {arguments.blocks} blocks of {BLOCK_SIZE} tokens")
     header = ["recovery", "tokens/s", "preempted"]
