@@ -146,6 +146,22 @@ def test_a_snapshot_is_made_while_batches_flow() -> None:
     run(test)
 
 
+def test_a_snapshot_that_was_asked_for_waits_for_nothing() -> None:
+    async def test() -> None:
+        replica = KvReplica("r")
+        replica.hub._beat_s = 1000.0  # no empty frame comes to help
+        stream = replica.hub.stream("ingress", 1)
+        for _ in range(2):
+            await anext(stream)
+        assert replica.hub.beat("ingress", 1, 2, resync=True)
+        frame = wire.unpack_frame(await anext(stream))
+        while not frame.kv:
+            frame = wire.unpack_frame(await anext(stream))
+        assert isinstance(frame.kv[0], SnapshotSlice)
+
+    run(test)
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_lost_batch_leads_to_a_snapshot() -> None:
     async def test() -> None:
@@ -159,7 +175,8 @@ def test_a_lost_batch_leads_to_a_snapshot() -> None:
         await until(lambda: replica.snapshots == 2 and ingress.in_step(replica))
         assert ingress.holds(2) == ingress.holds(3) == {"r": 2}
         assert ingress.index.counters.gaps == 1
-        assert ingress.closed == []
+        await asyncio.sleep(0.1)  # several times as long as it waits before it asks again
+        assert (replica.snapshots, ingress.closed) == (2, [])
         await ingress.stop()
 
     run(test)
