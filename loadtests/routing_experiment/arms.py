@@ -143,9 +143,8 @@ class OracleRouter(LedgerRouter):
             stored, removed = replica.pool.drain()
             if stored or removed:
                 self._sequences[replica.name] += 1
-            self.flush(
-                Flush(replica.name, self._sequences[replica.name], stored, removed, report(replica, 0)), now
-            )
+            load = report(replica, 0, perfect=True)
+            self.flush(Flush(replica.name, self._sequences[replica.name], stored, removed, load), now)
         name = super().choose(job, attempt, now)
         self._sent[attempt] = (name, job)
         return name
@@ -194,13 +193,16 @@ class CountRouter:
         self._replicas[self._booked.pop(attempt)] -= 1
 
 
-def report(replica: Replica, channel: int) -> LoadReport:
-    """What the replica's engine says of its load now, on one of its channels."""
+def report(replica: Replica, channel: int, *, perfect: bool = False) -> LoadReport:
+    """What the replica's engine says of its load now, on one of its channels.
+
+    A ``perfect`` one counts a prefix for which several requests wait only once.
+    """
     pool, service = replica.pool, replica.service
     rows = len(replica.running)
     kv_tokens = replica.kv_tokens
     return LoadReport(
-        waiting_tokens=replica.waiting_tokens,
+        waiting_tokens=replica.waiting_tokens if perfect else replica.reported_tokens(),
         running=rows,
         kv_tokens=kv_tokens,
         referenced=pool.num_referenced,

@@ -92,9 +92,20 @@ RATIO = 0.73
 PRESSURE_RATIO = 1.3
 INGRESSES = 4
 
-WARM_UP = 90.0
-WINDOW = 90.0
-"""Seconds before and while saturated runs are measured: more than one, and twice, a request's stay."""
+RAMP_FROM = 0.3
+RAMP_SECONDS = 270.0
+RAMP_STEPS = 27
+RAMP_WINDOW = 6
+RAMP_FULL = 3
+"""How saturation is found: the offered rate, open loop, rises evenly from ``RAMP_FROM`` times the saturating
+rate to all of it in ``RAMP_STEPS`` steps, and an arm's capacity is the most tokens per second that it made in
+any ``RAMP_WINDOW`` steps in a row: 60 s, about as long as a request stays. The run ends after ``RAMP_FULL`` steps
+in a row at whose ends more requests wait than run.
+
+A rising rate needs no search for the highest rate that is still served, which hangs on what counts as served.
+A backlog without bound would measure something else: how well an arm does when requests wait for minutes, while
+the blocks that they were sent for are long gone.
+"""
 
 SERVED_SHARE = 0.3
 """Of the saturating rate: a rate that round robin still serves, to compare the time between tokens."""
@@ -103,12 +114,7 @@ SERVED_WARM_UP, SERVED_WINDOW = 60.0, 120.0
 
 
 def saturating_rate(shape: Shape, replicas: int) -> float:
-    """Requests per second that reading the KV alone would allow, so more than any fleet of these can serve.
-
-    Offered at this rate, open loop, every arm is saturated from the start to the end, whatever it does, and the
-    tokens that it generates per second are its capacity: no search for the highest served rate is needed, whose
-    result would depend on what counts as served.
-    """
+    """Requests per second that reading the KV alone would allow, so more than any fleet of these can serve."""
     return replicas / (SERVICE.kv_token * (shape.prompt + shape.output / 2) * shape.output)
 
 

@@ -68,6 +68,7 @@ class Record:
 class Mark:
     """Sums over each replica up to one moment, in tokens."""
 
+    at: float  # seconds
     generated: tuple[int, ...]
     prefilled: tuple[int, ...]
     queried: tuple[int, ...]
@@ -175,8 +176,13 @@ class Fleet:
         for at, count in (joins or {}).items():
             self._push(at, _Event.JOIN, count)
 
-    def run(self, until: float | None = None, marks: Sequence[float] = ()) -> Outcome:
-        """Simulate ``until`` a time, or until every request has ended."""
+    def run(self, until: float | None = None, marks: Sequence[float] = (), *, full: int = 0) -> Outcome:
+        """Simulate ``until`` a time, or until every request has ended.
+
+        Sums are taken at each of ``marks``. With ``full`` it ends after so many in a row at which more requests
+        wait than run.
+        """
+        seen_full = 0
         for at in marks:
             self._push(at, _Event.MARK, None)
         events = self._events
@@ -192,7 +198,10 @@ class Fleet:
                 for _ in range(payload):
                     self._join(now)
             else:
-                self._mark()
+                self._mark(now)
+                seen_full = seen_full + 1 if self._is_full() else 0
+                if seen_full == full > 0:
+                    break
         self.outcome.unfinished = self._live
         self.outcome.preemptions = sum(replica.preemptions for replica in self.replicas)
         return self.outcome
@@ -272,10 +281,14 @@ class Fleet:
         if follower is not None:
             self._push(follower.arrival, _Event.ARRIVAL, follower)
 
-    def _mark(self) -> None:
+    def _is_full(self) -> bool:
+        return sum(len(one.waiting) - len(one.running) for one in self.replicas) > 0
+
+    def _mark(self, now: float) -> None:
         replicas = self.replicas
         self.outcome.marks.append(
             Mark(
+                now,
                 tuple(replica.generated for replica in replicas),
                 tuple(replica.prefilled for replica in replicas),
                 tuple(replica.query_tokens for replica in replicas),

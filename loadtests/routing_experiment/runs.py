@@ -7,16 +7,19 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from random import Random
 from statistics import fmean
 
 from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_experiment.constants import Served, Shape
-from loadtests.routing_experiment.fleet import Fleet, Outcome, Record
+from loadtests.routing_experiment.constants import RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Served, Shape
+from loadtests.routing_experiment.fleet import Fleet, Mark, Outcome, Record
 from loadtests.routing_experiment.workloads import (
     Conversations,
     Workload,
     burst,
     mixed,
+    poisson,
+    rising,
     shared,
     unshared,
 )
@@ -24,19 +27,19 @@ from loadtests.routing_experiment.workloads import (
 Make = Callable[["Run"], Workload]
 
 WORKLOADS: dict[str, Make] = {
-    "shared": lambda run: shared(run.shape, run.load.rate, run.until, run.seed, vary=False),
-    "shared, lengths vary": lambda run: shared(run.shape, run.load.rate, run.until, run.seed, vary=True),
-    "unshared": lambda run: unshared(run.shape, run.load.rate, run.until, run.seed),
-    "mixed": lambda run: mixed(run.shape, run.load.rate, run.until, run.seed),
+    "shared": lambda run: shared(run.shape, run.times(), run.seed, vary=False),
+    "shared, lengths vary": lambda run: shared(run.shape, run.times(), run.seed, vary=True),
+    "unshared": lambda run: unshared(run.shape, run.times(), run.seed),
+    "mixed": lambda run: mixed(run.shape, run.times(), run.seed),
     "burst of distinct prefixes": lambda run: burst(run.shape, run.seed, distinct=True),
     "burst of one prefix": lambda run: burst(run.shape, run.seed, distinct=False),
-    "conversations": lambda run: Conversations(run.shape, run.load.rate, run.until, run.seed),
+    "conversations": lambda run: Conversations(run.shape, run.times(), run.seed),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm, one seed. A ``saturated`` run stops at its end, any other when all requests have ended.
+    """One arm, one seed. The rate of a ``saturated`` run rises; others end with their last request.
 
     ``first`` replicas are there from the beginning and the rest of the load's join after the warm-up; 0 is all.
     """
@@ -56,10 +59,24 @@ class Run:
         """When the last request arrives."""
         return self.load.warm_up + self.load.seconds
 
+    def times(self) -> list[float]:
+        """When requests arrive by themselves."""
+        arrivals = rising if self.saturated else poisson
+        return arrivals(self.load.rate, self.until, Random(f"arrivals {self.seed}"))
+
+    def marks(self) -> list[float]:
+        """When sums are taken."""
+        if not self.saturated:
+            return [self.load.warm_up, self.until]
+        return [self.until * step / RAMP_STEPS for step in range(RAMP_STEPS + 1)]
+
 
 @dataclass(slots=True)
 class Summary:
-    """Figures of one run, or of several with different seeds; of the time after the warm-up."""
+    """Figures of one run, or of several with different seeds.
+
+    They are of the time after the warm-up; of a saturated run, of the window in which it generated most.
+    """
 
     throughput: float
     """Generated tokens per second."""
@@ -106,7 +123,7 @@ def simulate(run: Run) -> Summary:
             joins={load.warm_up: load.replicas - first} if first < load.replicas else None,
         )
         until = run.until if run.saturated else None
-        return _summary(run, fleet.run(until, (load.warm_up, run.until)))
+        return _summary(run, fleet.run(until, run.marks(), full=RAMP_FULL if run.saturated else 0))
     finally:
         if collecting:
             gc.enable()
@@ -148,13 +165,13 @@ def merge(summaries: Sequence[Summary]) -> Summary:
 
 
 def _summary(run: Run, outcome: Outcome) -> Summary:
-    before, after = outcome.marks
+    before, after = _window(outcome.marks) if run.saturated else (outcome.marks[0], outcome.marks[1])
     generated = _gained(before.generated, after.generated)
     queried = sum(_gained(before.queried, after.queried))
     hit = sum(_gained(before.hit, after.hit))
-    start, until = run.load.warm_up, run.until
+    start, until = before.at, after.at
     if run.saturated:
-        counted = [record for record in outcome.records if record.last >= start]
+        counted = [record for record in outcome.records if start <= record.last < until]
     else:
         counted = [record for record in outcome.records if start <= record.arrival < until]
     ttft: dict[str, array[float]] = {}
@@ -165,7 +182,7 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
         work[record.replica] = work.get(record.replica, 0) + record.prompt + record.output
     kept, kept_tokens = _kept(counted, outcome.records)
     return Summary(
-        throughput=sum(generated) / run.load.seconds if run.load.seconds else 0.0,
+        throughput=sum(generated) / (until - start) if until > start else 0.0,
         hit_rate=hit / queried if queried else 0.0,
         itl=fmean(record.itl for record in counted) if counted else 0.0,
         ttft=ttft,
@@ -178,6 +195,13 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
         kept_tokens=kept_tokens,
         choices=outcome.choices if run.first else [],
     )
+
+
+def _window(marks: Sequence[Mark]) -> tuple[Mark, Mark]:
+    """Beginning and end of the window in which most was generated."""
+    steps = min(RAMP_WINDOW, len(marks) - 1)
+    pairs = list(zip(marks, marks[steps:], strict=False))
+    return max(pairs, key=lambda pair: sum(_gained(pair[0].generated, pair[1].generated)))
 
 
 def _gained(before: Sequence[int], after: Sequence[int]) -> list[int]:

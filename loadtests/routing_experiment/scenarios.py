@@ -33,7 +33,7 @@ def _seeds(name: str, workload: str, shape: Shape, load: Served, arms: Sequence[
 def _saturated(shape: Shape, ratio: float) -> Served:
     rate = given.saturating_rate(shape, given.REPLICAS)
     blocks = shape.blocks(ratio, given.REPLICAS)
-    return Served(given.REPLICAS, blocks, rate, given.WARM_UP, given.WINDOW)
+    return Served(given.REPLICAS, blocks, rate, 0.0, given.RAMP_SECONDS)
 
 
 def table(title: str, results: Results, note: str = "") -> Table:
@@ -194,7 +194,7 @@ def _hot() -> Scenario:
 def _unique() -> Scenario:
     arms = (Arm.PREFIX, Arm.LEAST_TOKENS)
     load = given.UNIQUE_RUN
-    full = Served(load.replicas, load.blocks, 2 * load.rate, 30.0, 60.0)
+    full = Served(load.replicas, load.blocks, 2 * load.rate, 0.0, given.RAMP_SECONDS / 2)
     runs = _seeds("served", "unshared", given.UNIQUE, load, arms)
     runs += _seeds(SHARED_NAME, "unshared", given.UNIQUE, full, arms, saturated=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from loadtests.routing_experiment.constants import (
     COLD_LENGTHS,
     COLD_SHARE,
     LENGTH_SPREAD,
+    RAMP_FROM,
     TURNS,
     Shape,
 )
@@ -92,6 +94,17 @@ def poisson(rate: float, until: float, rng: random.Random) -> list[float]:
     return times
 
 
+def rising(rate: float, until: float, rng: random.Random) -> list[float]:
+    """The same, but at a rate that rises evenly from ``RAMP_FROM`` of ``rate`` to ``rate``."""
+    low = RAMP_FROM * rate
+    slope = (rate - low) / until
+    times = []
+    for expected in poisson(1.0, (low + rate) / 2 * until, rng):
+        # Where the integral of the rate is ``expected``.
+        times.append((math.sqrt(low * low + 2 * slope * expected) - low) / slope)
+    return times
+
+
 class Workload:
     """Requests that arrive by themselves, and those that follow when another one has ended."""
 
@@ -112,15 +125,15 @@ def _spread(mean: int, rng: random.Random) -> int:
     return rng.randint(round(low * mean), round(high * mean))
 
 
-def shared(shape: Shape, rate: float, until: float, seed: int, *, vary: bool) -> Workload:
-    """Requests of ``shape``; ``vary`` draws output lengths, which are fixed otherwise."""
+def shared(shape: Shape, times: Sequence[float], seed: int, *, vary: bool) -> Workload:
+    """Requests of ``shape`` at ``times``; ``vary`` draws output lengths, which are fixed otherwise."""
     source = Source(seed)
     rng = source.random
     systems = [source.prompt(shape.system) for _ in range(shape.groups)]
     asked = [[source.prompt(shape.question, one) for _ in range(shape.questions)] for one in systems]
     weights = list(itertools.accumulate((rank + 1) ** -shape.zipf for rank in range(shape.groups)))
     jobs = []
-    for number, arrival in enumerate(poisson(rate, until, rng)):
+    for number, arrival in enumerate(times):
         group = bisect.bisect(weights, rng.random() * weights[-1])
         system = systems[group]
         prompt = rng.choice(asked[group]) if shape.questions else source.prompt(shape.question, system)
@@ -129,12 +142,12 @@ def shared(shape: Shape, rate: float, until: float, seed: int, *, vary: bool) ->
     return Workload(jobs)
 
 
-def unshared(shape: Shape, rate: float, until: float, seed: int, cold_share: float = 0.0) -> Workload:
+def unshared(shape: Shape, times: Sequence[float], seed: int, cold_share: float = 0.0) -> Workload:
     """Prompts that have nothing in common; ``cold_share`` of them are of ``COLD_LENGTHS``, of kind ``cold``."""
     source = Source(seed)
     rng = source.random
     jobs = []
-    for number, arrival in enumerate(poisson(rate, until, rng)):
+    for number, arrival in enumerate(times):
         cold = rng.random() < cold_share
         length = rng.randint(*COLD_LENGTHS) if cold else _spread(shape.prompt, rng)
         prompt, output = source.prompt(length), _spread(shape.output, rng)
@@ -143,9 +156,9 @@ def unshared(shape: Shape, rate: float, until: float, seed: int, cold_share: flo
     return Workload(jobs)
 
 
-def mixed(shape: Shape, rate: float, until: float, seed: int) -> Workload:
+def mixed(shape: Shape, times: Sequence[float], seed: int) -> Workload:
     """Short prompts and a few cold long ones."""
-    return unshared(shape, rate, until, seed, COLD_SHARE)
+    return unshared(shape, times, seed, COLD_SHARE)
 
 
 def burst(shape: Shape, seed: int, *, distinct: bool) -> Workload:
@@ -160,14 +173,14 @@ def burst(shape: Shape, seed: int, *, distinct: bool) -> Workload:
 class Conversations(Workload):
     """Each ends after ``TURNS`` turns; a turn's prompt is all that was said before and some new tokens."""
 
-    def __init__(self, shape: Shape, rate: float, until: float, seed: int) -> None:
+    def __init__(self, shape: Shape, times: Sequence[float], seed: int) -> None:
         self._source = Source(seed)
         rng = self._source.random
         systems = [self._source.prompt(shape.system) for _ in range(shape.groups)]
         self._output = shape.output
         self._seed = seed
         jobs = []
-        for number, arrival in enumerate(poisson(rate, until, rng)):
+        for number, arrival in enumerate(times):
             prompt = self._source.prompt(shape.question, rng.choice(systems))
             output = _spread(shape.output, rng)
             jobs.append(Job(number, arrival, prompt, output, _longest(shape.output), session=number))

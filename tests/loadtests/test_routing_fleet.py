@@ -1,0 +1,143 @@
+"""The simulated fleet in miniature: arms that know more do better, and nothing gets lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtests.routing_experiment.approximate import ApproximateIndex
+from loadtests.routing_experiment.arms import Arm
+from loadtests.routing_experiment.constants import (
+    BLOCK_SIZE,
+    REPLICAS,
+    SERVICE,
+    SHARED,
+    Served,
+    Shape,
+    saturating_rate,
+)
+from loadtests.routing_experiment.fleet import Fleet
+from loadtests.routing_experiment.runs import Run, Summary, merge, simulate
+from loadtests.routing_experiment.scenarios import SCENARIOS
+from loadtests.routing_experiment.workloads import Conversations, burst, shared, unshared
+
+SMALL = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
+FULL = Served(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=10.8)
+CALM = Served(replicas=3, blocks=1_000, rate=10.0, warm_up=1.0, seconds=3.0)
+
+TIMES = [0.1 * i for i in range(40)]
+
+
+def run(arm: Arm, load: Served = FULL, **more: int) -> Summary:
+    saturated = load is FULL
+    return simulate(Run("small", "shared", SMALL, load, arm, 1, saturated, **more))
+
+
+def test_the_oracle_dominates() -> None:
+    best = run(Arm.ORACLE)
+    for arm in Arm:
+        other = run(arm)
+        assert other.throughput <= 1.03 * best.throughput, arm
+        assert other.hit_rate <= best.hit_rate + 0.02, arm
+
+
+def test_prefixes_are_found_where_they_are() -> None:
+    ours, turns = run(Arm.PREFIX), run(Arm.ROUND_ROBIN)
+    assert ours.hit_rate > turns.hit_rate + 0.1
+    assert ours.throughput > 1.3 * turns.throughput
+
+
+@pytest.mark.parametrize("arm", list(Arm))
+def test_every_request_ends_once(arm: Arm) -> None:
+    workload = shared(SMALL, TIMES, 1, vary=True)
+    fleet = Fleet(arm, workload, replicas=3, blocks=1_000, ingresses=2, seed=1)
+    outcome = fleet.run()
+    assert outcome.unfinished == 0
+    assert sorted(record.number for record in outcome.records) == [job.number for job in workload.jobs]
+    assert all(record.arrival < record.first <= record.last for record in outcome.records)
+    assert sum(replica.generated for replica in fleet.replicas) == sum(job.output for job in workload.jobs)
+    for replica in fleet.replicas:
+        replica.pool.check([])
+        replica.index.check()
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert run(Arm.PREFIX, CALM) == run(Arm.PREFIX, CALM)
+
+
+def test_a_replica_that_joins_gets_requests() -> None:
+    summary = run(Arm.PREFIX, CALM, first=2)
+    assert summary.replicas_used == 3
+    assert all(place < 2 for when, place in summary.choices if when < CALM.warm_up)
+
+
+def test_marks_count_what_lies_between_them() -> None:
+    workload = shared(SMALL, TIMES, 1, vary=False)
+    fleet = Fleet(Arm.ROUND_ROBIN, workload, replicas=2, blocks=1_000)
+    outcome = fleet.run(marks=(0.0, 1e3))
+    assert sum(outcome.marks[0].generated) == 0
+    assert sum(outcome.marks[1].generated) == SMALL.output * len(workload.jobs)
+    assert sum(outcome.marks[1].queried) == SMALL.prompt * len(workload.jobs)
+
+
+def test_merged_seeds_pool_their_times() -> None:
+    one = run(Arm.ROUND_ROBIN, CALM)
+    both = merge([one, one])
+    assert both.throughput == one.throughput
+    assert both.offered == 2 * one.offered
+    assert both.quantile(0.5) == one.quantile(0.5)
+
+
+def test_rates_saturate() -> None:
+    row_seconds = SERVICE.kv_token * (SHARED.prompt + SHARED.output / 2)
+    assert saturating_rate(SHARED, REPLICAS) * SHARED.output * row_seconds == pytest.approx(REPLICAS)
+
+
+def test_working_set_fills_its_share() -> None:
+    blocks = SHARED.blocks(0.73, REPLICAS)
+    assert SHARED.working_set / (blocks * BLOCK_SIZE * REPLICAS) == pytest.approx(0.73, rel=1e-3)
+    assert blocks == 19_264  # as published: 308 thousand tokens
+
+
+def test_popularity_follows_zipf() -> None:
+    jobs = shared(SMALL, [0.0] * 20_000, 1, vary=False).jobs
+    first = [job.prompt.tokens[0] for job in jobs]
+    counts = sorted((first.count(token) for token in set(first)), reverse=True)
+    assert counts[0] / counts[3] == pytest.approx(4.0, rel=0.15)
+
+
+def test_prompts_share_what_they_should() -> None:
+    same = burst(SMALL, 1, distinct=False).jobs
+    other = burst(SMALL, 1, distinct=True).jobs
+    assert len({tuple(job.prompt.keys[:100]) for job in same}) == 1
+    assert len({job.prompt.keys[0] for job in other}) == len(other)
+    jobs = unshared(SMALL, TIMES, 1).jobs
+    assert len({job.prompt.keys[0] for job in jobs}) == len(jobs)
+
+
+def test_conversations_grow() -> None:
+    talk = Conversations(SMALL, TIMES, 1)
+    job = talk.jobs[0]
+    follow = talk.follow(job, 10.0, [7] * job.output)
+    assert follow is not None
+    before = len(job.prompt.tokens)
+    assert follow.prompt.tokens[: before + job.output] == [*job.prompt.tokens, *[7] * job.output]
+    assert follow.prompt.keys[: len(job.prompt.keys)] == job.prompt.keys
+    assert (follow.session, follow.turn) == (job.session, 1)
+    assert follow.arrival > 10.0
+
+
+def test_an_approximate_index_forgets_the_ends_first() -> None:
+    index = ApproximateIndex(capacity=6)
+    index.add("a")
+    index.add("b")
+    index.speculate("a", [1, 2, 3, 4], 0.0, 1.0)
+    index.speculate("a", [11, 12, 13, 14], 0.0, 1.0)
+    assert dict(index.longest([1, 2, 3, 4])) == {"a": 2, "b": 0}
+    assert dict(index.longest([11, 12, 13, 14, 15])) == {"a": 4, "b": 0}
+
+
+@pytest.mark.parametrize("name", list(SCENARIOS))
+def test_scenarios_are_complete(name: str) -> None:
+    runs = SCENARIOS[name]().runs
+    assert len(set(runs)) == len(runs)
+    assert all(one.load.replicas > 0 and one.load.blocks > one.shape.prompt // BLOCK_SIZE for one in runs)
