@@ -92,15 +92,15 @@ RATIO = 0.73
 PRESSURE_RATIO = 1.3
 INGRESSES = 4
 
-RAMP_FROM = 0.3
+RAMP_FROM, RAMP_TO = 0.3, 1.3
 RAMP_SECONDS = 270.0
 RAMP_STEPS = 27
 RAMP_WINDOW = 6
 RAMP_FULL = 3
-"""How saturation is found: the offered rate, open loop, rises evenly from ``RAMP_FROM`` times the saturating
-rate to all of it in ``RAMP_STEPS`` steps, and an arm's capacity is the most tokens per second that it made in
-any ``RAMP_WINDOW`` steps in a row: 60 s, about as long as a request stays. The run ends after
-``RAMP_FULL`` steps in a row at whose ends more requests wait than run.
+"""How saturation is found: the offered rate, open loop, rises evenly from ``RAMP_FROM`` to ``RAMP_TO`` times
+the saturating rate in ``RAMP_STEPS`` steps, and an arm's capacity is the most tokens per second that it made in
+any ``RAMP_WINDOW`` steps in a row: 60 s, about as long as a request stays. The run ends after ``RAMP_FULL``
+steps in a row at whose ends more requests wait than run.
 
 A rising rate needs no search for the highest rate that is still served, which hangs on what counts as that. A
 backlog without bound would measure something else: how well an arm does when requests wait for minutes, while

@@ -85,6 +85,8 @@ class Outcome:
     marks: list[Mark] = field(default_factory=list)
     offered: int = 0
     unfinished: int = 0
+    filled: bool = False
+    """Whether it ended because more requests waited than ran."""
     preemptions: int = 0
 
 
@@ -201,6 +203,7 @@ class Fleet:
                 self._mark(now)
                 seen_full = seen_full + 1 if self._is_full() else 0
                 if seen_full == full > 0:
+                    self.outcome.filled = True
                     break
         self.outcome.unfinished = self._live
         self.outcome.preemptions = sum(replica.preemptions for replica in self.replicas)

@@ -91,6 +91,8 @@ class Summary:
     preemptions: float
     offered: int
     unfinished: int
+    filled: bool
+    """Whether each saturated run came to more requests that wait than run."""
     replicas_used: int
     """That got any request."""
     kept: float
@@ -158,6 +160,7 @@ def merge(summaries: Sequence[Summary]) -> Summary:
         preemptions=fmean(one.preemptions for one in summaries),
         offered=sum(one.offered for one in summaries),
         unfinished=sum(one.unfinished for one in summaries),
+        filled=all(one.filled for one in summaries),
         replicas_used=max(one.replicas_used for one in summaries),
         kept=fmean(one.kept for one in summaries),
         kept_tokens=fmean(one.kept_tokens for one in summaries),
@@ -190,6 +193,7 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
         preemptions=outcome.preemptions,
         offered=outcome.offered,
         unfinished=outcome.unfinished,
+        filled=outcome.filled or not run.saturated,
         replicas_used=len(work),
         kept=kept,
         kept_tokens=kept_tokens,

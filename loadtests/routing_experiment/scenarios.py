@@ -44,7 +44,7 @@ def table(title: str, results: Results, note: str = "") -> Table:
         rows.append(
             (
                 f"{name}: {arm.value}",
-                f"{one.throughput:,.0f}",
+                f"{one.throughput:,.0f}{'' if one.filled else ' or more'}",
                 f"{100 * one.hit_rate:.1f}",
                 f"{1e3 * one.itl:.1f}",
                 f"{one.quantile(0.5):.3f}",

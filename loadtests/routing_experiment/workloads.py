@@ -20,6 +20,7 @@ from loadtests.routing_experiment.constants import (
     COLD_SHARE,
     LENGTH_SPREAD,
     RAMP_FROM,
+    RAMP_TO,
     TURNS,
     Shape,
 )
@@ -95,11 +96,11 @@ def poisson(rate: float, until: float, rng: random.Random) -> list[float]:
 
 
 def rising(rate: float, until: float, rng: random.Random) -> list[float]:
-    """The same, but at a rate that rises evenly from ``RAMP_FROM`` of ``rate`` to ``rate``."""
-    low = RAMP_FROM * rate
-    slope = (rate - low) / until
+    """The same, but at a rate that rises evenly from ``RAMP_FROM`` to ``RAMP_TO`` times ``rate``."""
+    low, high = RAMP_FROM * rate, RAMP_TO * rate
+    slope = (high - low) / until
     times = []
-    for expected in poisson(1.0, (low + rate) / 2 * until, rng):
+    for expected in poisson(1.0, (low + high) / 2 * until, rng):
         # Where the integral of the rate is ``expected``.
         times.append((math.sqrt(low * low + 2 * slope * expected) - low) / slope)
     return times
