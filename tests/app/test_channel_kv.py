@@ -153,8 +153,10 @@ def test_a_snapshot_that_was_asked_for_waits_for_nothing() -> None:
         stream = replica.hub.stream("ingress", 1)
         for _ in range(2):
             await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.01)
         assert replica.hub.beat("ingress", 1, 2, resync=True)
-        frame = wire.unpack_frame(await anext(stream))
+        frame = wire.unpack_frame(await waiting)
         while not frame.kv:
             frame = wire.unpack_frame(await anext(stream))
         assert isinstance(frame.kv[0], SnapshotSlice)
