@@ -6,10 +6,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from engine.block_keys import KeyScheme
 from engine.config import EngineConfig
@@ -20,6 +22,8 @@ from engine.load import EngineLoad
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 
 _log = logging.getLogger("quire.engine")
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,9 @@ class EngineThread:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # guards _live between callers; the loop only ever discards
         self._live: set[str] = set()
-        self._wanted: list[_Snapshot] = []  # taken from the inbox, not answered yet
+        self._taken: deque[_Item] = deque()  # from the inbox, not dealt with yet
+        self._wanted: list[_Snapshot] = []  # dealt with, not answered yet
+        self._closed = threading.Event()  # nobody empties the inbox any more
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
 
@@ -137,7 +143,7 @@ class EngineThread:
         """
         self._running()
         wanted = _Reset()
-        self._inbox.put(wanted)
+        self._ask(wanted)
         return wanted.done
 
     def kv_snapshot(self) -> Future[KvSnapshot | None]:
@@ -150,7 +156,7 @@ class EngineThread:
         """
         self._running()
         wanted = _Snapshot()
-        self._inbox.put(wanted)
+        self._ask(wanted)
         return wanted.done
 
     def stats(self) -> EngineStats:
@@ -175,6 +181,11 @@ class EngineThread:
             raise EngineDeadError(f"the engine is not running{cause}")
         return self._engine
 
+    def _ask(self, wanted: _Reset | _Snapshot) -> None:
+        self._inbox.put(wanted)
+        if self._closed.is_set():  # perhaps only since the caller looked: then nobody else empties the inbox
+            _refuse(self._take(wait=False))
+
     def _main(self) -> None:
         try:
             engine = Engine(self._config)
@@ -189,25 +200,30 @@ class EngineThread:
                 self._on_death(error)
         finally:
             self._loaded.set()
-            self._refuse()
+            # Nobody may wait for an answer of a thread that has ended.
+            self._closed.set()
+            _refuse([*self._wanted, *self._taken, *self._take(wait=False)])
 
     def _loop(self, engine: Engine) -> None:
         while True:
             deltas: list[TokenDelta] = []
             taken: list[str] = []
-            for item in self._take(wait=not engine.has_work()):
+            self._taken = self._take(wait=not engine.has_work())
+            while self._taken:
+                item = self._taken[0]
                 match item:
                     case None:
                         return
                     case str():
                         deltas += engine.abort(item)
                     case _Reset():
-                        item.done.set_result(engine.reset_prefix_cache())
+                        _resolve(item.done, engine.reset_prefix_cache())
                     case _Snapshot():
                         self._wanted.append(item)
                     case _:
                         taken.append(item.request_id)
                         deltas += _add(engine, item)
+                self._taken.popleft()
             events = engine.kv_events
             if events is None or not events.pending:
                 self._answer(engine)  # a step may be long
@@ -220,9 +236,9 @@ class EngineThread:
             self._answer(engine)
             self._on_outputs(StepOutputs(deltas, taken, batch, engine.load.read()))
 
-    def _take(self, wait: bool) -> list[_Item]:
+    def _take(self, wait: bool) -> deque[_Item]:
         """All that is queued; at least one item if ``wait``."""
-        items = [self._inbox.get()] if wait else []
+        items = deque([self._inbox.get()] if wait else [])
         with contextlib.suppress(Empty):
             while True:
                 items.append(self._inbox.get_nowait())
@@ -233,14 +249,20 @@ class EngineThread:
         if self._wanted:
             snapshot = None if engine.kv_events is None else engine.kv_events.snapshot()
             for wanted in self._wanted:
-                wanted.done.set_result(snapshot)
+                _resolve(wanted.done, snapshot)
             self._wanted.clear()
 
-    def _refuse(self) -> None:
-        """Nobody may wait for an answer of a thread that has ended."""
-        for item in [*self._wanted, *self._take(wait=False)]:
-            if isinstance(item, _Reset | _Snapshot):
-                item.done.set_exception(EngineDeadError("the engine has stopped"))
+
+def _refuse(items: Iterable[_Item]) -> None:
+    for item in items:
+        if isinstance(item, _Reset | _Snapshot) and item.done.set_running_or_notify_cancel():
+            item.done.set_exception(EngineDeadError("the engine has stopped"))
+
+
+def _resolve(done: Future[_Result], result: _Result) -> None:
+    """Answer whoever asked, unless they have given up: a cancelled future takes no result."""
+    if done.set_running_or_notify_cancel():
+        done.set_result(result)
 
 
 def _add(engine: Engine, request: Request) -> list[TokenDelta]:

@@ -235,10 +235,20 @@ class StepPlanner:
         return victim is entry
 
     def _make_room(self, step: Step) -> None:
-        """Nobody can run: all who have blocks are held until a waiting relative has its turn, so let it in."""
+        """Nobody can run: all who have blocks are held until a waiting relative has its turn, so let it in.
+
+        It may lack blocks, or a seat: a search may have more beams than there are seats.
+        """
         running = self._table.running
         head = self._admission.head()
-        while running and head is not None and self._admission.needed(head) > self._pool.num_available:
+        while (
+            running
+            and head is not None
+            and (
+                self._table.seats + head.seats > self._max_num_seqs
+                or self._admission.needed(head) > self._pool.num_available
+            )
+        ):
             self._preemption.preempt(len(running) - 1, step)
 
     def _yield_to_priority(self, step: Step) -> None:

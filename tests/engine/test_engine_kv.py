@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
 from engine.kv_events import KvBatch, KvSnapshot
-from engine.request import CacheNamespace
+from engine.request import CacheNamespace, TokenDelta
 
 PROMPT = [place % 90 for place in range(40)]
 
@@ -160,5 +160,44 @@ def test_nobody_waits_for_an_engine_that_has_ended(observed: Observed) -> None:
     observed.thread._thread.join(30)
     assert len(answers) == 2
     for answer in answers:
+        with pytest.raises(EngineDeadError, match="has stopped"):
+            answer.result(0)
+
+
+def test_whoever_gives_up_waiting_does_no_harm(observed: Observed) -> None:
+    """A client that leaves cancels the future that was made for it."""
+    for _ in range(20):
+        observed.thread.reset_prefix_cache().cancel()
+        observed.thread.kv_snapshot().cancel()
+    assert observed.thread.reset_prefix_cache().result(30) == 0
+    assert observed.snapshot().count == 0
+
+
+def test_what_was_queued_behind_the_end_is_answered(observed: Observed) -> None:
+    engine = observed.thread._engine
+    assert engine is not None
+    answers: list[Future[KvSnapshot | None] | Future[int]] = []
+
+    def end(request_id: str) -> list[TokenDelta]:
+        observed.thread._inbox.put(None)
+        answers.append(observed.thread.reset_prefix_cache())
+        answers.append(observed.thread.kv_snapshot())
+        return []
+
+    engine.abort = end  # type: ignore[method-assign]
+    observed.thread.abort("anything")  # the next turn of the loop takes the three at once
+    observed.thread._thread.join(30)
+    assert len(answers) == 2
+    for answer in answers:
+        with pytest.raises(EngineDeadError, match="has stopped"):
+            answer.result(0)
+
+
+def test_what_is_queued_after_the_end_is_answered(observed: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = observed.thread._engine
+    assert engine is not None
+    observed.thread.stop()
+    monkeypatch.setattr(observed.thread, "_running", lambda: engine)  # it ended after the caller had looked
+    for answer in (observed.thread.reset_prefix_cache(), observed.thread.kv_snapshot()):
         with pytest.raises(EngineDeadError, match="has stopped"):
             answer.result(0)

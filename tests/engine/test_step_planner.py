@@ -200,3 +200,17 @@ def test_a_sequence_that_decodes_has_one_chunk_for_all_steps() -> None:
     # The entry's way to its chunk ends with it: no circle keeps the tokens of ended requests in memory.
     assert chunks[1].entry is not None
     assert chunks[1].entry.decode is None
+
+
+@pytest.mark.parametrize(("recovery", "host_blocks"), [("recompute", 0), ("swap", 40)])
+@pytest.mark.parametrize(("width", "seats"), [(4, 1), (4, 3), (8, 3)])
+def test_more_beams_than_seats_take_turns(width: int, seats: int, recovery: str, host_blocks: int) -> None:
+    def results(seats: int) -> list[list[int]]:
+        scheduler = make_scheduler(60, 4, max_num_seqs=seats, recovery=recovery, host_blocks=host_blocks)
+        simulation = KVSimulation(4)
+        search = make_request("a", tokens(5), 8, n=width, use_beam_search=True)
+        scheduler.add(search)
+        simulation.drain(scheduler)
+        return [simulation.output[key] for key in sorted(simulation.output)]
+
+    assert results(seats) == results(width)
