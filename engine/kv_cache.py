@@ -50,6 +50,8 @@ class KVCache:
             self.pool = torch.zeros(shape(num_blocks), dtype=dtype, device=device)
         self.host = _untouched_zeros(shape(host_blocks), dtype)
         self._stream: SwapStream | None = None
+        # Takes its pages now: the first copy to each would wait for the system, ten times as long as it takes.
+        self.host.zero_()
         if device.type == "cuda" and host_blocks:
             pin(self.host, self)
             self._stream = SwapStream(device)

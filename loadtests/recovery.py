@@ -138,7 +138,8 @@ def compare(arguments: argparse.Namespace) -> None:
         same = one.tokens == ample.tokens
         raw[mode] = {**summary(one), "same_tokens": same}
         rows.append(row(mode, one, same))
-        print(f"{mode}: {raw[mode]}", flush=True)  # at once: the whole takes minutes
+        # At once: the whole takes minutes.
+        print(f"{mode}: {one.rate:.1f} tokens/s, {one.scheduler.preemptions} preemptions", flush=True)
         figures += bars(mode, one, same)
     print(f"{load.requests} requests in {arguments.blocks} blocks of {BLOCK_SIZE} tokens")
     header = ["recovery", "tokens/s", "preempted"]
