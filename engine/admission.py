@@ -166,10 +166,18 @@ class Admission:
         step.take(entry, length)
 
     def _swap_in(self, entry: Entry, step: Step) -> None:
-        """Give a swapped sequence blocks for what the index no longer has, to be filled from the host."""
+        """Give a swapped sequence blocks for what the index no longer has, to be filled from the host.
+
+        What it cannot see any more stays away: a block given up in the step that fills it could be given to
+        another, and be filled twice.
+        """
         request = entry.request
         found = len(request.block_table)
+        hidden = self._index.visible_from(request.computed)
+        self._table.drop_before(request, min(hidden, found))
         sources = entry.host_table[found : self._pool.blocks_for(request.computed)]
+        unseen = min(max(hidden - found, 0), len(sources))
+        sources[:unseen] = [NO_BLOCK] * unseen
         present = [block for block in sources if block != NO_BLOCK]
         last = request.block_table[-1] if request.block_table else None
         fresh = self._pool.allocate(len(present), last if last != NO_BLOCK else None)

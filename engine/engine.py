@@ -91,7 +91,7 @@ class Engine:
             priority_ageing=config.priority_ageing,
             check_invariants=config.check_invariants,
         )
-        self.load = LoadMeter(pool, index, self.scheduler._table, config.prefix_caching, self._prefill_rate)
+        self.load = LoadMeter(pool, index, self.scheduler.table, config.prefix_caching, self._prefill_rate)
         self._steps = 0
         self._step_seconds = 0.0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""

@@ -125,8 +125,9 @@ class TokenDelta:
 
     ``index`` is the offset of the first token in the sequence's whole output (tokens made on earlier
     replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token;
-    ``final`` says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of`` above
-    ``n``) each result comes as one delta at the end, the best one as sequence 0.
+    ``final`` says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of``
+    above ``n``) each result comes as one delta at the end, the best one as sequence 0. If such a request is
+    aborted or fails, each sequence that was live ends under its own number, which may be ``n`` or higher.
     """
 
     request_id: str

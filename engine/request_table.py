@@ -147,7 +147,7 @@ class RequestTable:
         if parent.host_table and request.state in (RequestState.SWAPPING_OUT, RequestState.SWAPPED):
             child.computed = request.computed
             entry.host_table = list(parent.host_table)
-            self._host.share(entry.host_table)
+            self._host.share([block for block in entry.host_table if block != NO_BLOCK])
             child.state = request.state
             if child.state is RequestState.SWAPPING_OUT:
                 self._moving.append(entry)

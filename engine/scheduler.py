@@ -78,13 +78,13 @@ class Scheduler:
         self._pool = pool
         self._index = index
         self._host = HostPool(0) if host is None else host
-        self._table = RequestTable(pool, self._host)
-        self._preemption = Preemption(pool, self._host, self._table, recovery)
+        self.table = RequestTable(pool, self._host)  # others may read it between two calls
+        self._preemption = Preemption(pool, self._host, self.table, recovery)
         most = min(max_num_seqs, token_budget)
         self._planner = StepPlanner(
             pool,
             index,
-            self._table,
+            self.table,
             self._preemption,
             max_num_seqs=most,
             token_budget=token_budget,
@@ -92,9 +92,9 @@ class Scheduler:
             look_ahead=look_ahead,
             max_overtakes=max_overtakes,
         )
-        self._families = Families(self._table, self._preemption, self._append, most)
+        self._families = Families(self.table, self._preemption, self._append, most)
         self._arrivals = Arrivals(
-            self._table,
+            self.table,
             self._families,
             max_num_seqs=most,
             eos_token_ids=eos_token_ids,
@@ -181,11 +181,11 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether any request has not ended; then :meth:`schedule` plans at least one chunk."""
-        return bool(self._table.entries)
+        return bool(self.table.entries)
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot; O(1)."""
-        pool, table = self._pool, self._table
+        pool, table = self._pool, self.table
         return SchedulerStats(
             referenced_blocks=pool.num_referenced,
             cached_blocks=pool.num_cached,
@@ -237,7 +237,7 @@ class Scheduler:
         if len(outcomes) != samples:
             raise InvariantError(f"a step that samples {samples} tokens was committed with {len(outcomes)}")
         self._planned = None
-        self._table.settle()
+        self.table.settle()
         if timing is not None:
             self._preemption.account(plan, timing)
         by_chunk: Iterable[int | Candidates | None] = outcomes
@@ -278,9 +278,9 @@ class Scheduler:
         Raises:
             InvariantError: says what is wrong.
         """
-        self._pool.check([entry.request.block_table for entry in self._table.entries.values()])
+        self._pool.check([entry.request.block_table for entry in self.table.entries.values()])
         self._index.check()
-        self._table.check()
+        self.table.check()
         self._families.check()
 
     def _make_findable(self, entry: Entry) -> None:
@@ -316,7 +316,7 @@ class Scheduler:
         if request_id in self._families:
             entries = self._families.members(request_id)
         else:
-            entry = self._table.entries.get((request_id, 0))
+            entry = self.table.entries.get((request_id, 0))
             entries = [] if entry is None else [entry]
         return self._count([delta for entry in entries for delta in self._finish(entry, reason, error=error)])
 
@@ -332,7 +332,7 @@ class Scheduler:
         if index is None:
             index = 0 if request.params.ranked else request.num_generated  # of ranked ones nothing was shown
         self._preemption.abandon(entry)
-        self._table.finish(entry, reason)
+        self.table.finish(entry, reason)
         delta = TokenDelta(
             request.request_id, index, tokens, reason, request.cached_tokens or 0, error, request.sequence, True
         )

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.block_pool import BlockPool
-from engine.prefix_index import PrefixIndex
 from engine.host_pool import HostPool
+from engine.prefix_index import PrefixIndex
 from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.request import CacheNamespace, ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ class Setting:
     def __init__(self, **options: int | str) -> None:
         self.scheduler: Scheduler = make_scheduler(**{"num_blocks": 64, "max_num_seqs": 4, **options})  # type: ignore[arg-type]
         self.model = KVSimulation(4)
-        self.meter = LoadMeter(self.scheduler._pool, self.scheduler._index, self.scheduler._table, True, 123.0)
+        self.meter = LoadMeter(self.scheduler._pool, self.scheduler._index, self.scheduler.table, True, 123.0)
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -36,7 +36,7 @@ class Setting:
     def owed(self) -> int:
         """Tokens to compute before all that is there decodes, nothing found any more than was."""
         tokens = 0
-        for entry in self.scheduler._table.waiting:
+        for entry in self.scheduler.table.waiting:
             request = entry.request
             if request.state is RequestState.SWAPPED:
                 tokens += len(request.token_ids) - request.computed
@@ -44,7 +44,7 @@ class Setting:
                 most = len(request.token_ids) - 1
                 node = self.scheduler._index.match(entry.root, request.token_ids, most)
                 tokens += len(request.token_ids) - (0 if node is None else node.depth * 4)
-        return tokens + sum(e.remaining for e in self.scheduler._table.running if e.remaining > 1)
+        return tokens + sum(e.remaining for e in self.scheduler.table.running if e.remaining > 1)
 
 
 def test_an_idle_engine() -> None:
@@ -112,7 +112,7 @@ def test_random_load_is_counted_rightly(recovery: str) -> None:
             setting.scheduler.abort(f"r{draw.randrange(number + 1)}")
         if setting.scheduler.has_work():
             setting.step()
-        assert len(setting.scheduler._table.waiting) <= load.LOOKED_UP
+        assert len(setting.scheduler.table.waiting) <= load.LOOKED_UP
         assert setting.meter.read().waiting_tokens == setting.owed()
     assert setting.scheduler.stats().preemptions > 0
 

@@ -239,7 +239,7 @@ def test_check_finds_planted_faults(fault: str) -> None:
     scheduler.add(make_request("b", tokens(6, 20), arrival=2.0))
     simulation.step(scheduler)
     scheduler.check()
-    table = scheduler._table
+    table = scheduler.table
     match fault:
         case "table":
             request.block_table = request.block_table[:-1]

@@ -9,6 +9,9 @@ import pytest
 from kv_simulation import EOS, KVSimulation, make_request, make_scheduler
 from scheduler_steps import shape, tokens
 
+from engine.block_pool import NO_BLOCK
+from engine.request import Request, RequestState
+from engine.request_table import RequestTable
 from engine.step_planner import Step
 
 
@@ -214,3 +217,39 @@ def test_more_beams_than_seats_take_turns(width: int, seats: int, recovery: str,
         return [simulation.output[key] for key in sorted(simulation.output)]
 
     assert results(seats) == results(width)
+
+
+def test_siblings_behind_a_window_share_their_host_blocks() -> None:
+    """A swapped sequence has no host block where its window has left the device's."""
+    scheduler = make_scheduler(8, 2, window=3, recovery="swap", host_blocks=8)
+    table: RequestTable = scheduler.table
+    scheduler.add(make_request("a", tokens(6)))
+    KVSimulation(2, window=3).step(scheduler)
+    (entry,) = table.running
+    table.drop_before(entry.request, 2)
+    scheduler._preemption.preempt(0, Step(8))
+    assert entry.host_table[:2] == [NO_BLOCK, NO_BLOCK]
+    table.settle()
+    child = table.fork(
+        entry, Request("a", list(entry.request.token_ids), entry.request.params, sequence=1), True
+    )
+    assert child.request.state is RequestState.SWAPPED
+    assert child.host_table == entry.host_table
+    scheduler.check()
+
+
+def test_what_nobody_sees_is_not_swapped_in() -> None:
+    """Its blocks would be given up, and perhaps given to another, in the step that fills them."""
+    scheduler = make_scheduler(16, 2, window=3, recovery="swap", host_blocks=16, prefix_caching=False)
+    simulation = KVSimulation(2, window=3)
+    for number, name in enumerate("ab"):
+        scheduler.add(make_request(name, tokens(12, 20 * number), priority=1, ignore_eos=True))
+    simulation.step(scheduler)
+    scheduler.add(make_request("c", tokens(30), max_tokens=1))
+    simulation.step(scheduler)
+    assert scheduler.stats().swapped == 2
+    plan = simulation.step(scheduler)
+    assert {chunk.request.request_id for chunk in plan.chunks} == {"a", "b"}
+    assert 0 < len(plan.transfers.swap_in) <= 4
+    simulation.drain(scheduler)
+    assert scheduler.stats().host_blocks_used == 0
