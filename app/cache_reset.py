@@ -11,6 +11,8 @@ from typing import Any
 RESET_WITHIN_S = 30.0
 """An engine answers between two steps."""
 
+_running: set[asyncio.Task[int]] = set()
+
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
@@ -21,18 +23,22 @@ class CacheReset:
 
 
 async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheReset:
-    """Ask each of ``replicas`` of the engine deployment's ``handle``, all at once."""
+    """Ask each of ``replicas``, at least one, of the engine deployment's ``handle``, all at once."""
 
     async def reset(replica: str) -> int:
         async with asyncio.timeout(RESET_WITHIN_S):
             return int(await handle.options(_by_reference=False).reset_prefix_cache.remote(target=replica))
 
     loop = asyncio.get_running_loop()
-    # An empty context: a client that leaves must not leave some replicas out.
+    # An empty context, and held beyond a cancellation: a client that leaves must not leave some replicas out.
     tasks = {
         replica: loop.create_task(reset(replica), context=contextvars.Context()) for replica in sorted(replicas)
     }
-    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    _running.update(tasks.values())
+    for task in tasks.values():
+        task.add_done_callback(_running.discard)
+    # Not gather(): cancelled, that would cancel them all.
+    await asyncio.wait(tasks.values())
     freed: dict[str, int] = {}
     failures: dict[str, str] = {}
     for replica, task in tasks.items():

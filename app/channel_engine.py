@@ -175,7 +175,7 @@ class ChannelHub:
         if was_blocked and not channel.blocked:
             channel.wake.set()
         if resync:
-            channel.kv.restart()
+            channel.kv.resend()
             channel.wake.set()
         for number in stale:
             attempt = channel.attempts.get(number)

@@ -58,6 +58,11 @@ class KvOutbox:
         else:
             self.wanted = True
 
+    def resend(self) -> None:
+        """The ingress asks for a snapshot: if none is on its way already, which it will find newer."""
+        if not (self._fetching or self._slices):
+            self.restart()
+
     def fetch(self) -> None:
         """The owner has asked the engine for a snapshot."""
         self.wanted = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,8 +79,12 @@ class PromptTokenizer:
             self._check_length(len(text), max_tokens, "prompt")
         return await self._run(sum(map(len, texts)), lambda: [self._encode_raw(text) for text in texts])
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], max_tokens: int, owner: Hashable = None
+    ) -> list[int]:
         """Messages through the chat template, with the opening of the assistant's turn.
+
+        What has been tokenized before saves time only to requests of the same ``owner``.
 
         Names of special tokens inside a message are ordinary text: no message can end its turn or begin
         another's.
@@ -94,7 +98,7 @@ class PromptTokenizer:
         length = sum(len(message.content) for message in messages)
         self._check_length(length, max_tokens, "messages")
         work = length + MESSAGE_CHARS * len(messages)
-        return await self._run(work, lambda: self._encode_messages(messages))
+        return await self._run(work, lambda: self._encode_messages(messages, owner))
 
     def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
         least = -(-chars // self._longest_token)
@@ -118,11 +122,11 @@ class PromptTokenizer:
             return ids[1:]
         return ids
 
-    def _encode_messages(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def _encode_messages(self, messages: Sequence[ChatMessage], owner: Hashable) -> list[int]:
         contents = [message.content for message in messages]
         named = self._special_name
         if named is None or not any(map(named.search, contents)):
-            return self.openings.encode(self._render(messages, contents), contents[0])
+            return self.openings.encode(self._render(messages, contents), contents[0], owner)
         stand_ins = self._stand_ins(contents)
         broken = [_broken(named, content, stand_ins) for content in contents]
         return self._encode_broken(self._render(messages, broken), stand_ins)

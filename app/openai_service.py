@@ -105,7 +105,8 @@ class OpenAIService:
         self._check_model(request.options.model)
         with self._admit(request.options.params.n) as slots:
             limits = await self._limits()
-            prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len)
+            owner = tenant, request.options.cache_salt
+            prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
             response = self._respond(Job(request.options, [prompt], chat=True, tenant=tenant), limits)
             return _Admitted(response, slots.pop_all())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 LEAST_CHARS = 1000
 """Shorter first messages are tokenized each time: that takes less than a quarter of a millisecond."""
@@ -21,7 +21,8 @@ class Openings:
     A text is cut right behind the first special token after its first message. Tokenizers treat what lies
     between two special tokens apart, so the parts' ids joined are the whole's; that is not taken on trust: an
     opening is kept only if it held for the text that brought it, and a model for which it does not hold never
-    gets a wrong token.
+    gets a wrong token. Each owner has openings of its own: whoever could use another's would see by the time
+    that it takes that the other has sent that text.
 
     Args:
         encode: from a text to its token ids, nothing added.
@@ -32,27 +33,30 @@ class Openings:
         self._encode = encode
         self._special = special
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[int, ...] | None] = OrderedDict()  # None: must not be cut
+        self._known: OrderedDict[tuple[str, Hashable], tuple[int, ...] | None] = (
+            OrderedDict()
+        )  # None: must not be cut
         self._chars = 0
         self.hits = 0
 
-    def encode(self, text: str, first_message: str) -> list[int]:
+    def encode(self, text: str, first_message: str, owner: Hashable = None) -> list[int]:
         """Token ids of ``text``, a rendered chat that begins with ``first_message``."""
         end = self._end(text, first_message)
         if end is None:
             return self._encode(text)
         opening, rest = text[:end], text[end:]
+        name = opening, owner
         with self._lock:
-            known = opening in self._known
-            ids = self._known.get(opening)
+            known = name in self._known
+            ids = self._known.get(name)
             if known:
-                self._known.move_to_end(opening)
+                self._known.move_to_end(name)
                 self.hits += 1
         if ids is not None:
             return [*ids, *self._encode(rest)]
         whole = self._encode(text)
         if not known:
-            self._learn(opening, rest, whole)
+            self._learn(name, rest, whole)
         return whole
 
     def _end(self, text: str, first_message: str) -> int | None:
@@ -64,14 +68,15 @@ class Openings:
         match = self._special.search(text, begin + len(first_message))
         return None if match is None else match.end()
 
-    def _learn(self, opening: str, rest: str, whole: list[int]) -> None:
+    def _learn(self, name: tuple[str, Hashable], rest: str, whole: list[int]) -> None:
+        opening = name[0]
         ids = self._encode(opening)
         holds = whole[: len(ids)] == ids and whole[len(ids) :] == self._encode(rest)
         with self._lock:
-            if opening in self._known or len(opening) > MAX_CHARS:
+            if name in self._known or len(opening) > MAX_CHARS:
                 return
-            self._known[opening] = tuple(ids) if holds else None
+            self._known[name] = tuple(ids) if holds else None
             self._chars += len(opening)
             while len(self._known) > MAX_OPENINGS or self._chars > MAX_CHARS:
-                oldest, _ = self._known.popitem(last=False)
+                (oldest, _), _ = self._known.popitem(last=False)
                 self._chars -= len(oldest)

@@ -41,6 +41,8 @@ MAX_ATTEMPTS = 64
 INLINE_TOKENS = 16_384
 """Block keys of shorter prompts are made at once, in half a millisecond; those of longer ones in a thread."""
 
+STOPPING = "the server is shutting down; send the request again"
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +68,7 @@ class EngineClient:
         self._limits: ModelLimits | None = None
         self._routes_changed = asyncio.Event()
         self._started: ChannelSet | None = None
+        self._stopped = False
 
     async def start(self) -> None:
         """Open channels to the replicas, now and as they come; awaits no replica. Later calls do nothing."""
@@ -77,11 +80,12 @@ class EngineClient:
             self._calls = Attempts(self._handle.options(_by_reference=False).generate, self._started.cid)
 
     async def stop(self) -> None:
-        """Close every channel; live requests end with ``UnavailableError``."""
+        """Close every channel; live requests end with ``UnavailableError``, and so do later ones."""
+        self._stopped = True
         if self._started is None:
             return
         for live in list(self._requests):
-            live.fail(UnavailableError("the server is shutting down; send the request again"))
+            live.fail(UnavailableError(STOPPING))
         await self._started.stop()
 
     def limits(self) -> ModelLimits | None:
@@ -119,6 +123,8 @@ class EngineClient:
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
         live = LiveRequest(request, await self._keys(request))
+        if self._stopped:  # meanwhile, perhaps
+            raise UnavailableError(STOPPING)
         self._requests.add(live)
         # An empty context: Serve must not take the attempts for children of one HTTP request.
         live.driver = asyncio.get_running_loop().create_task(self._drive(live), context=contextvars.Context())

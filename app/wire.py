@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import itertools
 import json
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 from app.routing.load import LoadReport
 from app.wire_kv import KvSection, Section, pack_section, unpack_section
 from engine.block_keys import KeyScheme
-from engine.errors import QuireError
+from engine.errors import InvalidRequestError, QuireError
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
@@ -176,16 +177,18 @@ def unpack_frame(data: bytes) -> Frame:
             _check_version(data[0])
         _, kind, epoch, sequence, count, sections = _HEADER.unpack_from(data)
         if kind == FrameKind.HELLO:
-            return Frame(epoch, sequence, hello=_unpack_hello(data[_HEADER.size : _HEADER.size + count]))
-        records, end = _unpack_records(data, _HEADER.size, count)
-        frame = Frame(epoch, sequence, records)
+            end = _HEADER.size + count
+            frame = Frame(epoch, sequence, hello=_unpack_hello(data[_HEADER.size : end]))
+        else:
+            records, end = _unpack_records(data, _HEADER.size, count)
+            frame = Frame(epoch, sequence, records)
         for _ in range(sections):
             section, end = unpack_section(data, end)
             if isinstance(section, LoadReport):
                 frame.load = section
             else:
                 frame.kv.append(section)
-    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise WireError(f"unreadable frame of {len(data)} bytes: {error}") from error
     if end != len(data):
         raise WireError(f"frame of {len(data)} bytes has {len(data) - end} bytes too many")
@@ -238,40 +241,47 @@ def unpack_submission(data: bytes) -> Submission:
     """Decode one attempt.
 
     Raises:
-        WireError: another version, or a truncated message.
+        WireError: another version, or an unreadable message.
         InvalidRequestError: sampling parameters out of range.
     """
     try:
         if data:
             _check_version(data[0])
         _, length, num_tokens = _SUBMISSION.unpack_from(data)
-        offset = _SUBMISSION.size
-        head = json.loads(data[offset : offset + length])
-        tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset + length))
-        outputs = _unpack_outputs(head["outputs"], data, offset + length + 4 * num_tokens)
+        offset = _SUBMISSION.size + length
+        head = json.loads(data[_SUBMISSION.size : offset])
+        tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
+        outputs, end = _unpack_outputs(head["outputs"], data, offset + 4 * num_tokens)
         params = head["params"]
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
-    except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        submission = Submission(
+            request_id=head["request_id"],
+            attempt=operator.index(head["attempt"]),
+            token_ids=tokens,
+            params=SamplingParams(**params),
+            namespace=CacheNamespace(**head["namespace"]),
+            priority=operator.index(head["priority"]),
+            generated_before=operator.index(head["generated_before"]),
+            outputs=outputs,
+            age_s=float(head["age_s"]),
+        )
+    except InvalidRequestError:
+        raise
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WireError(f"unreadable submission of {len(data)} bytes: {error}") from error
-    return Submission(
-        request_id=head["request_id"],
-        attempt=head["attempt"],
-        token_ids=tokens,
-        params=SamplingParams(**params),
-        namespace=CacheNamespace(**head["namespace"]),
-        priority=head["priority"],
-        generated_before=head["generated_before"],
-        outputs=outputs,
-        age_s=head["age_s"],
-    )
+    if end != len(data):
+        raise WireError(f"submission of {len(data)} bytes has {len(data) - end} bytes too many")
+    return submission
 
 
-def _unpack_outputs(lengths: list[int | None], data: bytes, offset: int) -> tuple[tuple[int, ...] | None, ...]:
+def _unpack_outputs(
+    lengths: list[int | None], data: bytes, offset: int
+) -> tuple[tuple[tuple[int, ...] | None, ...], int]:
     outputs: list[tuple[int, ...] | None] = []
     for length in lengths:
         outputs.append(None if length is None else struct.unpack_from(f"<{length}I", data, offset))
         offset += 4 * (length or 0)
-    return tuple(outputs)
+    return tuple(outputs), offset
 
 
 def _check_version(version: int) -> None:

@@ -418,8 +418,8 @@ def batch(sequence: int, keys: int = 1) -> KvBatch:
     return KvBatch(sequence, list(range(keys)), [], False, 0, 0)
 
 
-def snapshot(sequence: int) -> KvSnapshot:
-    return KvSnapshot(sequence, [], 0, 0)
+def snapshot(sequence: int, keys: int = 0) -> KvSnapshot:
+    return KvSnapshot(sequence, list(range(keys)), 0, keys)
 
 
 def numbers(sections: list[KvSection]) -> list[tuple[type[KvSection], int]]:
@@ -453,6 +453,19 @@ def test_outbox_does_not_trust_a_snapshot_asked_for_before_it_dropped_batches() 
     assert numbers(outbox.take()) == [(SnapshotSlice, 2)]
     outbox.add(batch(3))
     assert numbers(outbox.take()) == [(KvBatch, 3)]
+
+
+def test_outbox_that_is_asked_again_goes_on_with_the_snapshot_under_way() -> None:
+    outbox = KvOutbox()
+    outbox.fetch()
+    outbox.resend()  # the engine is slow: it would never get done if each request began anew
+    outbox.begin(snapshot(0, 2 * SLICE_KEYS))
+    assert numbers(outbox.take()) == [(SnapshotSlice, 0)]
+    outbox.resend()
+    assert numbers(outbox.take()) == [(SnapshotSlice, 0)]
+    assert (bool(outbox), outbox.wanted) == (False, False)
+    outbox.resend()
+    assert outbox.wanted
 
 
 def test_outbox_gives_batches_up_to_a_slice_at_a_time() -> None:

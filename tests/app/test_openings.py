@@ -60,11 +60,23 @@ def test_what_has_no_opening_is_encoded_whole(text: str) -> None:
     assert openings.hits == 0
 
 
+def test_one_owners_openings_save_another_nothing() -> None:
+    encode = Letters()
+    openings = Openings(encode, SPECIAL)
+    first = "s" * LEAST_CHARS
+    cost = []
+    for owner in (("one", ""), ("two", ""), ("one", "salt"), ("one", "")):
+        before = encode.chars
+        assert openings.encode(chat(first, "x"), first, owner) == list(map(ord, chat(first, "x")))
+        cost.append(encode.chars - before)
+    assert (openings.hits, cost[0] == cost[1] == cost[2] > cost[3]) == (1, True)
+
+
 def test_memory_is_bounded() -> None:
     openings = Openings(Letters(), SPECIAL)
     for number in range(2 * MAX_OPENINGS):
         first = f"{number:05d}" * (LEAST_CHARS // 5)
-        openings.encode(chat(first, "x"), first)
+        openings.encode(chat(first, "x"), first, owner=number)
     assert len(openings._known) == MAX_OPENINGS
     first = "s" * (MAX_CHARS - 50)
     openings.encode(chat(first, "x"), first)

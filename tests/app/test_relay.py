@@ -218,6 +218,33 @@ def test_stopping_the_client_ends_its_requests_and_channels() -> None:
     run(test)
 
 
+def test_a_request_whose_keys_are_made_while_the_client_stops_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        made = asyncio.Event()
+
+        async def keys(_: GenerateRequest) -> list[int]:
+            await made.wait()
+            return []
+
+        monkeypatch.setattr(client, "_keys", keys)
+        jobs = [asyncio.ensure_future(collect(client, request([1], 50))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        jobs[1].cancel()
+        await client.stop()
+        made.set()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await jobs[0]
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await collect(client, request([1], 50))
+        assert (jobs[1].cancelled() or jobs[1].cancelling(), client.status()["live_requests"]) == (True, 0)
+        assert not handle.fleet.ledger.load()
+
+    run(test)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_faults_lose_and_double_nothing(seed: int) -> None:
     async def test() -> None:

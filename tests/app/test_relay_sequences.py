@@ -276,6 +276,28 @@ def test_a_replica_that_fails_is_named_and_the_others_do_it_all_the_same() -> No
     run(test)
 
 
+def test_an_operator_who_leaves_leaves_no_replica_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        handle, client = await with_caches(2)
+        answer, remote = asyncio.Event(), handle.reset_prefix_cache.remote
+
+        async def late(*, target: str) -> int:
+            await answer.wait()
+            return int(await remote(target=target))
+
+        monkeypatch.setattr(handle.reset_prefix_cache, "remote", late)
+        asked = asyncio.ensure_future(client.reset_prefix_cache())
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        answer.set()
+        await until(lambda: not any(replica.cached_blocks for replica in handle.replicas.values()))
+        await client.stop()
+
+    run(test)
+
+
 def test_without_a_replica_there_is_nothing_to_empty() -> None:
     async def test() -> None:
         _, client = await started(0)

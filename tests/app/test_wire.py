@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app import wire
@@ -185,8 +188,79 @@ def test_bad_submissions() -> None:
     packed = wire.pack_submission(
         wire.Submission("r", 1, [1, 2], SamplingParams(), outputs=((3,), None, (4, 5)))
     )
-    for cut in (0, 5, 30, len(packed) - 1):
+    for bad in (*(packed[:cut] for cut in (0, 5, 30, len(packed) - 1)), packed + b"\0"):
         with pytest.raises(wire.WireError):
-            wire.unpack_submission(packed[:cut])
+            wire.unpack_submission(bad)
     with pytest.raises(InvalidRequestError, match="temperature"):
         wire.unpack_submission(packed.replace(b'"temperature": 1.0', b'"temperature": 9.0'))
+
+
+EDITS = st.tuples(st.integers(0, 2000), st.integers(0, 9), st.binary(max_size=9))
+"""Of bytes: where, how many go, what comes instead."""
+SAMPLE_FRAME = wire.pack_records(
+    1,
+    2,
+    [wire.Record(5, 7, [1, 2, 3], 4, FinishReason.ERROR, "message", 1, True)] * 2,
+    [
+        LoadReport(1, 2, 3, 4, 5, 6, 7, 8, 1.0, 2.0, 9),
+        KvBatch(3, [1, 2], [3], True, 5, 6),
+        SnapshotSlice(3, 0, 2, [1, 2, 3], 4, 5),
+    ],
+)
+SAMPLE_HELLO = wire.pack_hello(1, 0, wire.Hello.of(LIMITS, KeyScheme("model", "float32", 16), 7))
+SAMPLE_SUBMISSION = wire.pack_submission(
+    wire.Submission("r", 1, [1, 2], SamplingParams(n=3), outputs=((3,), None, (4, 5)))
+)
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(
+    whole=st.sampled_from([SAMPLE_FRAME, SAMPLE_HELLO, SAMPLE_SUBMISSION, b"", bytes([wire.VERSION])]),
+    edits=st.lists(EDITS, min_size=1, max_size=4),
+)
+def test_nothing_else_comes_of_damaged_messages(whole: bytes, edits: list[tuple[int, int, bytes]]) -> None:
+    for place, gone, new in edits:
+        place %= len(whole) + 1
+        whole = whole[:place] + new + whole[place + gone :]
+    for unpack in (wire.unpack_frame, wire.unpack_submission):
+        with contextlib.suppress(wire.WireError, InvalidRequestError):
+            unpack(whole)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[" * 100_000,
+        b"9" * 5000,
+        b"null",
+        b"[]",
+        *(
+            SAMPLE_SUBMISSION[9:-20].replace(b'"%b": ' % name, b'"%b": %b, "_": ' % (name, value))
+            for name, value in [
+                (b"attempt", b'"x"'),
+                (b"priority", b'"x"'),
+                (b"priority", b"1.5"),
+                (b"generated_before", b"null"),
+                (b"age_s", b'"x"'),
+                (b"namespace", b"null"),
+                (b"namespace", b'{"other": 1}'),
+                (b"outputs", b"[[]]"),
+                (b"outputs", b"[-1]"),
+                (b"outputs", b'["3I4"]'),
+                (b"params", b'{"stop_token_ids": [], "other": 1}'),
+            ]
+        ),
+        *(SAMPLE_SUBMISSION[9:-20].replace(b'"%b"' % name, b'"_"') for name in (b"attempt", b"age_s", b"n")),
+    ],
+)
+def test_heads_that_are_no_submissions_are_refused(head: bytes) -> None:
+    assert SAMPLE_SUBMISSION[9:-20].endswith(b"}")
+    with pytest.raises(wire.WireError):
+        wire.unpack_submission(struct.pack("<BII", wire.VERSION, len(head), 2) + head + SAMPLE_SUBMISSION[-20:])
+    with pytest.raises(wire.WireError):
+        wire.unpack_frame(struct.pack("<BBIIIH", wire.VERSION, wire.FrameKind.HELLO, 1, 0, len(head), 0) + head)
+
+
+def test_a_hello_with_bytes_after_it_is_refused() -> None:
+    with pytest.raises(wire.WireError, match="1 bytes too many"):
+        wire.unpack_frame(SAMPLE_HELLO + b"\0")
