@@ -100,6 +100,8 @@ class LedgerRouter:
         self.ledger.expect(attempt)
         tokens = len(job.prompt.tokens)
         booking = self.ledger.book(str(job.number), attempt, tokens, job.max_tokens, keys=job.prompt.keys)
+        if self.ledger.faults:
+            raise RuntimeError("the ledger failed to choose and fell back to the least booked replica")
         return booking.route.replica
 
     def flush(self, flush: Flush, now: float) -> None:
