@@ -172,7 +172,7 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
     Raises:
         ConfigError: one line that names each wrong option.
     """
-    values: dict[str, Any] = dict(args or {})
+    values: dict[str, Any] = {str(name): value for name, value in (args or {}).items()}
     for name, value in (os.environ if environment is None else environment).items():
         option = name.removeprefix(ENV_PREFIX).lower()
         if name.startswith(ENV_PREFIX) and option in AppConfig.model_fields:

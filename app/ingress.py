@@ -51,7 +51,9 @@ async def chat_completions(request: Request) -> ASGIApp:
 
 async def reset_prefix_cache(request: Request) -> Response:
     if not _service(request).admin_routes:
-        raise HTTPException(404)
+        raise HTTPException(404)  # to any method: the route is not there
+    if request.method != "POST":
+        raise HTTPException(405)
     return await _service(request).reset_prefix_cache()
 
 
@@ -73,7 +75,7 @@ def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
             Route("/v1/models/{name:path}", get_model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
+            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
         ],
         exception_handlers=ERROR_HANDLERS,
     )

@@ -91,7 +91,7 @@ class OpenAIService:
         """
         request = parse_completion(body)
         self._check_model(request.options.model)
-        with self._admit(len(request.prompts) * request.options.params.n) as slots:
+        with self._admit(len(request.prompts) * request.options.params.width) as slots:
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
@@ -103,7 +103,7 @@ class OpenAIService:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
         request = parse_chat(body)
         self._check_model(request.options.model)
-        with self._admit(request.options.params.n) as slots:
+        with self._admit(request.options.params.width) as slots:
             limits = await self._limits()
             owner = tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
@@ -124,20 +124,20 @@ class OpenAIService:
             return ApiFault(500, message, "server_error", code="reset_failed").to_response()
         return JSONResponse({"replicas": replicas, "freed_blocks": freed})
 
-    def _admit(self, choices: int) -> ExitStack:
-        """Take ``choices`` slots before anything waits for the request; closing the result gives them back."""
-        if self.num_live + choices > self.max_live_requests:
+    def _admit(self, sequences: int) -> ExitStack:
+        """Take slots before anything waits for the request; closing the result gives them back."""
+        if self.num_live + sequences > self.max_live_requests:
             raise UnavailableError(
                 f"{self.num_live} requests are live and at most {self.max_live_requests} are allowed "
                 "(max_live_requests); try again later"
             )
-        self.num_live += choices
+        self.num_live += sequences
         slots = ExitStack()
-        slots.callback(self._release, choices)
+        slots.callback(self._release, sequences)
         return slots
 
-    def _release(self, choices: int) -> None:
-        self.num_live -= choices
+    def _release(self, sequences: int) -> None:
+        self.num_live -= sequences
 
     def _respond(self, job: Job, limits: ModelLimits) -> ASGIApp:
         for prompt in job.prompts:

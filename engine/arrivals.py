@@ -59,6 +59,8 @@ class Arrivals:
             )
         request.arrival = request.arrival or self._clock()
         request.max_total_tokens = total
+        if request.outputs:
+            _check_outputs(request)
         if not needs_family(request):
             self._queue(request)
         elif request.outputs:
@@ -109,3 +111,13 @@ class Arrivals:
         params = request.params
         own = frozenset(params.stop_token_ids)
         return own if params.ignore_eos else own | self._eos
+
+
+def _check_outputs(request: Request) -> None:
+    params = request.params
+    if params.ranked or len(request.outputs) != params.n or not any(o is not None for o in request.outputs):
+        raise InvalidRequestError(
+            f"outputs has {len(request.outputs)} entries but must have one for each of {params.n} sequences, "
+            "not all of them ended, and none where sequences are ranked: those begin again",
+            "outputs",
+        )

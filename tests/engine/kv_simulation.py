@@ -139,7 +139,7 @@ class KVSimulation:
             targets = [to for _, to in pairs]
             assert len(set(targets)) == len(targets), "two copies into one block"
             read = [
-                {offset: source[block, offset] for offset in range(self.block_size) if (block, offset) in source}
+                {at: source[block, at] for at in range(self.block_size) if (block, at) in source}
                 for block, _ in pairs
             ]
             for (_, to), contents in zip(pairs, read, strict=True):
@@ -182,9 +182,7 @@ class KVSimulation:
             return Candidates(tokens, tuple(-0.1 * (text % 5) - 0.3 * offer for offer in offers))
         if not family.spread:
             width = family.params.width
-            return Candidates(
-                tuple((text + 3 * draw) % (VOCAB - 1) for draw in range(width)), (-1.0,) * width
-            )
+            return Candidates(tuple((text + 3 * draw) % (VOCAB - 1) for draw in range(width)), (-1.0,) * width)
         token = self.sample(request)
         return Candidates((token,), (-(text % 7) / 3,)) if family.params.ranked else token
 

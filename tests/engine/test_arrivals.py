@@ -68,3 +68,21 @@ def test_requests_without_arrival_are_stamped() -> None:
     scheduler.add(stamped)
     scheduler.add(own)
     assert (stamped.arrival, own.arrival) == (5.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sequences"),
+    [
+        (((0,), (0,)), {"n": 2, "best_of": 3}),
+        (((0,), (0,)), {"n": 2, "use_beam_search": True}),
+        (((0,),), {"n": 2}),
+        ((None, None), {"n": 2}),
+    ],
+)
+def test_outputs_that_nobody_could_have_are_refused(
+    outputs: tuple[tuple[int, ...] | None, ...], sequences: dict[str, object]
+) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequestError, match="outputs has"):
+        scheduler.add(make_request("a", [1, 2, 3], outputs=outputs, **sequences))
+    assert not scheduler.has_work()

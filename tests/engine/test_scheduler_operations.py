@@ -1,4 +1,4 @@
-"""A hundred thousand random operations: every request ends, nothing leaks, every read is its own, nobody starves.
+"""A hundred thousand random operations: all requests end, nothing leaks, every read is its own, none starves.
 
 Requests for one sequence, for several, for ranked ones and for beams arrive, run, fork, lose their blocks,
 recover either way, are aborted or fail in every state, move in from elsewhere, and the cache is reset.
@@ -176,9 +176,7 @@ def test_random_operations(case: Case, seed: int) -> None:
     assert stats.recovery.pending == 0
     assert sum(stats.finished.values()) == len(simulation.ended)
     for name, request in driver.requests.items():
-        ends = [
-            delta for key, delta in simulation.ended.items() if key.split("#")[0] == name
-        ]
+        ends = [delta for key, delta in simulation.ended.items() if key.split("#")[0] == name]
         reasons = {delta.finish_reason for delta in ends}
         if reasons <= {FinishReason.STOP, FinishReason.LENGTH}:
             started = request.outputs.count(None) if request.outputs else 0

@@ -32,7 +32,8 @@ def test_loads_run_as_described(load: str, prefix_caching: bool) -> None:
         assert waited[-1] == (1_000 if load == "queue" else 0)
         assert not bench.scheduler.has_work()
         stats = bench.scheduler.stats()
-        assert stats.referenced_blocks == stats.preemptions == stats.prefix_hit_tokens == 0  # the queue never ran
+        # The queue never ran.
+        assert stats.referenced_blocks == stats.preemptions == stats.prefix_hit_tokens == 0
         if load != "queue":  # which takes most of the cache away
             assert (stats.cached_blocks > 1_500) == prefix_caching
         bench.scheduler.check()
