@@ -58,10 +58,21 @@ def table(title: str, results: Results, note: str = "") -> Table:
 
 
 def _bars(name: str, title: str, results: Results) -> Plot:
-    arms = [f"{arm.value}" for _, arm in results]
+    arms = [arm.value for _, arm in results]
     heights = tuple(merge(summaries).throughput for summaries in results.values())
     places = tuple(map(float, range(len(arms))))
     return Plot(name, title, "", "generated tokens/s", {"tokens/s": (places, heights)}, tuple(arms))
+
+
+def _curves(name: str, title: str, results: Results, kind: str | None = None) -> Plot:
+    """How long the first token takes, for all shares of the requests; the seeds of each arm together."""
+    shares = tuple(i / 200 for i in range(200))
+    series = {}
+    for (_, arm), summaries in results.items():
+        one = merge(summaries)
+        times = tuple(one.quantile(share, kind) for share in shares)
+        series[arm.value] = (times, tuple(100 * share for share in shares))
+    return Plot(name, title, "seconds to the first token", "percent of requests", series, y_max=100)
 
 
 SHARED_NAME = "at saturation"
@@ -186,6 +197,7 @@ def _hot() -> Scenario:
         return Findings(
             [table("One system prompt for all", results)],
             [Figure("hot: TTFT p99, of the better of both", ours / min(least, turns), "", 1.03, True)],
+            [_curves("routing-hot", "One system prompt for all", results)],
         )
 
     return Scenario(runs, judge)
@@ -225,6 +237,7 @@ def _cold() -> Scenario:
                 Figure("cold: short prompts' TTFT p99, of counting requests", ours / count, "", 0.5, True),
                 Figure("cold: short prompts' TTFT p99, of least tokens'", ours / least),
             ],
+            [_curves("routing-cold", "Short prompts among a few long cold ones", results, "short")],
         )
 
     return Scenario(runs, judge)

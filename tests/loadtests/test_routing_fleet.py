@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from loadtests.routing import main
 from loadtests.routing_experiment.approximate import ApproximateIndex
 from loadtests.routing_experiment.arms import Arm
 from loadtests.routing_experiment.constants import (
@@ -142,3 +146,25 @@ def test_scenarios_are_complete(name: str) -> None:
     runs = SCENARIOS[name]().runs
     assert len(set(runs)) == len(runs)
     assert all(one.load.replicas > 0 and one.load.blocks > one.shape.prompt // BLOCK_SIZE for one in runs)
+
+
+def test_the_command_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    main(["--only", "burst", "--seeds", "1", "--workers", "1", "--json", str(out)])
+    figures = {figure["name"]: figure for figure in json.loads(out.read_text())["figures"]}
+    assert figures["burst: distinct prefixes, busiest/mean"]["holds"]
+    assert figures["burst: requests without an end"]["value"] == 0
+    assert "64 requests in 5 ms" in capsys.readouterr().out
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from loadtests.memory_experiment.plots import draw
+
+    few = [run(arm, CALM) for arm in (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN)]
+    results = {
+        ("served", arm): [one]
+        for arm, one in zip((Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN), few, strict=True)
+    }
+    plots = SCENARIOS["hot"]().judge(results).plots
+    assert [path.name for path in draw(plots, tmp_path)] == ["routing-hot.png"]
