@@ -25,7 +25,7 @@ from loadtests.routing_experiment.scenarios import SCENARIOS
 from loadtests.routing_experiment.workloads import Conversations, burst, shared, unshared
 
 SMALL = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
-FULL = Served(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=10.8)
+FULL = Served(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=5.4)
 CALM = Served(replicas=3, blocks=1_000, rate=10.0, warm_up=1.0, seconds=3.0)
 
 TIMES = [0.1 * i for i in range(40)]
@@ -45,9 +45,10 @@ def test_the_oracle_dominates() -> None:
 
 
 def test_prefixes_are_found_where_they_are() -> None:
-    ours, turns = run(Arm.PREFIX), run(Arm.ROUND_ROBIN)
-    assert ours.hit_rate > turns.hit_rate + 0.1
-    assert ours.throughput > 1.3 * turns.throughput
+    load = Served(replicas=3, blocks=600, rate=40.0, warm_up=2.0, seconds=3.0)
+    ours, turns = run(Arm.PREFIX, load), run(Arm.ROUND_ROBIN, load)
+    assert ours.hit_rate > turns.hit_rate + 0.2
+    assert ours.quantile(0.9) < 0.5 * turns.quantile(0.9)
 
 
 @pytest.mark.parametrize("arm", list(Arm))
