@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.block_pool import NO_BLOCK, BlockPool
 from engine.host_pool import HostPool
+from engine.prefix_index import PrefixIndex
 from engine.prefix_node import PrefixNode
 from engine.recovery import Decision, Recovery, RecoveryPolicy, RecoveryStats, Victim
 from engine.request_table import Entry, RequestTable
@@ -21,8 +22,16 @@ _LOOKS = 4  # decisions that are looked at again at each preemption
 class Preemption:
     """Preempts, lets the policy choose the recovery, and tells it what the recovery really took."""
 
-    def __init__(self, pool: BlockPool, host: HostPool, table: RequestTable, policy: RecoveryPolicy) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        index: PrefixIndex,
+        host: HostPool,
+        table: RequestTable,
+        policy: RecoveryPolicy,
+    ) -> None:
         self._pool = pool
+        self._index = index
         self._host = host
         self._table = table
         self._policy = policy
@@ -41,6 +50,8 @@ class Preemption:
         """Preempt the running sequence at ``position``, which has no chunk in this step."""
         entry = self._table.running[position]
         request = entry.request
+        # What no layer can see any more is neither worth saving nor part of what is lost.
+        self._table.drop_before(request, self._index.visible_from(request.computed))
         blocks = request.block_table[: self._pool.blocks_for(request.computed)]
         contents = self._contents(entry, blocks)
         self.abandon(entry)

@@ -79,7 +79,7 @@ class Scheduler:
         self._index = index
         self._host = HostPool(0) if host is None else host
         self.table = RequestTable(pool, self._host)  # others may read it between two calls
-        self._preemption = Preemption(pool, self._host, self.table, recovery)
+        self._preemption = Preemption(pool, index, self._host, self.table, recovery)
         most = min(max_num_seqs, token_budget)
         self._planner = StepPlanner(
             pool,

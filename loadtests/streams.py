@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -61,7 +62,10 @@ def prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def body(prompt: str, max_tokens: int) -> bytes:
-    """A greedy streaming completion of exactly ``max_tokens`` tokens."""
+    """A greedy streaming completion of exactly ``max_tokens`` tokens that finds nothing cached.
+
+    So that the prompts of an earlier run do not draw this one's to their replica.
+    """
     return json.dumps(
         {
             "model": MODEL,
@@ -69,6 +73,7 @@ def body(prompt: str, max_tokens: int) -> bytes:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "cache_salt": secrets.token_hex(8),
             "stream": True,
         }
     ).encode()

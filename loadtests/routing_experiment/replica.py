@@ -11,11 +11,8 @@ from loadtests.routing_experiment.event_pool import EventPool
 from loadtests.routing_experiment.row import Row
 
 _ROOT = "root"
-_BULK = BLOCK_SIZE
-"""Most decode steps that are taken at once."""
-
-_LOOK_AHEAD, _MAX_OVERTAKES, _MAX_SHARERS, _MAX_GROWTH = 8, 32, 32, 8.0
-"""As the engine's scheduler has them."""
+_BULK = BLOCK_SIZE  # most decode steps that are taken at once
+_LOOK_AHEAD, _MAX_OVERTAKES, _MAX_SHARERS, _MAX_GROWTH = 8, 32, 32, 8.0  # as the engine's scheduler has them
 
 
 @dataclass(slots=True)
@@ -34,9 +31,8 @@ class Plan:
 class Replica:
     """Runs rows in steps, as the engine does, oldest first under a token budget.
 
-    The caller delivers rows, calls :meth:`settle` at the end of each plan and then :meth:`plan` for the next.
-    Steps that only decode are planned several at once; a delivery cuts them off at the next step's end.
-    """
+    The caller delivers rows and calls :meth:`settle` at each plan's end, then :meth:`plan`. Steps that only
+    decode are planned several at once, until a delivery."""
 
     def __init__(
         self,
