@@ -33,7 +33,7 @@ def _main(arguments: list[str] | None) -> int:
         pairs = [option.partition("=") for option in parsed.options]
         wrong = [name for name, equals, _ in pairs if not equals]
         if wrong:
-            raise ConfigError(f"{wrong[0]!r} is no option=value")
+            raise ConfigError(f"{wrong[0]!r} is no option=value; write it like port=8001")
         values = {name: value for name, _, value in pairs}
         host, port = values.pop("host", parsed.host), values.pop("port", parsed.port)
         if not str(port).isdecimal() or not 0 < int(port) < 65536:

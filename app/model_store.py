@@ -118,6 +118,10 @@ def _make(folder: Path, progress: bool) -> None:
     prefix = f".{folder.name}.partial-"
     for dead in folder.parent.glob(f"{prefix}*"):
         shutil.rmtree(dead, ignore_errors=True)
+    if not progress:
+        print(
+            f"{BUNDLED_NAME}: fetching 94 MB and converting, once; a minute or two", file=sys.stderr, flush=True
+        )
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
         work = Path(scratch)
         with tqdm(
