@@ -72,7 +72,7 @@ class Case:
     @property
     def is_bounded(self) -> bool:
         """Whether the bar holds for it."""
-        return self.running == 256
+        return self.running == 256 and self.num_blocks == POOLS[0]
 
 
 def all_cases() -> list[Case]:
@@ -290,21 +290,24 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
     header = ["step", "a request", "schedule", "commit", "stats", "best window", "largest step"]
     print_table(["processor time in us", *header], rows)
     if bench is not None and not only:  # the last case's pool is the largest
-        name = f"a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}"
-        figures.append(Figure(name, growth(bench, steps), "x", FLAT_BAR, at_most=True))
+        benches = [Bench(POOLS[0], True), bench]
+        for load in ("decode", "queue", "mix", "families"):
+            name = f"{load}: a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}, by turns"
+            figures.append(Figure(name, growth(benches, load, steps), "x", FLAT_BAR, at_most=True))
     return figures, raw
 
 
-def growth(largest: Bench, steps: int) -> float:
-    """Decoding with the largest pool over decoding with the smallest, by turns: the same noise for both."""
-    benches = [Bench(POOLS[0], True), largest]
-    cases = [Case("decode", RUNNING[-1], bench.pool.num_blocks) for bench in benches]
+def growth(benches: list[Bench], load: str, steps: int) -> float:
+    """A step of the second bench over one of the first, by turns: the same noise for both."""
+    cases = [Case(load, RUNNING[-1], bench.pool.num_blocks) for bench in benches]
     costs = [Cost(), Cost()]
     for bench, case in zip(benches, cases, strict=True):
         bench.start(case, steps)
     for _ in range(steps // WINDOW):
         for bench, case, cost in zip(benches, cases, costs, strict=True):
             bench.run(case, WINDOW, cost)
+    for bench, case in zip(benches, cases, strict=True):
+        bench.end(case)
     small, large = (window_means(cost.step) for cost in costs)
     return statistics.median(more / less for more, less in zip(large, small, strict=True))
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.block_pool import BlockPool
 from loadtests.cache_share import CACHE_METHODS, clocked
-from loadtests.scheduler import RUNNING, WINDOW, Bench, Case, Cost, all_cases, microseconds
+from loadtests.scheduler import POOLS, RUNNING, WINDOW, Bench, Case, Cost, all_cases, growth, microseconds
 
 
 @pytest.mark.parametrize("load", ["decode", "queue", "mix", "families"])
@@ -44,13 +44,23 @@ def test_a_figure_is_the_median_of_means() -> None:
     assert microseconds(seconds) == pytest.approx(4.0)  # of 1, 4 and 9; a window that is not whole is left out
 
 
-def test_every_pool_and_load_is_measured_and_the_largest_have_bars() -> None:
+def test_every_pool_and_load_is_measured_and_the_smallest_pool_has_bars() -> None:
     cases = all_cases()
+    loads = ("decode", "queue", "mix", "families")
     assert len({case.title for case in cases}) == len(cases)
-    assert {case.running for case in cases if not case.is_bounded} == set(RUNNING[:-1])
-    assert {(case.load, case.num_blocks) for case in cases if case.is_bounded} >= {
-        (load, blocks) for load in ("decode", "queue", "mix", "families") for blocks in (8_192, 1_000_000)
+    measured = {(case.load, case.num_blocks) for case in cases if case.running == RUNNING[-1]}
+    assert measured == {(load, blocks) for load in loads for blocks in POOLS}
+    bounded = [case for case in cases if case.is_bounded]
+    assert {(case.load, case.running, case.num_blocks) for case in bounded} == {
+        (load, 256, 8_192) for load in loads
     }
+
+
+def test_growth_is_one_pool_over_another_for_each_load() -> None:
+    for load in ("decode", "mix"):
+        benches = [Bench(blocks, True) for blocks in (8_192, 9_000)]
+        assert 0.2 < growth(benches, load, 32) < 5.0
+        assert all(bench.scheduler.stats().running == 0 for bench in benches)
 
 
 def test_the_clock_counts_nested_calls_once_and_is_taken_off() -> None:
