@@ -57,7 +57,7 @@ class Decision:
     """One choice, what it was likely to cost and what it has cost so far, in seconds."""
 
     recovery: Recovery
-    estimate: float  # with the typical survival; 0 where a rate is not known
+    estimate: float  # the likely cost; 0 where a rate is not known
     other_estimate: float | None  # of the alternative; None where a rate is not known
     tokens: int
     blocks: int
@@ -99,8 +99,8 @@ class RecoveryPolicy:
     found again in the prefix index; that of a recompute is the time to run the tokens that will not be found.
     Rates start from a calibration and follow what steps measure, and the share of the findable blocks that
     survives until the request comes back follows what is found then. Mostly all survive or none: the mean, that
-    decides what costs less in the long run, is hardly ever what happens. So a decision's ``estimate`` takes the
-    typical survival, the median.
+    decides what costs less in the long run, is hardly ever what happens, and a few slow steps raise the mean
+    cost. So a decision's ``estimate`` takes medians, of survival and of costs.
 
     What is never chosen is never measured. So the dearer alternative is tried now and then: when its rate was
     not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and so many
@@ -145,7 +145,7 @@ class RecoveryPolicy:
 
         A full host pool is no error: it makes a wanted swap a recompute, with ``fallback`` set.
         """
-        estimates = self._estimate(victim, self._survival)
+        estimates = self._expected(victim)
         wanted = self._wanted(victim, estimates)
         fallback = wanted is Recovery.SWAP and not victim.swappable
         chosen = Recovery.RECOMPUTE if fallback else wanted
@@ -154,8 +154,7 @@ class RecoveryPolicy:
         )
         if trial:
             chosen = _other(wanted)
-        typical = self._typical.value
-        likely = estimates if typical is None else self._estimate(victim, typical)
+        likely = self._likely(victim)
         self._total += 1
         self._decisions[chosen] += 1
         self._fallbacks += fallback
@@ -245,13 +244,31 @@ class RecoveryPolicy:
             survival=self._survival,
         )
 
-    def _estimate(self, victim: Victim, survival: float) -> dict[Recovery, float | None]:
+    def _expected(self, victim: Victim) -> dict[Recovery, float | None]:
+        """What each way costs on average: what a choice goes by."""
+        costs = (self._out.seconds, self._in.seconds, self._prefill.seconds)
+        return self._estimate(victim, self._survival, *costs)
+
+    def _likely(self, victim: Victim) -> dict[Recovery, float | None]:
+        """What each way costs most of the time: outcomes have long tails, so that is less than the average."""
+        typical = self._typical.value
+        survival = self._survival if typical is None else typical
+        return self._estimate(victim, survival, self._out.likely, self._in.likely, self._prefill.likely)
+
+    def _estimate(
+        self,
+        victim: Victim,
+        survival: float,
+        out_seconds: float | None,
+        in_seconds: float | None,
+        token_seconds: float | None,
+    ) -> dict[Recovery, float | None]:
         kept = victim.held + survival * (victim.findable - victim.held)
         swap = recompute = None
-        if self._out.seconds is not None and self._in.seconds is not None:
-            swap = victim.to_copy * self._out.seconds + max(victim.blocks - kept, 0.0) * self._in.seconds
-        if self._prefill.seconds is not None:
-            recompute = max(victim.tokens - kept * self._block_size, 0.0) * self._prefill.seconds
+        if out_seconds is not None and in_seconds is not None:
+            swap = victim.to_copy * out_seconds + max(victim.blocks - kept, 0.0) * in_seconds
+        if token_seconds is not None:
+            recompute = max(victim.tokens - kept * self._block_size, 0.0) * token_seconds
         return {Recovery.SWAP: swap, Recovery.RECOMPUTE: recompute}
 
     def _wanted(self, victim: Victim, estimates: dict[Recovery, float | None]) -> Recovery:

@@ -50,3 +50,18 @@ def test_it_is_stale_again_after_as_many_decisions_without_a_measurement() -> No
     cost.measure(0, 0.1, 2 * STALE)
     cost.measure(10, 0.0, 2 * STALE)
     assert cost.is_stale(2 * STALE)
+
+
+def test_the_likely_cost_is_the_median_once_there_are_enough_measurements() -> None:
+    cost = UnitCost(100.0)
+    assert cost.likely == pytest.approx(0.01)
+    for seconds in (0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.2):
+        cost.measure(1, seconds, 0)
+        assert cost.likely == cost.seconds
+    cost.measure(1, 0.02, 0)
+    assert cost.likely == pytest.approx(0.02)
+    assert cost.seconds is not None
+    assert cost.seconds > 0.022  # one slow step in eight raises the average
+    for _ in range(32):
+        cost.measure(1, 0.03, 0)
+    assert cost.likely == pytest.approx(0.03)  # what is long past is forgotten
