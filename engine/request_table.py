@@ -144,13 +144,12 @@ class RequestTable:
             self.entries[child.key] = entry
             self._run(entry)
             return entry
-        if parent.host_table and request.state in (RequestState.SWAPPING_OUT, RequestState.SWAPPED):
+        # Forks come when a step is committed: whoever it swapped out has settled.
+        if request.state is RequestState.SWAPPED:
             child.computed = request.computed
             entry.host_table = list(parent.host_table)
-            self._host.share([block for block in entry.host_table if block != NO_BLOCK])
-            child.state = request.state
-            if child.state is RequestState.SWAPPING_OUT:
-                self._moving.append(entry)
+            self._host.share(_present(entry.host_table))
+            child.state = RequestState.SWAPPED
         else:
             child.state = RequestState.PREEMPTED
         self.queue(entry)
@@ -195,7 +194,7 @@ class RequestTable:
         entry.writable = 0
 
     def _drop_host_blocks(self, entry: Entry) -> None:
-        self._host.release([block for block in entry.host_table if block != NO_BLOCK])
+        self._host.release(_present(entry.host_table))
         entry.host_table = []
 
     def check(self) -> None:
@@ -265,5 +264,9 @@ def _name(entry: Entry) -> str:
     return f"request {request.request_id!r}{number}"
 
 
+def _present(table: list[int]) -> list[int]:
+    return [block for block in table if block != NO_BLOCK]
+
+
 def _host_tables(entries: Iterable[Entry]) -> list[list[int]]:
-    return [[block for block in entry.host_table if block != NO_BLOCK] for entry in entries]
+    return [_present(entry.host_table) for entry in entries]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -73,3 +74,23 @@ async def collect_all(client: EngineClient, wanted: GenerateRequest) -> list[lis
         assert delta.final == (len(ended) == wanted.params.n)
     assert len(ended) == wanted.params.n
     return outputs
+
+
+async def break_at_random(handle: LoopbackHandle, rng: random.Random) -> None:
+    """Three times kill a replica, let one leave or break its channels; a new one comes each time."""
+    for _ in range(3):
+        await asyncio.sleep(rng.random() * 0.05)
+        members = [name for name, replica in handle.replicas.items() if not replica.dead]
+        victim = rng.choice(members)
+        fault = rng.choice(("kill", "leave", "break"))
+        if fault == "kill":
+            handle.replicas[victim].kill()
+            members.remove(victim)
+        elif fault == "leave":
+            members.remove(victim)
+            handle.announce(*members)
+        else:
+            for channel in list(handle.replicas[victim].hub._channels.values()):
+                handle.replicas[victim].hub.close(channel, "a test broke it")
+        members.append(handle.add().name)
+        handle.announce(*members)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from loopback import LIMITS, expected_tokens, stepping
-from relay_setting import collect, quiet, request, run, started, until
+from relay_setting import break_at_random, collect, quiet, request, run, started, until
 
 from app.relay import GenerateRequest, GenerationError, UnavailableError
 from engine.errors import InvalidRequestError
@@ -253,22 +253,7 @@ def test_random_faults_lose_and_double_nothing(seed: int) -> None:
         prompts = [[index, seed] for index in range(24)]
         jobs = [asyncio.ensure_future(collect(client, request(prompt, 300))) for prompt in prompts]
         async with stepping(handle):
-            for _ in range(3):
-                await asyncio.sleep(rng.random() * 0.05)
-                members = [name for name, replica in handle.replicas.items() if not replica.dead]
-                victim = rng.choice(members)
-                fault = rng.choice(("kill", "leave", "break"))
-                if fault == "kill":
-                    handle.replicas[victim].kill()
-                    members.remove(victim)
-                elif fault == "leave":
-                    members.remove(victim)
-                    handle.announce(*members)
-                else:
-                    for channel in list(handle.replicas[victim].hub._channels.values()):
-                        handle.replicas[victim].hub.close(channel, "a test broke it")
-                members.append(handle.add().name)
-                handle.announce(*members)
+            await break_at_random(handle, rng)
             assert await asyncio.gather(*jobs) == [expected_tokens(prompt, 300) for prompt in prompts]
             await until(lambda: quiet(handle, client))
         await client.stop()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
-from relay_setting import collect, collect_all, quiet, run, started, until
+from relay_setting import break_at_random, collect, collect_all, quiet, run, started, until
 from relay_setting import request as single
 
 from app import wire
@@ -218,22 +218,7 @@ def test_random_faults_lose_and_double_nothing(seed: int) -> None:
         ]
         jobs = [asyncio.ensure_future(collect_all(client, one)) for one in wanted]
         async with stepping(handle):
-            for _ in range(3):
-                await asyncio.sleep(rng.random() * 0.05)
-                members = [name for name, replica in handle.replicas.items() if not replica.dead]
-                victim = rng.choice(members)
-                fault = rng.choice(("kill", "leave", "break"))
-                if fault == "kill":
-                    handle.replicas[victim].kill()
-                    members.remove(victim)
-                elif fault == "leave":
-                    members.remove(victim)
-                    handle.announce(*members)
-                else:
-                    for channel in list(handle.replicas[victim].hub._channels.values()):
-                        handle.replicas[victim].hub.close(channel, "a test broke it")
-                members.append(handle.add().name)
-                handle.announce(*members)
+            await break_at_random(handle, rng)
             results = await asyncio.gather(*jobs)
             assert results == [expected(one.token_ids, one.params.n, 300) for one in wanted]
             await until(lambda: quiet(handle, client))
