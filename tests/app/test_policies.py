@@ -9,81 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from routing_support import IDLE, Fleet, prefix, prompt
 
 from app.routing.kv_index import KvIndex
-from app.routing.ledger import Ledger, NoRouteError, Route
+from app.routing.ledger import NoRouteError, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy, rendezvous
-
-BLOCK = 16
-IDLE = LoadReport(
-    waiting_tokens=0,
-    running=0,
-    kv_tokens=0,
-    referenced=0,
-    free=100_000,
-    evictable=0,
-    num_blocks=100_000,
-    block_size=BLOCK,
-    prefill_rate=10_000.0,
-    step_seconds=0.02,
-    acknowledged=0,
-)
-
-
-class Fleet:
-    """A ledger, its index, and routes to replicas ``r0``, ``r1``, … that have reported to be idle."""
-
-    def __init__(self, size: int, policy: Policy = Policy.PREFIX, reported: bool = True) -> None:
-        self.now = 0.0
-        self.index = KvIndex()
-        self.ledger = Ledger(policy, self.index, lambda: self.now)
-        self.routes = [Route(f"r{place}", place + 1) for place in range(size)]
-        self.attempts = 0
-        for route in self.routes:
-            self.open(route, reported)
-
-    def open(self, route: Route, reported: bool = True) -> None:
-        self.ledger.open(route)
-        self.index.snapshot(route.replica, route.epoch, 0, [])
-        if reported:
-            self.report(route)
-
-    def report(self, route: Route, load: LoadReport = IDLE, seen: int | None = None) -> None:
-        acknowledged = self.attempts if seen is None else seen
-        assert self.ledger.report(route, replace(load, acknowledged=acknowledged))
-
-    def store(self, place: int, keys: Sequence[int], sequence: int = 1) -> None:
-        route = self.routes[place]
-        assert self.index.apply(route.replica, route.epoch, sequence, keys, [], False)
-
-    def send(self, tokens: int, keys: Sequence[int] = (), output: int = 100, **options: object) -> str:
-        self.attempts += 1
-        self.ledger.expect(self.attempts)
-        return self.ledger.book(
-            f"request-{self.attempts}",
-            self.attempts,
-            tokens,
-            output,
-            keys=keys,
-            **options,  # type: ignore[arg-type]
-        ).route.replica
-
-    def finish(self, attempt: int | None = None) -> None:
-        attempt = self.attempts if attempt is None else attempt
-        self.ledger.first_token(attempt)
-        assert self.ledger.release(attempt, made=100)
-
-
-def prefix(name: int, blocks: int) -> list[int]:
-    return [name << 32 | block for block in range(blocks)]
-
-
-def prompt(shared: Sequence[int], own: int, name: int) -> tuple[int, list[int]]:
-    """Tokens and keys of a prompt that goes on from ``shared`` with ``own`` blocks, and a little more."""
-    keys = [*shared, *prefix(name, own)]
-    return len(keys) * BLOCK + 7, keys
-
 
 # ---- bursts and load
 
