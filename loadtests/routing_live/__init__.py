@@ -1,0 +1,1 @@
+"""Routing on real Ray Serve: ``python -m loadtests.routing --live``."""
