@@ -44,7 +44,8 @@ class ChannelHub:
     """All channels of one engine replica.
 
     ``abort`` is called with an engine request id when an attempt ends before its end record. ``snapshot``
-    gives what the engine's prefix cache holds; without it channels carry no KV events.
+    gives what the engine's prefix cache holds; without it channels carry no KV events. ``load`` is what new
+    channels begin with until the engine's first step: a replica that has said nothing is no known one.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class ChannelHub:
         lease_s: float = LEASE_S,
         beat_s: float = BEAT_S,
         snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
+        load: EngineLoad | None = None,
     ) -> None:
         self._hello = hello
         self._abort = abort
         self._snapshot = snapshot if hello.keys is not None else None
-        self._load: EngineLoad | None = None
+        self._load = load
         self._clock = clock
         self._lease_s = lease_s
         self._beat_s = beat_s
@@ -287,6 +289,8 @@ def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadRep
         prefill_rate=load.prefill_rate,
         step_seconds=load.step_seconds,
         acknowledged=acknowledged,
+        waiting=load.waiting,
+        max_running=load.max_running,
     )
 
 

@@ -42,7 +42,7 @@ class EngineReplica:
         self._death: BaseException | None = None
         self._engine = self._start_engine()
         hello = wire.Hello.of(self._engine.limits, self._engine.key_scheme, self._engine.window)
-        self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot)
+        self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
         self._metrics = metrics.EngineMetrics(self._config.model_name)
         self._reporter = self._loop.create_task(self._report())
 

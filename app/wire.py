@@ -29,7 +29,7 @@ from engine.errors import InvalidRequestError, QuireError
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")

@@ -91,7 +91,14 @@ class Engine:
             priority_ageing=config.priority_ageing,
             check_invariants=config.check_invariants,
         )
-        self.load = LoadMeter(pool, index, self.scheduler.table, config.prefix_caching, self._prefill_rate)
+        self.load = LoadMeter(
+            pool,
+            index,
+            self.scheduler.table,
+            prefix_caching=config.prefix_caching,
+            prefill_rate=self._prefill_rate,
+            max_running=max_num_seqs,
+        )
         self._steps = 0
         self._step_seconds = 0.0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""

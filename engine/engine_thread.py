@@ -82,6 +82,7 @@ class EngineThread:
         self._closed = threading.Event()  # nobody empties the inbox any more
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
+        self._load: EngineLoad | None = None
 
     def start(self) -> None:
         """Load the model; return when the engine can serve.
@@ -165,6 +166,12 @@ class EngineThread:
         assert self._stats is not None
         return self._stats
 
+    def load(self) -> EngineLoad:
+        """As of the last turn of its loop; takes no lock."""
+        self._running()
+        assert self._load is not None
+        return self._load
+
     def is_alive(self) -> bool:
         """Whether the engine is loaded and its thread runs."""
         return self._engine is not None and self._failure is None and self._thread.is_alive()
@@ -189,7 +196,7 @@ class EngineThread:
     def _main(self) -> None:
         try:
             engine = Engine(self._config)
-            self._stats = engine.stats()
+            self._stats, self._load = engine.stats(), engine.load.read()
             self._engine = engine
             self._loaded.set()
             self._loop(engine)
@@ -231,10 +238,10 @@ class EngineThread:
             for delta in deltas:
                 if delta.final:
                     self._live.discard(delta.request_id)
-            self._stats = engine.stats()
+            self._stats, self._load = engine.stats(), engine.load.read()
             batch = None if events is None else events.drain()
             self._answer(engine)
-            self._on_outputs(StepOutputs(deltas, taken, batch, engine.load.read()))
+            self._on_outputs(StepOutputs(deltas, taken, batch, self._load))
 
     def _take(self, wait: bool) -> deque[_Item]:
         """All that is queued; at least one item if ``wait``."""

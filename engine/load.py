@@ -32,6 +32,8 @@ class EngineLoad:
     evictable: int
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
     step_seconds: float  # of the last step that only decoded; 0 before the first
+    waiting: int  # sequences that do not run: never did, or were preempted
+    max_running: int  # sequences at once
 
 
 class LoadMeter:
@@ -46,14 +48,17 @@ class LoadMeter:
         pool: BlockPool,
         index: PrefixIndex,
         table: RequestTable,
+        *,
         prefix_caching: bool,
         prefill_rate: float,
+        max_running: int,
     ) -> None:
         self._pool = pool
         self._index = index
         self._table = table
         self._prefix_caching = prefix_caching
         self._prefill_rate = prefill_rate
+        self._max_running = max_running
         self._step_seconds = 0.0
         self._waiting_tokens = 0
         self._counted_at = float("-inf")
@@ -94,6 +99,8 @@ class LoadMeter:
             evictable=self._pool.num_cached,
             prefill_rate=self._prefill_rate,
             step_seconds=self._step_seconds,
+            waiting=len(table.waiting),
+            max_running=self._max_running,
         )
 
     def _count_waiting(self) -> None:

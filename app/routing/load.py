@@ -12,11 +12,13 @@ _LARGEST = float(2**53)
 class LoadReport:
     """Engine truth at one flush (every 50 ms at most while anything changes).
 
-    ``waiting_tokens`` are uncached prompt tokens of waiting requests and what is left of running prefills.
+    ``waiting_tokens`` are uncached prompt tokens of waiting requests and what is left of running prefills; a
+    prefix that several of them miss counts once.
     ``kv_tokens`` are those that the ``running`` sequences read each step. ``referenced``, ``free`` and
     ``evictable`` count blocks of ``block_size`` tokens out of ``num_blocks``. ``prefill_rate`` is in tokens/s,
     calibrated: not the average under load. ``step_seconds`` is a decode step's time now. ``acknowledged`` is
     the highest attempt of this channel that the engine has seen; later ones are not in ``waiting_tokens`` yet.
+    ``waiting`` sequences do not run, and ``max_running`` is how many can: 0 if nobody knows.
     """
 
     waiting_tokens: int
@@ -30,6 +32,8 @@ class LoadReport:
     prefill_rate: float
     step_seconds: float
     acknowledged: int
+    waiting: int = 0
+    max_running: int = 0
 
 
 def sane(load: LoadReport) -> LoadReport:
@@ -46,6 +50,8 @@ def sane(load: LoadReport) -> LoadReport:
         prefill_rate=_between(load.prefill_rate, 1e-3, 1e12),
         step_seconds=_between(load.step_seconds, 1e-9, 1e4),
         acknowledged=int(_known(load.acknowledged)),
+        waiting=int(_known(load.waiting)),
+        max_running=int(_known(load.max_running)),
     )
 
 

@@ -190,4 +190,6 @@ def _average(loads: Sequence[LoadReport]) -> LoadReport:
         prefill_rate=rate,
         step_seconds=0.0,
         acknowledged=0,
+        waiting=sum(load.waiting for load in loads) // count,
+        max_running=sum(load.max_running for load in loads) // count,
     )

@@ -145,7 +145,7 @@ class OracleRouter(LedgerRouter):
             stored, removed = replica.pool.drain()
             if stored or removed:
                 self._sequences[replica.name] += 1
-            load = report(replica, 0, perfect=True)
+            load = report(replica, 0)
             self.flush(Flush(replica.name, self._sequences[replica.name], stored, removed, load), now)
         name = super().choose(job, attempt, now)
         self._sent[attempt] = (name, job)
@@ -195,16 +195,13 @@ class CountRouter:
         self._replicas[self._booked.pop(attempt)] -= 1
 
 
-def report(replica: Replica, channel: int, *, perfect: bool = False) -> LoadReport:
-    """What the replica's engine says of its load now, on one of its channels.
-
-    A ``perfect`` one counts a prefix for which several requests wait only once.
-    """
+def report(replica: Replica, channel: int) -> LoadReport:
+    """What the replica's engine says of its load now, on one of its channels."""
     pool, service = replica.pool, replica.service
     rows = len(replica.running)
     kv_tokens = replica.kv_tokens
     return LoadReport(
-        waiting_tokens=replica.waiting_tokens if perfect else replica.reported_tokens(),
+        waiting_tokens=replica.waiting_tokens,
         running=rows,
         kv_tokens=kv_tokens,
         referenced=pool.num_referenced,
@@ -215,6 +212,8 @@ def report(replica: Replica, channel: int, *, perfect: bool = False) -> LoadRepo
         prefill_rate=service.prefill_rate,
         step_seconds=service.step(0, rows, kv_tokens) if rows else 0.0,
         acknowledged=replica.acknowledged.get(channel, 0),
+        waiting=len(replica.waiting),
+        max_running=replica.max_running,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.load import LOOKED_UP
 from engine.prefix_index import PrefixIndex
 from loadtests.routing_experiment.constants import BLOCK_SIZE, MAX_NUM_SEQS, SERVICE, TOKEN_BUDGET, Service
 from loadtests.routing_experiment.event_pool import EventPool
@@ -62,10 +61,9 @@ class Replica:
         """Prompt tokens of all that were started; ``hit_tokens`` of them were found."""
         self.hit_tokens = 0
         self._budget = token_budget
-        self._max_num_seqs = max_num_seqs
+        self.max_running = max_num_seqs
         self._growth = 1.0
         self._retry = False  # something changed since admission last found no place
-        self._looked_up = 0  # place of the waiting row that was looked up last
         self._promises: set[int] = set()  # keys that rows here are going to compute
         self.waiting_tokens = 0
         """Prompt tokens to be computed for those here: not cached, each block counted once."""
@@ -156,19 +154,6 @@ class Replica:
             row.table = []
             self._retry = True
 
-    def reported_tokens(self) -> int:
-        """The same as the engine counts it: each row beyond the hit last found for it."""
-        waiting = self.waiting
-        for _ in range(min(LOOKED_UP, len(waiting))):
-            self._looked_up = self._looked_up + 1 if self._looked_up + 1 < len(waiting) else 0
-            row = waiting[self._looked_up]
-            row.node = self.index.match(_ROOT, row.tokens, len(row.tokens) - 1, row.node)
-        tokens = sum(row.missing for row in self.running if row.missing > 1)
-        for row in waiting:
-            node = row.node
-            tokens += len(row.tokens) - (node.depth * BLOCK_SIZE if node is not None and node.alive else 0)
-        return tokens
-
     @property
     def kv_tokens(self) -> int:
         """Tokens whose K and V the running rows read in a step."""
@@ -235,7 +220,7 @@ class Replica:
         position = misses = sharers = kept = 0
         reserved: int | None = None
         passed: list[Row] = []
-        while position < len(self.waiting) and budget > 0 and len(self.running) < self._max_num_seqs:
+        while position < len(self.waiting) and budget > 0 and len(self.running) < self.max_running:
             row = self.waiting[position]
             needed = self._needed(row)
             if self._in_the_making(row, chunks):

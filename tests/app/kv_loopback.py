@@ -93,9 +93,8 @@ class KvReplica(LoopbackReplica):
     def step(self, *texts: int, taken: tuple[str, ...] = (), deltas: tuple[TokenDelta, ...] = ()) -> None:
         """Hold and tell."""
         self.hold(*texts)
-        load = EngineLoad(
-            0, 0, 0, self.pool.num_referenced, self.pool.num_free, self.pool.num_cached, 100.0, 0.5
-        )
+        pool = self.pool
+        load = EngineLoad(0, 0, 0, pool.num_referenced, pool.num_free, pool.num_cached, 100.0, 0.5, 0, 8)
         self.hub.on_step(StepOutputs(list(deltas), list(taken), self.events.drain(), load))
 
 

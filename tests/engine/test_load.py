@@ -20,7 +20,14 @@ class Setting:
     def __init__(self, **options: int | str) -> None:
         self.scheduler: Scheduler = make_scheduler(**{"num_blocks": 64, "max_num_seqs": 4, **options})  # type: ignore[arg-type]
         self.model = KVSimulation(4)
-        self.meter = LoadMeter(self.scheduler._pool, self.scheduler._index, self.scheduler.table, True, 123.0)
+        self.meter = LoadMeter(
+            self.scheduler._pool,
+            self.scheduler._index,
+            self.scheduler.table,
+            prefix_caching=True,
+            prefill_rate=123.0,
+            max_running=4,
+        )
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
