@@ -70,6 +70,38 @@ class Fleet:
         assert self.ledger.release(attempt, made=100)
 
 
+class Engines:
+    """What several ingresses send to the same replicas: each computes its prompts one after another."""
+
+    def __init__(self, *entries: Fleet) -> None:
+        self.entries = entries
+        self.queues: dict[str, list[tuple[Fleet, int, int]]] = {
+            route.replica: [] for route in entries[0].routes
+        }
+
+    def take(self, entry: Fleet, replica: str, tokens: int) -> None:
+        """The last request of ``entry``."""
+        self.queues[replica].append((entry, entry.attempts, tokens))
+
+    def waiting(self, replica: str) -> int:
+        return sum(tokens for _, _, tokens in self.queues[replica])
+
+    def work(self, tokens: int) -> None:
+        """Each replica computes so many tokens, and ends what is complete; then all ingresses hear of it."""
+        for queue in self.queues.values():
+            left = tokens
+            while queue and left:
+                entry, attempt, rest = queue.pop(0)
+                if rest > left:
+                    queue.insert(0, (entry, attempt, rest - left))
+                    break
+                left -= rest
+                entry.finish(attempt)
+        for entry in self.entries:
+            for route in entry.routes:
+                entry.report(route, replace(IDLE, waiting_tokens=self.waiting(route.replica)))
+
+
 def prefix(name: int, blocks: int) -> list[int]:
     return [name << 32 | block for block in range(blocks)]
 
