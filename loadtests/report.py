@@ -80,15 +80,19 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "vector": flags, "cores": os.cpu_count(), "python": platform.python_version()}
 
 
+def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> None:
+    """Write the JSON file."""
+    rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
+    document = {"command": command, "machine": machine(), "figures": rows, **extra}
+    out.write_text(json.dumps(document, indent=2) + "\n")
+
+
 def finish(command: str, figures: Sequence[Figure], arguments: argparse.Namespace, **extra: Any) -> None:
     """Write the JSON file, print a line for each figure with a bar, and exit 1 if ``--check`` fails."""
     where = machine()
     print(f"\n{command} on {where['cpu']} ({where['vector']}), {where['cores']} cores")
     if arguments.json is not None:
-        rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
-        arguments.json.write_text(
-            json.dumps({"command": command, "machine": where, "figures": rows, **extra}, indent=2) + "\n"
-        )
+        save(command, figures, arguments.json, **extra)
         print(f"wrote {arguments.json}")
     for figure in figures:
         if figure.bar is not None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
-from loadtests.memory_experiment.findings import Findings
-from loadtests.report import Figure, add_arguments, finish, print_table
-from loadtests.routing_experiment.runs import Run, Summary, simulate_all
-from loadtests.routing_experiment.scenarios import SCENARIOS, Results, Scenario
+from loadtests.report import Figure, add_arguments, finish, print_table, save
+from loadtests.routing_experiment.progress import Part, simulate_parts
+from loadtests.routing_experiment.scenarios import SCENARIOS
+
+COMMAND = "loadtests.routing"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -49,47 +50,60 @@ def main(argv: list[str] | None = None) -> None:
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     began = time.monotonic()
-    scenarios = {name: SCENARIOS[name]() for name in arguments.only or SCENARIOS}
+    parts = {name: Part(name, SCENARIOS[name]()) for name in arguments.only or SCENARIOS}
     if arguments.seeds is not None:
-        for scenario in scenarios.values():
-            scenario.runs = [run for run in scenario.runs if run.seed <= max(1, arguments.seeds)]
-    findings = run_all(scenarios, max(1, arguments.workers))
-    figures: list[Figure] = []
-    for part in findings.values():
-        figures += part.figures
-        for table in part.tables:
-            print(f"\n{table.title}")
-            print_table(table.header, table.rows)
-            if table.note:
-                print(f"({table.note})")
+        for part in parts.values():
+            part.scenario.runs = [run for run in part.scenario.runs if run.seed <= max(1, arguments.seeds)]
+    total = sum(len(part.scenario.runs) for part in parts.values())
+    with tqdm(total=total, desc="routing", unit="run", disable=None) as bar:
+        for part, run, summary, more in simulate_parts(parts, max(1, arguments.workers)):
+            bar.update()
+            now = time.monotonic() - began
+            bar.write(
+                f"{now:6.1f} s  {part.name}: {run.name}, {run.arm.value}, seed {run.seed}: "
+                f"{summary.throughput:,.0f} tokens/s, hits {100 * summary.hit_rate:.1f} %, "
+                f"TTFT p99 {summary.quantile(0.99):.3f} s, took {summary.took:.1f} s"
+            )
+            if more:
+                _show(part, arguments)
+                _save(parts, arguments)
+            sys.stdout.flush()
+    print(f"\n{time.monotonic() - began:.0f} s")
+    finish(COMMAND, _figures(parts), arguments, seeds=_seeds(parts))
+
+
+def _show(part: Part, arguments: argparse.Namespace) -> None:
+    """What there is to say of one scenario so far; a run that is cut off later has said it."""
+    findings = part.findings
+    assert findings is not None
+    partly = "" if part.complete else f" ({part.seeds} of {max(run.seed for run in part.scenario.runs)} seeds)"
+    for table in findings.tables:
+        print(f"\n{table.title}{partly}")
+        print_table(table.header, table.rows)
+        if table.note:
+            print(f"({table.note})")
+    for figure in findings.figures:
+        print(figure.line())
+    print()
     if arguments.plot is not None:
         from loadtests.memory_experiment.plots import draw
 
-        for path in draw([plot for part in findings.values() for plot in part.plots], arguments.plot):
+        for path in draw(findings.plots, arguments.plot):
             print(f"wrote {path}")
-    print(f"\n{time.monotonic() - began:.0f} s")
-    finish("loadtests.routing", figures, arguments)
 
 
-def run_all(scenarios: dict[str, Scenario], workers: int) -> dict[str, Findings]:
-    """All runs of all scenarios, in one pool of processes, and what follows from each scenario's."""
-    runs = [run for scenario in scenarios.values() for run in scenario.runs]
-    with tqdm(total=len(runs), desc="routing", unit="run", disable=None) as bar:
-        summaries = simulate_all(runs, min(workers, len(runs)), bar.update)
-    findings = {}
-    for name, scenario in scenarios.items():
-        mine, summaries = summaries[: len(scenario.runs)], summaries[len(scenario.runs) :]
-        part = findings[name] = scenario.judge(_by_arm(scenario.runs, mine))
-        lost = sum(one.unfinished for run, one in zip(scenario.runs, mine, strict=True) if not run.saturated)
-        part.figures.append(Figure(f"{name}: requests without an end", lost, "", 0, True))
-    return findings
+def _save(parts: dict[str, Part], arguments: argparse.Namespace) -> None:
+    if arguments.json is not None:
+        save(COMMAND, _figures(parts), arguments.json, seeds=_seeds(parts))
 
 
-def _by_arm(runs: Sequence[Run], summaries: Sequence[Summary]) -> Results:
-    results: Results = {}
-    for run, summary in zip(runs, summaries, strict=True):
-        results.setdefault((run.name, run.arm), []).append(summary)
-    return results
+def _seeds(parts: dict[str, Part]) -> dict[str, int]:
+    """How many are judged of each scenario."""
+    return {part.name: part.seeds for part in parts.values()}
+
+
+def _figures(parts: dict[str, Part]) -> list[Figure]:
+    return [figure for part in parts.values() if part.findings for figure in part.findings.figures]
 
 
 if __name__ == "__main__":

@@ -4,52 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
+from loadtests.findings import Findings, Plot, Table
 from loadtests.memory_experiment.constants import GPU_LIKE, POOL_SLOTS
 from loadtests.memory_experiment.contiguous import Reservation, simulate_contiguous
 from loadtests.memory_experiment.jobs import Job
 from loadtests.memory_experiment.measure import Meter, Result
 from loadtests.memory_experiment.paged import PAGED, Machine, Memory, simulate_paged
 from loadtests.memory_experiment.static_batches import STATIC, simulate_static
-from loadtests.report import Figure
 
 SYSTEMS = (STATIC, *(reservation.value for reservation in Reservation), PAGED)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text under a title; ``note`` explains what cannot be seen from the header."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One picture: lines, or, with ``labels``, parts of a stacked bar for each label."""
-
-    name: str  # of the file, without its ending
-    title: str
-    x_label: str
-    y_label: str
-    series: dict[str, tuple[tuple[float, ...], tuple[float, ...]]]
-    labels: tuple[str, ...] = ()
-    log_x: bool = False
-    y_max: float | None = None
-
-
-@dataclass(slots=True)
-class Findings:
-    """Everything that one part found out."""
-
-    tables: list[Table] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-    plots: list[Plot] = field(default_factory=list)
+__all__ = ["PAGED", "STATIC", "SYSTEMS", "Findings", "Plot", "Table", "progress_bar", "simulate"]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loadtests.memory_experiment.findings import Plot
+from loadtests.findings import Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

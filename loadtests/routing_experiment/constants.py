@@ -42,10 +42,10 @@ SEND_DELAY = 2e-3
 """Seconds from an ingress's choice to the replica's queue."""
 
 FLUSH_INTERVAL = 45e-3
-"""Seconds between two flushes of a replica's KV events and load report, at least."""
+"""Seconds that KV events and load wait for a step that makes tokens for the ingress: they leave with these."""
 
 CHANNEL_DELAY = 5e-3
-"""Seconds from a flush to the ingress; together an event is at most 50 ms old."""
+"""Seconds from there to the ingress; together an event is at most 50 ms old."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
 from typing import NamedTuple
 
-from loadtests.routing_experiment.arms import Arm, Flush, Router, make_routers, report
+from loadtests.routing_experiment.arms import Arm, make_routers
 from loadtests.routing_experiment.constants import CHANNEL_DELAY, FLUSH_INTERVAL, SEND_DELAY
+from loadtests.routing_experiment.news import Channel, Feed
 from loadtests.routing_experiment.replica import Replica
 from loadtests.routing_experiment.row import Row
 from loadtests.routing_experiment.workloads import Job, Workload
@@ -22,9 +23,10 @@ class _Event(IntEnum):
 
     STEP_END = 0
     DELIVERY = 1
-    MARK = 2
-    JOIN = 3
-    ARRIVAL = 4
+    FLUSH = 2
+    MARK = 3
+    JOIN = 4
+    ARRIVAL = 5
 
 
 class _Delivery(NamedTuple):
@@ -35,6 +37,10 @@ class _Delivery(NamedTuple):
 class _StepEnd(NamedTuple):
     place: int
     at: float
+
+
+class _Flush(NamedTuple):
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,57 +96,6 @@ class Outcome:
     preemptions: int = 0
 
 
-class _Channel:
-    """From all replicas to one ingress: what was sent, and when it gets there."""
-
-    def __init__(self, number: int, router: Router) -> None:
-        self.number = number
-        self.router = router
-        self.attempts = itertools.count(1)
-        self._inbox: list[tuple[float, int, Flush | tuple[int, int]]] = []
-        self._sent = itertools.count()
-
-    def send(self, message: Flush | tuple[int, int], at: float) -> None:
-        """Deliver a flush, or (attempt, tokens made; 0 for the first token), at a time."""
-        heapq.heappush(self._inbox, (at, next(self._sent), message))
-
-    def receive(self, now: float) -> None:
-        """Take in all that has arrived."""
-        inbox, router = self._inbox, self.router
-        while inbox and inbox[0][0] <= now:
-            at, _, message = heapq.heappop(inbox)
-            if isinstance(message, Flush):
-                router.flush(message, at)
-            elif message[1]:
-                router.end(*message)
-            else:
-                router.first_token(message[0])
-
-
-class _Feed:
-    """A replica's end of its channels: collects changes and sends them when the interval has passed."""
-
-    def __init__(self, replica: Replica, channels: Sequence[_Channel]) -> None:
-        self._replica = replica
-        self._channels = channels
-        self._sequence = 0
-        self._due = -FLUSH_INTERVAL
-
-    def flush(self, now: float) -> None:
-        """After a change: at once, or with what else has changed when the last flush is long enough ago."""
-        if not self._channels:
-            return  # whoever knows without news takes the changes out of the pool itself
-        self._due = max(now, self._due + FLUSH_INTERVAL)
-        stored, removed = self._replica.pool.drain()
-        if stored or removed:
-            self._sequence += 1
-        for channel in self._channels:
-            load = report(self._replica, channel.number)
-            channel.send(
-                Flush(self._replica.name, self._sequence, stored, removed, load), self._due + CHANNEL_DELAY
-            )
-
-
 class Fleet:
     """Replicas and ingresses, driven by one queue of events."""
 
@@ -164,9 +119,10 @@ class Fleet:
         self._random = Random(seed)
         routers = make_routers(arm, ingresses, blocks, seed)
         distinct = list({id(router): router for router in routers}.values())
-        self._channels = [_Channel(number, router) for number, router in enumerate(distinct)]
+        self._channels = [Channel(number, router) for number, router in enumerate(distinct)]
         self._hearing = [channel for channel in self._channels if channel.router.hears]
-        self._feeds: list[_Feed] = []
+        self._feeds: list[Feed] = []
+        self._flushes: set[int] = set()  # places of replicas of which news is left to send
         self._events: list[tuple[float, int, int, object]] = []
         self._counter = itertools.count()
         self._generated = 0
@@ -196,6 +152,9 @@ class Fleet:
                 self._deliver(payload.place, payload.row, now)
             elif isinstance(payload, _StepEnd):
                 self._step_end(payload.place, payload.at, now)
+            elif isinstance(payload, _Flush):
+                self._flushes.remove(payload.place)
+                self._feeds[payload.place].flush(now)
             elif isinstance(payload, int):
                 for _ in range(payload):
                     self._join(now)
@@ -216,10 +175,10 @@ class Fleet:
         replica = Replica(f"replica-{len(self.replicas)}", self._blocks)
         self._places[replica.name] = len(self.replicas)
         self.replicas.append(replica)
-        self._feeds.append(_Feed(replica, self._hearing))
+        self._feeds.append(Feed(replica, self._hearing))
         for channel in self._channels:
             channel.router.add(replica)
-        self._feeds[-1].flush(now)
+        self._tell(len(self.replicas) - 1, now, {channel.number for channel in self._channels})
 
     def _arrive(self, job: Job, now: float) -> None:
         channel = self._random.choice(self._channels)
@@ -241,7 +200,6 @@ class Fleet:
             self._plan(place, now)
         elif sooner is not None:
             self._push(sooner, _Event.STEP_END, _StepEnd(place, sooner))
-        self._feeds[place].flush(now)
 
     def _step_end(self, place: int, end: float, now: float) -> None:
         replica = self.replicas[place]
@@ -253,8 +211,15 @@ class Fleet:
             self._channels[row.channel].send((row.attempt, 0), now + CHANNEL_DELAY)
         for row in replica.finished:
             self._finish(row, place, now)
+        told = {row.channel for row in plan.decoding}
+        told.update(row.channel for row in replica.started)
+        self._tell(place, now, told)
         self._plan(place, now)
-        self._feeds[place].flush(now)
+
+    def _tell(self, place: int, now: float, told: Collection[int]) -> None:
+        if self._feeds[place].step(now, told) and place not in self._flushes:
+            self._flushes.add(place)
+            self._push(now + FLUSH_INTERVAL, _Event.FLUSH, _Flush(place))
 
     def _plan(self, place: int, now: float) -> None:
         plan = self.replicas[place].plan(now)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from random import Random
@@ -101,6 +102,8 @@ class Summary:
     """Share of their prompt tokens that was cached."""
     choices: list[tuple[float, int]] = field(default_factory=list)
     """When and where requests were routed; only for runs in which replicas join."""
+    took: float = field(default=0.0, compare=False)
+    """Seconds of real time that the simulation took."""
 
     def quantile(self, share: float, kind: str | None = None) -> float:
         """Of the seconds to the first token, of one kind of request or of all."""
@@ -111,6 +114,7 @@ class Summary:
 def simulate(run: Run) -> Summary:
     """Run it; takes seconds to a minute."""
     collecting = gc.isenabled()
+    began = time.monotonic()
     gc.disable()  # prefix trees are many objects that live long
     try:
         load = run.load
@@ -125,24 +129,26 @@ def simulate(run: Run) -> Summary:
             joins={load.warm_up: load.replicas - first} if first < load.replicas else None,
         )
         until = run.until if run.saturated else None
-        return _summary(run, fleet.run(until, run.marks(), full=RAMP_FULL if run.saturated else 0))
+        summary = _summary(run, fleet.run(until, run.marks(), full=RAMP_FULL if run.saturated else 0))
+        summary.took = time.monotonic() - began
+        return summary
     finally:
         if collecting:
             gc.enable()
 
 
-def simulate_all(runs: Sequence[Run], workers: int, progress: Callable[[], object]) -> list[Summary]:
-    """Run all, several at a time; results in the order of ``runs``."""
+def simulate_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[int, Summary]]:
+    """Run all, several at a time; yield the place of each that has ended and what came of it."""
+    places = list(enumerate(runs))
     if workers == 1:
-        return list(_counted(map(simulate, runs), progress))
+        yield from map(_numbered, places)
+        return
     with get_context("spawn").Pool(workers) as pool:
-        return list(_counted(pool.imap(simulate, runs, chunksize=1), progress))
+        yield from pool.imap_unordered(_numbered, places, chunksize=1)
 
 
-def _counted(summaries: Iterable[Summary], progress: Callable[[], object]) -> Iterator[Summary]:
-    for summary in summaries:
-        progress()
-        yield summary
+def _numbered(place: tuple[int, Run]) -> tuple[int, Summary]:
+    return place[0], simulate(place[1])
 
 
 def merge(summaries: Sequence[Summary]) -> Summary:

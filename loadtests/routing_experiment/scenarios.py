@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtests.memory_experiment.findings import Findings, Plot, Table
+from loadtests.findings import Findings, Plot, Table
 from loadtests.report import Figure
 from loadtests.routing_experiment import constants as given
 from loadtests.routing_experiment.arms import Arm
@@ -314,14 +314,15 @@ def _share(summary: Summary, load: Served, place: int) -> float:
 
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
-    "shared": _shared,
-    "short": _short,
-    "pressure": _pressure,
-    "equal": _equal,
+    "burst": _burst,
+    "scale": _scale,
     "hot": _hot,
     "unique": _unique,
     "cold": _cold,
-    "burst": _burst,
     "chat": _chat,
-    "scale": _scale,
+    "equal": _equal,
+    "short": _short,
+    "shared": _shared,
+    "pressure": _pressure,
 }
+"""Those that take least time first."""
