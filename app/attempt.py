@@ -9,6 +9,7 @@ from typing import Any
 
 from app import wire
 from app.live_request import LiveRequest
+from app.routing.fleet import NotAcceptedError
 from app.routing.ledger import NoRouteError
 from engine.errors import InvalidRequestError
 
@@ -49,7 +50,7 @@ class Attempts:
                 return None
             try:
                 outcome = answer.result()
-            except NoRouteError as error:
+            except (NoRouteError, NotAcceptedError) as error:
                 return Setback(str(error), fault=False)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 # Any failure of a call moves the request on; Serve also raises CancelledError for calls that

@@ -6,6 +6,7 @@ Serve itself answers with the caller's ``x-request-id``, or a new one.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from app import config
 from app.chat import PromptTokenizer
 from app.config import AppConfig
 from app.errors import ERROR_HANDLERS
+from app.hand_over import AFTER_S
 from app.model_store import resolve
 from app.openai_service import OpenAIService
 from app.relay import EngineClient
@@ -121,6 +123,14 @@ class IngressReplica:
         config.set_log_level(live.log_level)
         self.service.max_live_requests = live.max_live_requests
         await self._client.start()
+
+    async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = AFTER_S) -> None:
+        """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
+        await self._client.cordon(replicas, lasts_s, after_s)
+
+    async def inspect(self) -> dict[str, Any]:
+        """State for tests and debugging, by Serve handle only."""
+        return {"pid": os.getpid(), **self._client.inspect()}
 
     async def __del__(self) -> None:
         """Serve calls this after the drain, also if ``__init__`` failed."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from app import wire
 from app.routing.kv_index import KvIndex
@@ -12,6 +15,14 @@ from app.wire_kv import KvSection, SnapshotSlice
 from engine.block_keys import KeyScheme
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Opening:
+    """When a channel opened, and when its replica's blocks first counted, in monotonic seconds."""
+
+    opened: float
+    synced: float | None = None
 
 
 class KvFeed:
@@ -27,9 +38,11 @@ class KvFeed:
         self._index = index
         self._trusted: set[Route] = set()
         self._reported: set[str] = set()
+        self._openings: dict[Route, Opening] = {}
 
     def open(self, route: Route, hello: wire.Hello) -> None:
         """A channel has opened, and its route; checks that both ends make the same keys."""
+        self._openings[route] = Opening(time.monotonic())
         if hello.keys is None or not hello.agrees:
             self._distrust(route.replica, hello)
             return
@@ -60,11 +73,32 @@ class KvFeed:
                 return False
             return index.verify(route.replica, section.sequence, section.xor, section.count)
 
-        return self._do(step)
+        fits = self._do(step)
+        opening = self._openings.get(route)
+        if fits and opening is not None and opening.synced is None and self._synced(route.replica):
+            opening.synced = time.monotonic()
+        return fits
 
     def close(self, route: Route) -> None:
         """A channel has ended."""
         self._trusted.discard(route)
+        self._openings.pop(route, None)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """For tests and debugging: of each replica its ``Opening``, and the digest of its blocks.
+
+        That is (sequence, XOR of the keys, number of keys), ``None`` while the replica's blocks do not count.
+        """
+        digests = self._ledger.with_index(
+            lambda _: {route.replica: self._index.digest(route.replica) for route in self._openings}
+        )
+        return {
+            route.replica: {**asdict(opening), "digest": (digests or {}).get(route.replica)}
+            for route, opening in self._openings.items()
+        }
+
+    def _synced(self, replica: str) -> bool:
+        return bool(self._ledger.with_index(lambda _: self._index.synced(replica)))
 
     def _distrust(self, replica: str, hello: wire.Hello) -> None:
         """What the replica holds says nothing here, nor what it is about to hold."""

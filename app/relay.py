@@ -17,6 +17,7 @@ from app.attempt import Attempts
 from app.cache_reset import CacheReset, reset_prefix_caches
 from app.channel_set import ChannelSet
 from app.generation import Delta, GenerateRequest, GenerationError, UnavailableError
+from app.hand_over import AFTER_S, HandOver
 from app.kv_feed import KvFeed
 from app.live_request import LiveRequest
 from app.routing.ledger import Ledger, Route
@@ -65,6 +66,7 @@ class EngineClient:
         self._attempts = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}  # by attempt
         self._requests: set[LiveRequest] = set()
+        self._reports: dict[str, LoadReport] = {}
         self._limits: ModelLimits | None = None
         self._routes_changed = asyncio.Event()
         self._started: ChannelSet | None = None
@@ -75,6 +77,7 @@ class EngineClient:
         if self._started is None:
             self._started = ChannelSet(self._handle, self)
             self._kv = KvFeed(self._started.fleet.ledger, self._started.fleet.index)
+            self._hand_over = HandOver(self._started.fleet, self.move_away)
             self._ledger.configure(self._policy)
             # The first options() makes Serve create the router, which reports its members.
             self._calls = Attempts(self._handle.options(_by_reference=False).generate, self._started.cid)
@@ -86,6 +89,7 @@ class EngineClient:
             return
         for live in list(self._requests):
             live.fail(UnavailableError(STOPPING))
+        self._hand_over.stop()
         await self._started.stop()
 
     def limits(self) -> ModelLimits | None:
@@ -102,6 +106,7 @@ class EngineClient:
             "live_requests": len(self._requests),
             "channels": self._channels.states(),
             "booked_tokens": self._ledger.load(),
+            "cordoned": sorted(self._channels.fleet.cordon.names()),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
 
@@ -154,6 +159,29 @@ class EngineClient:
         if not replicas:
             raise UnavailableError("no engine replica has an open channel; try again later")
         return await reset_prefix_caches(self._handle, replicas)
+
+    async def cordon(self, replicas: Collection[str], lasts_s: float, after_s: float = AFTER_S) -> None:
+        """Send no new requests to exactly these replicas for ``lasts_s``, as long as others can take them.
+
+        Requests that are there after ``after_s`` go on elsewhere. See ``HandOver.cordon``.
+
+        Raises:
+            ValueError: a time is negative or not a number.
+        """
+        await self.start()
+        self._hand_over.cordon(replicas, lasts_s, after_s)
+
+    def inspect(self) -> dict[str, Any]:
+        """For tests and debugging: ``status``, and of each replica attempts routed, index and load."""
+        if self._started is None:
+            return self.status()
+        return {
+            **self.status(),
+            "cid": self._channels.cid,
+            "routed": dict(self._channels.fleet.routed),
+            "index": self._kv.state(),
+            "running": {replica: report.running for replica, report in self._reports.items()},
+        }
 
     async def _keys(self, request: GenerateRequest) -> list[int]:
         """Keys of the prompt's full blocks, made once; none until a replica has said how, or if nobody asks."""
@@ -261,6 +289,7 @@ class EngineClient:
     def on_load(self, route: Route, load: LoadReport) -> None:
         """See ``ChannelEvents``."""
         self._ledger.report(route, load)
+        self._reports[route.replica] = load
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """See ``ChannelEvents``."""
@@ -272,6 +301,7 @@ class EngineClient:
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there go on elsewhere."""
         self._kv.close(route)
+        self._reports.pop(route.replica, None)
         for attempt in self._ledger.close(route):
             live = self._live.get(attempt)
             if live is not None and not live.ended:

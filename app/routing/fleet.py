@@ -7,8 +7,10 @@ this one as ``fleet.of(...)``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 
+from app.routing.cordon import Cordon
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
 from engine.errors import QuireError
@@ -20,16 +22,24 @@ class ReplicaGoneError(QuireError):
     """A pinned call's replica cannot be reached any more."""
 
 
+class NotAcceptedError(QuireError):
+    """The chosen replica did not take the call: it was full, or it has just gone."""
+
+
 class Fleet:
     """Members as Serve's controller last told the router, the ledger, and its index of who holds what.
 
     ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
     They are called under the lock, so that they hear of each membership in its order, and must not call back.
+    ``cordon`` names members that get no new requests for a while. ``routed`` counts the attempts that each
+    member was chosen for; the router's thread counts.
     """
 
     def __init__(self) -> None:
         self.index = KvIndex()
         self.ledger = Ledger(index=self.index)
+        self.cordon = Cordon()
+        self.routed: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._members: frozenset[str] = frozenset()
         self._pinned: set[str] = set()
@@ -44,8 +54,18 @@ class Fleet:
         """A new membership from the controller."""
         with self._lock:
             self._members = members
+            for gone in self.routed.keys() - members:
+                del self.routed[gone]
             for listener in self._listeners:
                 listener(members)
+
+    def takers(self, names: Collection[str]) -> Collection[str]:
+        """Those of ``names`` that may get a new request: no cordoned ones, unless no other is routable."""
+        cordoned = self.cordon.names()
+        if not cordoned:
+            return names
+        others = frozenset(names) - cordoned
+        return others if self.ledger.routable(others) else names
 
     def listen(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call ``listener`` with the members now and after each change."""

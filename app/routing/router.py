@@ -6,6 +6,7 @@ queue, which matches requests by an internal id that concurrent calls of one HTT
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
@@ -52,7 +53,7 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             await self._backoff(0)
             if target is not None or meta is not None:
                 # Their sender knows what else to do, and counts its tries.
-                raise fleet.ReplicaGoneError("the engine replica did not accept the call")
+                raise fleet.NotAcceptedError("the engine replica did not accept the call")
         if target is not None:
             return self._pinned(target)
         if meta is not None:
@@ -73,7 +74,7 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
         raise fleet.ReplicaGoneError(f"engine replica {target} is gone")
 
     def _book(self, meta: dict[str, Any], candidates: dict[str, RunningReplica]) -> RunningReplica:
-        """Let the ledger choose among ``candidates`` and book, in one step.
+        """Let the ledger choose among ``candidates`` and book, in one step; cordoned ones come last.
 
         What only the choice needs leaves ``meta`` here, before it is pickled and sent.
         """
@@ -82,11 +83,12 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             meta["attempt"],
             meta["prefill"],
             meta["decode"],
-            candidates.keys(),
+            self._fleet.takers(candidates.keys()),
             meta["avoid"],
             keys=meta.pop("keys"),
             sequences=meta.pop("sequences"),
         )
+        self._fleet.routed[booking.route.replica] += 1
         meta["epoch"] = booking.route.epoch  # the engine refuses an epoch that it does not have
         return candidates[booking.route.replica]
 
@@ -111,11 +113,15 @@ class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: i
     """Serve's own choice, the shorter of two queues, to be compared with."""
 
     async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
-        routable = set(self._fleet.ledger.routable())
-        replicas = [replica for name, replica in self._by_name().items() if name in routable]
-        ranks = await self.choose_replicas(replicas, pending_request)
+        replicas = self._by_name()
+        usable = self._fleet.takers(self._fleet.ledger.routable(replicas.keys()))
+        # Serve's choice knows neither channels nor cordons.
+        ranks = await self.choose_replicas([replicas[name] for name in usable], pending_request)
+        pair = [replica for rank in ranks for replica in rank if replica.replica_id.unique_id in usable]
+        if not pair:
+            pair = [replicas[name] for name in random.sample(sorted(usable), min(2, len(usable)))]
         chosen = min(
-            ranks[0] if ranks else replicas,
+            pair,
             key=lambda replica: self._replica_queue_len_cache.get(replica.replica_id) or 0,
             default=None,
         )
