@@ -101,7 +101,7 @@ class KvReplica(LoopbackReplica):
 class KvIngress:
     """The ingress's end of the channels to some replicas, with a real index."""
 
-    def __init__(self, *replicas: KvReplica) -> None:
+    def __init__(self, *replicas: KvReplica, cid: str = "ingress") -> None:
         self.handle = LoopbackHandle(0)
         self.handle.replicas.update({replica.name: replica for replica in replicas})
         self.index = KvIndex()
@@ -114,7 +114,7 @@ class KvIngress:
         self.closed: list[str] = []
         epochs = itertools.count(1)
         self.channels = [
-            IngressChannel(self.handle, "ingress", replica.name, lambda: next(epochs), self)
+            IngressChannel(self.handle, cid, replica.name, lambda: next(epochs), self)
             for replica in replicas
         ]
 
