@@ -290,6 +290,7 @@ def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadRep
         step_seconds=load.step_seconds,
         acknowledged=acknowledged,
         waiting=load.waiting,
+        held_up=load.held_up,
         max_running=load.max_running,
     )
 

@@ -5,7 +5,7 @@ Little-endian, after the frame's records::
     section   kind u8, then
     load      waiting_tokens u64, running u32, kv_tokens u64, referenced u32, free u32, evictable u32,
               num_blocks u32, block_size u32, prefill_rate f64, step_seconds f64, acknowledged u64,
-              waiting u32, max_running u32
+              waiting u32, held_up u32, max_running u32
     batch     sequence u64, cleared u8, stored u32, removed u32, xor u64, count u32; then the keys, u64 each
     slice     sequence u64, part u32, parts u32, xor u64, count u32, keys u32; then the keys, u64 each
 """
@@ -23,7 +23,7 @@ from engine.kv_events import KvBatch, KvSnapshot
 SLICE_KEYS = 4096
 """Most keys in one slice of a snapshot."""
 
-_LOAD = struct.Struct("<QIQIIIIIddQII")
+_LOAD = struct.Struct("<QIQIIIIIddQIII")
 _BATCH = struct.Struct("<QBIIQI")
 _SLICE = struct.Struct("<QIIQII")
 
@@ -86,6 +86,7 @@ def pack_section(section: Section) -> bytes:
                 section.step_seconds,
                 section.acknowledged,
                 section.waiting,
+                section.held_up,
                 section.max_running,
             )
         case KvBatch(sequence, stored, removed, cleared, xor, count):

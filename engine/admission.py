@@ -47,8 +47,11 @@ class Admission:
         """The first waiting sequence that may start."""
         return next(filter(_may_start, self._table.waiting), None)
 
-    def admit(self, step: Step) -> None:
-        """Start waiting sequences while tokens, seats and blocks last."""
+    def admit(self, step: Step) -> int:
+        """Start waiting sequences while tokens, seats and blocks last.
+
+        Returns how many were left for want of a seat or of blocks, not counting those left for want of tokens.
+        """
         table, pool = self._table, self._pool
         waiting = table.waiting
         position = misses = sharers = kept = 0
@@ -65,7 +68,7 @@ class Admission:
             if self._in_the_making(entry, step):
                 sharers += 1
                 if sharers > _MAX_SHARERS:
-                    return
+                    return misses
             else:
                 fits = table.seats + entry.seats <= self._max_num_seqs and needed + kept <= pool.num_available
                 if fits and step.chunks:  # while nothing runs, nothing is kept back
@@ -84,11 +87,12 @@ class Admission:
                     continue
                 misses += 1
                 if misses > self._look_ahead or entry.overtakes >= self._max_overtakes:
-                    return
+                    return misses + len(waiting) - position - 1
                 passed.append(entry)
             if entry.request.state is not RequestState.WAITING:
                 kept += self._most(entry)
             position += 1
+        return misses + (len(waiting) - position if table.seats >= self._max_num_seqs else 0)
 
     def needed(self, entry: Entry, held: dict[PrefixNode, int] | None = None) -> int:
         """Blocks that admission takes out of the available ones, for all tokens and one more.

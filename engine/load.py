@@ -33,6 +33,7 @@ class EngineLoad:
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
     step_seconds: float  # of the last step that only decoded; 0 before the first
     waiting: int  # sequences that do not run: never did, or were preempted
+    held_up: int  # of those, that had no seat or no blocks in the last step
     max_running: int  # sequences at once
 
 
@@ -59,6 +60,7 @@ class LoadMeter:
         self._prefix_caching = prefix_caching
         self._prefill_rate = prefill_rate
         self._max_running = max_running
+        self._held_up = 0
         self._step_seconds = 0.0
         self._waiting_tokens = 0
         self._counted_at = float("-inf")
@@ -75,6 +77,7 @@ class LoadMeter:
         """A step has been run."""
         for request in plan.admitted:
             self._waiting_tokens -= request.num_prompt_tokens - (request.cached_tokens or 0)
+        self._held_up = plan.held_up
         if not plan.prefill and not plan.transfers:
             self._step_seconds = seconds
 
@@ -100,6 +103,7 @@ class LoadMeter:
             prefill_rate=self._prefill_rate,
             step_seconds=self._step_seconds,
             waiting=len(table.waiting),
+            held_up=min(self._held_up, len(table.waiting)),
             max_running=self._max_running,
         )
 

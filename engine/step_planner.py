@@ -49,7 +49,7 @@ class Step:
         self.longer += length - 1
         self.unsampled += length < remaining
 
-    def planned(self) -> StepPlan:
+    def planned(self, held_up: int) -> StepPlan:
         """The plan, complete."""
         return StepPlan(
             chunks=self.chunks,
@@ -60,6 +60,7 @@ class Step:
             admitted=self.admitted,
             swaps=self.swaps,
             prefill=self.prefill,
+            held_up=held_up,
         )
 
 
@@ -105,15 +106,17 @@ class StepPlanner:
         if self._table.waiting:
             self._yield_to_priority(step)
         self._continue_running(step)
+        held_up = 0
         if step.short:
+            held_up = len(self._table.waiting)
             self._growth = min(_MAX_GROWTH, 2 * self._growth)
         else:
             self._growth = max(1.0, 0.99 * self._growth)
             if self._table.waiting:
                 if not step.chunks:
                     self._make_room(step)
-                self._admission.admit(step)
-        return step.planned()
+                held_up = self._admission.admit(step)
+        return step.planned(held_up)
 
     def _continue_running(self, step: Step) -> None:
         """Give each running sequence its tokens, oldest first, one kept for each that decodes."""

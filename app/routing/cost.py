@@ -7,7 +7,12 @@
   + streaming   weighted by ``STREAMING``: its own decode time at the step time that it would see there, the
                 slowdown of those running by its rows and KV, and by the steps that compute its prompt
   + eviction    recomputing the blocks that it would really push out there, times the share of reuse
-  + blocks      where not even eviction makes room: the wait until those running have released enough
+  + admission   where seats or blocks are out: the wait until enough of those running have ended to let in
+                those before it, and then it
+
+Those running end one by one, ``step time * output / rows`` apart: each end is a seat, and all the blocks that
+no other sequence holds. Whether one lacks or both, admission waits once, for the later. Prompts of those before
+it are computed in the same time, but in other steps, so that *wait* comes on top.
 
 Rows and KV that are there now slow it down only while they remain, about half of an average output.
 No part is a threshold and none concerns the fleet as a whole: a hot replica changes its own cost alone.
@@ -32,7 +37,7 @@ PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
 PLENTY = 1 << 40
-"""Free blocks of a pool of which nothing is known."""
+"""Free blocks, or seats, of a replica of which nothing is known."""
 
 
 class Demand(NamedTuple):
@@ -86,6 +91,10 @@ class Terms(NamedTuple):
     """Seconds for each token pushed out, before the share of reuse."""
     per_missing: float
     """Seconds for each token that does not fit in."""
+    seats: float
+    """Sequences that can start after those that wait; below zero if so many must end for those alone."""
+    turn: float
+    """Seconds between the ends of two sequences."""
 
 
 def terms(
@@ -93,33 +102,47 @@ def terms(
 ) -> Terms:
     """Of a replica that reports ``load``; ``speed`` is its step time over the model's, ``tail`` its rows' rest.
 
-    A report may lag behind own bookings, so there are at least as many rows as these.
+    A report may lag behind own bookings, so there are at least as many rows as these, up to the seats.
     """
     rate = load.prefill_rate or PREFILL_RATE
     ahead = load.waiting_tokens + booked.prefill
-    running, kv = load.running, load.kv_tokens
-    rows = (running if running > booked.seen_rows else booked.seen_rows) + booked.rows
-    kv = (kv if kv > booked.seen_kv else booked.seen_kv) + booked.kv
+    running, held_up, new = load.running, load.held_up, booked.rows
+    rows = (running if running > booked.seen_rows else booked.seen_rows) + new
+    kv: float = (load.kv_tokens if load.kv_tokens > booked.seen_kv else booked.seen_kv) + booked.kv
+    most = load.max_running or PLENTY
+    here = running + load.waiting
+    seats = most - new - (here if here > booked.seen_rows else booked.seen_rows)
+    if held_up:
+        # What lacks may be blocks: whoever comes now stands behind these. None of them runs beside it.
+        if -held_up - new < seats:
+            seats = -held_up - new
+        most = running or 1
+    if rows > most:
+        kv = kv * most / rows
+        rows = most
+    per_step = speed * (step.base + step.per_row * rows + step.per_kv_token * kv)
     drag = STREAMING * speed
     base = drag * step.base
-    crowd = drag * (step.per_row * rows + step.per_kv_token * kv)
     per_token = (1.0 + MACHINE + STREAMING * rows) / rate
     free = (load.free if load.num_blocks else PLENTY) * block_size - ahead
     room = load.evictable * block_size
-    # Those running release their blocks over their remaining steps, less what they still grow by.
-    released = load.referenced * block_size - rows * tail
-    missing = tail * (base + crowd) / (STREAMING * (released if released > block_size else block_size))
+    # A sequence makes twice the tail in all, and at its end each of those running holds a tail more than now.
+    turn = 2.0 * tail * per_step / (rows or 1)
+    held = (load.referenced * block_size / rows if rows else load.referenced * block_size) + tail
+    missing = turn / (held if held > block_size else block_size)
     return Terms(
         ahead / rate,
         per_token,
         base,
-        crowd,
+        drag * (step.per_row * rows + step.per_kv_token * kv),
         drag,
         rows,
         free if free > 0.0 else 0.0,
         room if free > 0.0 else room + free,
         per_token,
         missing if missing * rate > 1.0 else 1.0 / rate,
+        seats,
+        turn,
     )
 
 
@@ -132,9 +155,8 @@ def seconds(
     longer = sequences * step.per_row + sequences * (tokens + output / 2) * step.per_kv_token
     made = sequences * output
     costs = []
-    for (wait, per_token, base, crowd, drag, rows, free, room, per_eviction, per_missing), held in zip(
-        candidates, cached, strict=True
-    ):
+    for at, held in zip(candidates, cached, strict=True):
+        wait, per_token, base, crowd, drag, rows, free, room, per_eviction, per_missing, seats, turn = at
         uncached = tokens - held
         cost = (
             wait
@@ -143,12 +165,15 @@ def seconds(
             + beside * crowd
             + (output + rows * beside) * drag * longer
         )
+        admission = (sequences - seats) * turn if sequences > seats else 0.0
         over = uncached + made - free
         if over > 0.0:
             if over > room:
-                cost += (over - room) * per_missing
+                missing = (over - room) * per_missing
+                if missing > admission:
+                    admission = missing
                 over = room
             if over > 0.0:
                 cost += over * per_eviction * reuse
-        costs.append(cost)
+        costs.append(cost + admission)
     return costs

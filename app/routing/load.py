@@ -18,7 +18,8 @@ class LoadReport:
     ``evictable`` count blocks of ``block_size`` tokens out of ``num_blocks``. ``prefill_rate`` is in tokens/s,
     calibrated: not the average under load. ``step_seconds`` is a decode step's time now. ``acknowledged`` is
     the highest attempt of this channel that the engine has seen; later ones are not in ``waiting_tokens`` yet.
-    ``waiting`` sequences do not run, and ``max_running`` is how many can: 0 if nobody knows.
+    ``waiting`` sequences do not run; of these, ``held_up`` had no seat or no blocks in the last step: the
+    others only wait for prompts to be computed. ``max_running`` sequences can run: 0 if nobody knows.
     """
 
     waiting_tokens: int
@@ -33,6 +34,7 @@ class LoadReport:
     step_seconds: float
     acknowledged: int
     waiting: int = 0
+    held_up: int = 0
     max_running: int = 0
 
 
@@ -51,6 +53,7 @@ def sane(load: LoadReport) -> LoadReport:
         step_seconds=_between(load.step_seconds, 1e-9, 1e4),
         acknowledged=int(_known(load.acknowledged)),
         waiting=int(_known(load.waiting)),
+        held_up=int(_known(load.held_up)),
         max_running=int(_known(load.max_running)),
     )
 

@@ -213,6 +213,7 @@ def report(replica: Replica, channel: int) -> LoadReport:
         step_seconds=service.step(0, rows, kv_tokens) if rows else 0.0,
         acknowledged=replica.acknowledged.get(channel, 0),
         waiting=len(replica.waiting),
+        held_up=min(replica.held_up, len(replica.waiting)),
         max_running=replica.max_running,
     )
 

@@ -64,6 +64,8 @@ class Replica:
         self.max_running = max_num_seqs
         self._growth = 1.0
         self._retry = False  # something changed since admission last found no place
+        self.held_up = 0
+        """Waiting rows that had no seat or no blocks when last tried."""
         self._promises: set[int] = set()  # keys that rows here are going to compute
         self.waiting_tokens = 0
         """Prompt tokens to be computed for those here: not cached, each block counted once."""
@@ -99,6 +101,7 @@ class Replica:
                 budget -= length
         decoding = [row for row in self.running if row.missing == 1 and row.generated]
         if short:
+            self.held_up = len(self.waiting)
             self._growth = min(_MAX_GROWTH, 2 * self._growth)
         else:
             self._growth = max(1.0, 0.99 * self._growth)
@@ -226,6 +229,7 @@ class Replica:
             if self._in_the_making(row, chunks):
                 sharers += 1
                 if sharers > _MAX_SHARERS:
+                    self.held_up = misses
                     return
             else:
                 available = self.pool.num_available
@@ -244,13 +248,17 @@ class Replica:
                     continue
                 misses += 1
                 if misses > _LOOK_AHEAD or row.overtakes >= _MAX_OVERTAKES:
+                    self.held_up = misses + len(self.waiting) - position - 1
                     return
                 passed.append(row)
             if row.generated:
                 kept += self._most(row)
             position += 1
+        self.held_up = misses
         if position < len(self.waiting):
             self._retry = True  # only tokens or seats were missing
+            if len(self.running) >= self.max_running:
+                self.held_up += len(self.waiting) - position
 
     def _needed(self, row: Row) -> int:
         """Blocks that a start takes out of the available ones."""

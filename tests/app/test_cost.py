@@ -6,27 +6,18 @@ import math
 import random
 from dataclasses import replace
 
+import pytest
+import routing_support
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_support import BLOCK
 
+from app.routing import cost
 from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
 from app.routing.cost import Booked, Demand, seconds, terms
 from app.routing.load import LoadReport, sane
 
-BLOCK = 16
-IDLE = LoadReport(
-    waiting_tokens=0,
-    running=0,
-    kv_tokens=0,
-    referenced=0,
-    free=1000,
-    evictable=0,
-    num_blocks=1000,
-    block_size=BLOCK,
-    prefill_rate=10_000.0,
-    step_seconds=0.02,
-    acknowledged=0,
-)
+IDLE = replace(routing_support.IDLE, free=1000, num_blocks=1000)
 REQUEST = Demand(tokens=4000, output=100.0, remaining=100.0)
 
 
@@ -124,6 +115,93 @@ def test_blocks_of_those_that_wait_are_not_free() -> None:
     assert price(line) > price(roomy)
 
 
+# Steps of exactly 20 ms, sequences of 200 tokens: ten that run end 0.4 s apart.
+STEADY = StepModel()
+STEADY.base, STEADY.per_row, STEADY.per_kv_token = 0.02, 0.0, 0.0
+FULL = replace(IDLE, running=10, kv_tokens=20_000, max_running=10)
+
+
+def admission(load: LoadReport, booked: Booked | None = None, sequences: int = 1) -> float:
+    """Seconds beyond what it would cost with seats and blocks enough."""
+    demand = REQUEST._replace(sequences=sequences)
+    costs = []
+    for given_load in (load, replace(load, held_up=0, max_running=0, free=10**6, num_blocks=10**6)):
+        at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK, 100.0)
+        costs.append(seconds([at], [0], demand, STEADY, 0.0)[0])
+    return costs[0] - costs[1]
+
+
+@pytest.mark.parametrize(
+    ("load", "booked", "sequences", "turns"),
+    [
+        (replace(FULL, running=9), Booked(), 1, 0),  # the last seat
+        (FULL, Booked(), 1, 1),
+        (FULL, Booked(), 4, 4),
+        (replace(FULL, waiting=3), Booked(), 1, 4),
+        (replace(FULL, waiting=3, held_up=3), Booked(), 1, 4),
+        (replace(FULL, max_running=12, waiting=3), Booked(), 1, 2),  # those wait for a prompt, but take seats
+        (replace(FULL, max_running=12), Booked(), 4, 2),
+        (FULL, Booked(rows=5), 1, 6),
+        (FULL, Booked(seen_rows=14), 1, 5),  # those seen are running, or wait
+        (replace(FULL, waiting=4), Booked(seen_rows=14, rows=2), 1, 7),
+        (replace(FULL, max_running=100, waiting=20), Booked(), 1, 0),
+        (replace(FULL, max_running=100, waiting=20, held_up=20), Booked(), 1, 21),  # blocks lack
+        (replace(FULL, max_running=100, waiting=20, held_up=2), Booked(rows=3), 2, 7),
+        (replace(FULL, max_running=0, waiting=20), Booked(rows=7), 3, 0),  # nobody knows
+    ],
+)
+def test_admission_waits_for_as_many_ends_as_it_needs(
+    load: LoadReport, booked: Booked, sequences: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "STREAMING", 0.0)  # the rows that are there make a difference in this, too
+    assert admission(load, booked, sequences) == pytest.approx(turns * 0.4)
+
+
+def test_blocks_that_lack_are_released_by_those_that_end() -> None:
+    # Each of the ten holds 1,600 tokens now and 1,700 at its end: 0.4 s for so many.
+    out = replace(FULL, max_running=100, free=0, referenced=1000)
+    needed = REQUEST.tokens + REQUEST.output
+    assert admission(out) == pytest.approx(needed / 1700 * 0.4)
+    assert admission(replace(out, waiting_tokens=3400)) == pytest.approx((needed + 3400) / 1700 * 0.4)
+
+
+def test_admission_waits_once_for_seats_and_blocks_together() -> None:
+    out = replace(FULL, free=0, referenced=1000, waiting_tokens=3400)
+    for_blocks = (REQUEST.tokens + REQUEST.output + 3400) / 1700
+    for waiting in (0, 2, 20):
+        for held_up in (0, waiting):
+            load = replace(out, waiting=waiting, held_up=held_up)
+            assert admission(load) == pytest.approx(max(1 + waiting, for_blocks) * 0.4)
+
+
+def test_those_that_are_held_up_slow_nobody_down_but_are_waited_for() -> None:
+    # Their prefixes are cached, so that hardly a token is to be computed, but there are no blocks to run them.
+    idle_looking = replace(IDLE, running=10, kv_tokens=60_000, waiting_tokens=140, free=200, evictable=300)
+    held = replace(idle_looking, waiting=140, held_up=140, max_running=256)
+    step, mine = StepModel(), Booked(seen_rows=150, seen_kv=900_000)
+    at = terms(held, mine, step, 1.0, BLOCK, 100.0)
+    assert at.rows == 10
+    assert at.turn == pytest.approx(200 * step.seconds(10, 60_000) / 10)
+    assert price(held, booked=mine) > price(idle_looking) + 140 * at.turn
+    other = replace(IDLE, waiting_tokens=30_000, running=30, kv_tokens=200_000)
+    assert price(other) < price(held, 3900)
+
+
+def test_no_more_rows_are_expected_than_there_are_seats() -> None:
+    at = terms(replace(FULL, waiting=30), Booked(rows=10), StepModel(), 1.0, BLOCK, 100.0)
+    assert at.rows == 10
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 100.0])
+def test_any_weight_of_streaming_will_do(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    saturated = replace(IDLE, running=30, kv_tokens=12_000, free=0, evictable=0, referenced=1000)
+    before = admission(saturated)
+    monkeypatch.setattr(cost, "STREAMING", weight)
+    assert admission(saturated) == pytest.approx(before)
+    assert price(saturated) > price(replace(saturated, free=1000)) > 0.0
+    assert (price(replace(IDLE, running=30)) > price(IDLE)) is (weight > 0.0)
+
+
 def test_copy_that_is_due_costs_nothing_but_the_rest_of_the_prompt() -> None:
     due = REQUEST._replace(shared=3000, due=1.0)
     assert math.isclose(price(IDLE, 0, due), price(IDLE, 3000))
@@ -136,7 +214,7 @@ broken = st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=True, allow
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(
-    st.lists(broken, min_size=11, max_size=11),
+    st.lists(broken, min_size=14, max_size=14),
     st.lists(st.integers(0, 2**40), min_size=5, max_size=5),
     st.integers(1, 2**30),
     st.floats(0, 1e7),
@@ -147,9 +225,9 @@ def test_no_report_makes_a_cost_that_is_not_a_number(
 ) -> None:
     load = sane(LoadReport(*fields))  # type: ignore[arg-type]
     demand = Demand(tokens, output, output / 2, 3, tokens // 2, share)
-    cost = price(load, 0, demand, share, Booked(*booked))
-    assert math.isfinite(cost)
-    assert cost > 0.0
+    price_of_it = price(load, 0, demand, share, Booked(*booked))
+    assert math.isfinite(price_of_it)
+    assert price_of_it > 0.0
 
 
 def test_step_model_finds_the_coefficients() -> None:

@@ -36,7 +36,7 @@ records = st.lists(
 u64 = st.integers(0, 2**64 - 1)
 keys = st.lists(u64, max_size=9)
 seconds = st.floats(0, 1e9)
-loads = st.builds(LoadReport, u64, u32, u64, u32, u32, u32, u32, u32, seconds, seconds, u64, u32, u32)
+loads = st.builds(LoadReport, u64, u32, u64, u32, u32, u32, u32, u32, seconds, seconds, u64, u32, u32, u32)
 batches = st.builds(KvBatch, u64, keys, keys, st.booleans(), u64, u32)
 parts = st.builds(SnapshotSlice, u64, u32, u32, keys, u64, u32)
 LIMITS = ModelLimits(vocab_size=49152, max_model_len=8192, num_blocks=100, block_size=16)
@@ -91,7 +91,7 @@ def test_sections_of_unknown_kinds_are_refused() -> None:
 
 def test_sections_are_small() -> None:
     load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
-    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 72
+    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 76
     assert len(wire.pack_records(1, 2, [], [KvBatch(1, [1, 2], [3], False, 0, 2)])) == 16 + 1 + 29 + 3 * 8
 
 
