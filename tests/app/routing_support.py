@@ -27,20 +27,23 @@ IDLE = LoadReport(
 
 
 class Fleet:
-    """A ledger, its index, and routes to replicas ``r0``, ``r1``, … that have reported to be idle."""
+    """A ledger, its index, and routes to replicas ``r0``, ``r1``, … that have reported to be idle and empty."""
 
-    def __init__(self, size: int, policy: Policy = Policy.PREFIX, reported: bool = True) -> None:
+    def __init__(
+        self, size: int, policy: Policy = Policy.PREFIX, reported: bool = True, synced: bool = True
+    ) -> None:
         self.now = 0.0
         self.index = KvIndex()
         self.ledger = Ledger(policy, self.index, lambda: self.now)
         self.routes = [Route(f"r{place}", place + 1) for place in range(size)]
         self.attempts = 0
         for route in self.routes:
-            self.open(route, reported)
+            self.open(route, reported, synced)
 
-    def open(self, route: Route, reported: bool = True) -> None:
+    def open(self, route: Route, reported: bool = True, synced: bool = True) -> None:
         self.ledger.open(route)
-        self.index.snapshot(route.replica, route.epoch, 0, [])
+        if synced:
+            self.index.snapshot(route.replica, route.epoch, 0, [])
         if reported:
             self.report(route)
 
@@ -63,6 +66,13 @@ class Fleet:
             keys=keys,
             **options,  # type: ignore[arg-type]
         ).route.replica
+
+    @property
+    def cached(self) -> int:
+        """Tokens that the last request finds, as the choice had it."""
+        booking = self.ledger.booking(self.attempts)
+        assert booking is not None
+        return booking.cached
 
     def finish(self, attempt: int | None = None) -> None:
         attempt = self.attempts if attempt is None else attempt
