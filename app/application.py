@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 
 from app import config, placement, serving
 from app.routing.fleet import DEPLOYMENT
+from engine.errors import ConfigError
 
 INGRESS = "ingress"
 MAX_ONGOING = 100_000
@@ -31,6 +33,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     options = config.load(args)
     options.engine_config("", 1)  # refuses wrong values here rather than in each replica
+    check_router(options)
     placement.check_gpus(options, placement.cluster_nodes())
     if serving.haproxy_expected() and not serving.haproxy_enabled():
         logger.warning(
@@ -38,6 +41,22 @@ def build(args: dict[str, Any]) -> Application:
             "run `serve shutdown`, then `serve deploy serve_config.yaml`"
         )
     return assemble(options)
+
+
+def check_router(options: config.AppConfig) -> None:
+    """Refuse a router that cannot be imported here: the deployment would fail with less to go on.
+
+    Raises:
+        ConfigError: it needs a library that is not there.
+    """
+    module = config.ROUTERS[options.routing].partition(":")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"routing={options.routing} needs parts of Ray that cannot be imported here ({error}); "
+            "choose another routing"
+        ) from None
 
 
 def assemble(options: config.AppConfig, replica_class: type | None = None) -> Application:

@@ -52,6 +52,7 @@ ROUTERS = {
     "least_tokens": "app.routing.router:EngineRouter",
     "round_robin": "app.routing.router:EngineRouter",
     "power_of_two": "app.routing.router:PowerOfTwoRouter",
+    "prefix_affinity": "app.routing.ray_policies:PrefixAffinityRouter",
 }
 """Choices of a replica, and the router class of each."""
 
