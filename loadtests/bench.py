@@ -16,6 +16,7 @@ COMMANDS: dict[str, list[str]] = {
     "http": ["loadtests.throughput", "--http"],
     "locust": ["loadtests.locust_run"],
     "faults": ["loadtests.faults"],
+    "routing_faults": ["loadtests.routing_faults"],
     "recovery": ["loadtests.recovery"],
     "pressure": ["loadtests.recovery", "--http"],
 }

@@ -18,7 +18,9 @@ import httpx
 import psutil
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 from app import serving
@@ -125,11 +127,29 @@ class LocalCluster:
         wait_for(self._running, START_TIMEOUT_S, "the application does not run")
         self.wait_routable(options.get("engine_replicas", 2))
 
-    def scale(self, replicas: int) -> None:
-        """Tell Serve another number of engine replicas; returns at once."""
+    def scale(self, replicas: int, ingresses: int = 1) -> None:
+        """Tell Serve another number of engine and ingress replicas; returns at once."""
         config = self._config()
-        config["applications"][0]["deployments"] = [{"name": "engine", "num_replicas": replicas}]
+        config["applications"][0]["deployments"] = [
+            {"name": "engine", "num_replicas": replicas},
+            {"name": "ingress", "num_replicas": ingresses},
+        ]
         self._apply(config)
+
+    def cordon(self, replicas: list[str], lasts_s: float, after_s: float | None = None) -> None:
+        """Tell every ingress that exactly these engine replicas get no new requests."""
+        times = (lasts_s,) if after_s is None else (lasts_s, after_s)
+        handle = serve.get_deployment_handle("ingress", serving.APP_NAME)
+        handle.broadcast("cordon", replicas, *times).results(timeout_s=30)
+
+    def ingresses(self) -> list[dict[str, Any]]:
+        """Each ingress replica's own account of itself; none while one of them does not answer."""
+        handle = serve.get_deployment_handle("ingress", serving.APP_NAME)
+        try:
+            states: list[dict[str, Any]] = handle.broadcast("inspect").results(timeout_s=10)
+        except (RayError, RayServeException, TimeoutError):
+            return []
+        return states
 
     def wait_routable(self, replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the ingress that answers has exactly this many open channels."""
