@@ -114,7 +114,6 @@ class Engine:
         request.seed = request_seed(self.config.seed, request.request_id) if seed is None else seed
         request.arrival = request.arrival or time.monotonic()
         self.scheduler.add(request)
-        self.load.added(request)
 
     @property
     def key_scheme(self) -> KeyScheme:

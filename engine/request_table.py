@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.block_pool import NO_BLOCK, BlockPool, InvariantError
 from engine.host_pool import HostPool
@@ -44,6 +45,16 @@ class Entry:
         return len(self.request.token_ids) - self.request.computed
 
 
+class TableObserver(Protocol):
+    """Hears of each sequence that comes, goes from one list to the other, or ends; not of running forks."""
+
+    def moved(self, entry: Entry) -> None:
+        """A sequence has begun to wait or to run."""
+
+    def ended(self, entry: Entry) -> None:
+        """A sequence is gone."""
+
+
 class RequestTable:
     """Live sequences by key and by order; the only place where one changes its state and loses blocks."""
 
@@ -56,13 +67,13 @@ class RequestTable:
         self.seats = 0  # of the running ones
         self.num_preempted = 0  # waiting to compute their KV again
         self.num_swapped = 0  # waiting with their KV in host blocks
+        self.observer: TableObserver | None = None
         self._moving: list[Entry] = []  # swapped out or in by the step that was planned last
 
     def queue(self, entry: Entry) -> None:
         """Take in a sequence that waits; its state says for what."""
         self.entries[entry.request.key] = entry
-        self._count_waiting(entry, 1)
-        insort(self.waiting, entry, key=_order)
+        self._wait(entry)
 
     def start(self, position: int) -> Entry:
         """Let the waiting sequence at ``position`` run."""
@@ -74,6 +85,8 @@ class RequestTable:
         if swapped:
             self._moving.append(entry)
         self._run(entry)
+        if self.observer is not None:
+            self.observer.moved(entry)
         return entry
 
     def preempt(self, position: int, host_table: list[int] | None) -> Entry:
@@ -93,8 +106,7 @@ class RequestTable:
             entry.host_table = host_table
             request.state = RequestState.SWAPPING_OUT
             self._moving.append(entry)
-        self._count_waiting(entry, 1)
-        insort(self.waiting, entry, key=_order)
+        self._wait(entry)
         return entry
 
     def settle(self) -> None:
@@ -171,11 +183,19 @@ class RequestTable:
         entry.candidates = entry.decode = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        if self.observer is not None:
+            self.observer.ended(entry)
 
     def give_up_seats(self, entry: Entry) -> None:
         """A running sequence's family is spread: from now on it stands for itself alone."""
         self.seats -= entry.seats - 1
         entry.seats = 1
+
+    def _wait(self, entry: Entry) -> None:
+        self._count_waiting(entry, 1)
+        insort(self.waiting, entry, key=_order)
+        if self.observer is not None:
+            self.observer.moved(entry)
 
     def _run(self, entry: Entry) -> None:
         self.seats += entry.seats
