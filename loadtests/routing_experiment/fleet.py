@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
@@ -109,13 +109,15 @@ class Fleet:
         ingresses: int = 1,
         seed: int = 0,
         joins: Mapping[float, int] | None = None,
+        make: Callable[[str, int], Replica] = Replica,
     ) -> None:
-        """``joins`` says how many further replicas join at which times."""
+        """``joins`` says how many further replicas join at which times; ``make`` takes name and ``blocks``."""
         self.replicas: list[Replica] = []
         self.outcome = Outcome()
         self._places: dict[str, int] = {}
         self._workload = workload
         self._blocks = blocks
+        self._make = make
         self._random = Random(seed)
         routers = make_routers(arm, ingresses, blocks, seed)
         distinct = list({id(router): router for router in routers}.values())
@@ -172,7 +174,7 @@ class Fleet:
         heapq.heappush(self._events, (at, kind, next(self._counter), payload))
 
     def _join(self, now: float) -> None:
-        replica = Replica(f"replica-{len(self.replicas)}", self._blocks)
+        replica = self._make(f"replica-{len(self.replicas)}", self._blocks)
         self._places[replica.name] = len(self.replicas)
         self.replicas.append(replica)
         self._feeds.append(Feed(replica, self._hearing))

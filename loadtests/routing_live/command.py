@@ -24,6 +24,7 @@ from app.model_store import resolve
 from loadtests.report import add_arguments, finish, print_table
 from loadtests.routing_live.arms import COMPARED, LiveArm, missing
 from loadtests.routing_live.judge import HEADER, figures, rows
+from loadtests.routing_live.oracle import cached_share, replay
 from loadtests.routing_live.recording import Recording, write
 from loadtests.routing_live.stage import HELD, MAX_NUM_SEQS, Plan, Stage
 from loadtests.routing_live.traffic import Shape, Traffic
@@ -76,6 +77,7 @@ def main(argv: Sequence[str]) -> None:
     traffic = asyncio.run(Traffic.make(Shape(zipf=arguments.zipf), PromptTokenizer(resolve(MODEL))))
     plan = Plan(window=arguments.seconds)
     runs: dict[LiveArm, list[Recording]] = {arm: [] for arm in arms}
+    oracle: list[float] = []
     with tqdm(unit="request", desc="live", disable=None) as bar:
         stage = Stage(traffic, arguments.replicas, bar.set_description, bar.update)
         try:
@@ -103,14 +105,21 @@ def main(argv: Sequence[str]) -> None:
         f"pools of {stage.blocks} blocks: {HELD:.0%} of these and {MAX_NUM_SEQS} running requests' own; "
         f"{rate:.2f} requests/s for {plan.window:g} s"
     )
+    for one in runs.get(LiveArm.PREFIX, []):
+        oracle.append(cached_share(one, replay(one)))
+        print(
+            f"seed {one.fleet.seed}: the oracle finds {oracle[-1]:.1%} of these arrivals' prompts cached, "
+            f"prefix found {one.cached_share:.1%}"
+        )
     table = rows(runs) + [[arm.value, "-", why, *["-"] * (len(HEADER) - 3)] for arm, why in absent.items()]
     print_table(HEADER, table)
     print(f"{time.monotonic() - began:.0f} s")
     finish(
         COMMAND,
-        figures(runs),
+        figures(runs, oracle),
         arguments,
         rate=rate,
+        oracle=oracle,
         blocks=stage.blocks,
         fleets=[asdict(one.fleet) for recordings in runs.values() for one in recordings],
         absent={arm.value: why for arm, why in absent.items()},

@@ -36,7 +36,7 @@ def test_the_tree_sees_one_character_for_each_token() -> None:
     assert len(text) == len(tokens)
     assert len(set(text)) == len(set(tokens))
     text.encode()  # no halves of surrogate pairs
-    assert seen(tokens[:4] + [7]).startswith(text[:4])
+    assert seen([*tokens[:4], 7]).startswith(text[:4])
 
 
 def test_calls_that_are_not_requests_are_nothing_to_the_tree() -> None:

@@ -1,0 +1,52 @@
+"""Recorded arrivals, served once more by a simulated fleet: what would have been found cached there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from loadtests.routing_experiment.arms import Arm
+from loadtests.routing_experiment.constants import Service
+from loadtests.routing_experiment.fleet import Fleet, Record
+from loadtests.routing_experiment.replica import Replica
+from loadtests.routing_experiment.workloads import Job, Source, Workload
+from loadtests.routing_live.recording import Recording
+
+
+def replay(recording: Recording, arm: Arm = Arm.ORACLE) -> list[Record]:
+    """The requests of a recording as ``arm`` routes them, in simulated seconds.
+
+    Arrivals, lengths, pools and rules of admission are the recording's, a step takes what the live engines said
+    of theirs. Requests that failed came as well, if it is known how long they were.
+    """
+    fleet = recording.fleet
+    service = Service(fleet.prefill_rate, fleet.step_base, fleet.step_per_row, fleet.step_per_kv_token)
+    source = Source(fleet.seed)
+    systems = {
+        group: source.prompt(fleet.system_tokens)
+        for group in sorted({one.prompt_group for one in recording.arrivals})
+    }
+    jobs = [
+        Job(
+            number,
+            one.t,
+            source.prompt(one.prompt_tokens - fleet.system_tokens, systems[one.prompt_group]),
+            one.output_tokens,
+            one.output_tokens,
+        )
+        for number, one in enumerate(recording.arrivals)
+        if one.prompt_tokens > fleet.system_tokens and one.output_tokens
+    ]
+    make = partial(Replica, service=service, token_budget=fleet.token_budget, max_num_seqs=fleet.max_num_seqs)
+    simulated = Fleet(
+        arm, Workload(jobs), replicas=fleet.replicas, blocks=fleet.num_blocks, seed=fleet.seed, make=make
+    )
+    return simulated.run().records
+
+
+def cached_share(recording: Recording, records: Sequence[Record]) -> float:
+    """Of the prompt tokens of what arrived in the recording's window."""
+    fleet = recording.fleet
+    counted = [record for record in records if fleet.warm_up <= record.arrival < fleet.until]
+    prompt = sum(record.prompt for record in counted)
+    return sum(record.cached for record in counted) / prompt if prompt else 0.0
