@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 SHIFT = 56
@@ -110,6 +110,11 @@ class BlockMasks:
         """Return the bits of each key."""
         shards = self.shards
         return [shards[key >> SHIFT].get(key, 0) for key in keys]
+
+    def reader(self, slot: int) -> Callable[[int], bool]:
+        """What says of a key whether it has the slot's bit."""
+        bit, shards = 1 << slot, self.shards
+        return lambda key: bool(shards[key >> SHIFT].get(key, 0) & bit)
 
     def store(self, slot: int, keys: Iterable[int]) -> Change:
         """Set a slot's bit."""

@@ -1,23 +1,24 @@
-"""What is booked: the work of one attempt, on one route."""
+"""What is booked: the work of one attempt, on one route; and what a replica's bookings add up to."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from app.routing.policies import Standing
+from app.routing import cost
+from app.routing.load import LoadReport
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """An open channel: attempts live and die with exactly this one."""
 
     replica: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Booking:
+class Booking(NamedTuple):
     """Work of one attempt on one route, in tokens: ``prefill`` is to be computed, ``cached`` is found there."""
 
     request_id: str
@@ -26,6 +27,28 @@ class Booking:
     prefill: int
     decode: int
     cached: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Standing:
+    """A replica as a choice sees it; owned by the ledger.
+
+    ``route`` is the open one. ``tokens`` and ``count`` are of the bookings that live there. ``terms`` is
+    ``None`` when out of date.
+    """
+
+    replica: str
+    route: Route | None = None
+    load: LoadReport | None = None
+    booked: cost.Booked = field(default_factory=cost.Booked)
+    tokens: int = 0
+    count: int = 0
+    speed: float = 1.0
+    terms: cost.Terms | None = None
+    seed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seed = name_key(self.replica)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,3 +62,8 @@ class Entry:
     kv: int
     prefilled: bool = False
     acknowledged: bool = False
+
+
+def name_key(name: str) -> int:
+    """64 bits of a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

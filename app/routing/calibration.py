@@ -5,7 +5,7 @@ Each is a running average that starts from a plain prior and forgets, so that no
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -101,8 +101,8 @@ class ReuseShare:
 
     def learn(self, hits: int, uses: int) -> None:
         """One request: blocks found cached by the best replica, blocks that it reads or makes."""
-        self._hits += min(hits, uses) - self._hits / 512
-        self._uses += max(uses, 0) - self._uses / 512
+        self._hits += (hits if hits < uses else uses) - self._hits / 512
+        self._uses += (uses if uses > 0 else 0) - self._uses / 512
 
 
 class PrefixShare:
@@ -113,19 +113,21 @@ class PrefixShare:
 
     def __init__(self) -> None:
         self._last: deque[int] = deque()
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
 
     def use(self, key: int) -> float:
         """Take in the last shared block of a request; return the share of requests with that one before it."""
-        share = self._counts[key] / WINDOW
+        before = self._counts.get(key, 0)
         self._last.append(key)
-        self._counts[key] += 1
+        self._counts[key] = before + 1
         if len(self._last) > WINDOW:
             oldest = self._last.popleft()
-            self._counts[oldest] -= 1
-            if not self._counts[oldest]:
+            left = self._counts[oldest] - 1
+            if left:
+                self._counts[oldest] = left
+            else:
                 del self._counts[oldest]
-        return share
+        return before / WINDOW
 
 
 def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float] | None:

@@ -46,9 +46,8 @@ class KvIndex:
 
     **Keys** are those of :mod:`engine.block_keys`: each names the whole prefix up to its block. Without a
     window, an engine never holds a block without those before it, so the walk bisects: it visits
-    O(log keys) of them for each change of the set of replicas. Were there a hole all the same, the answer for
-    that replica is the end of some run of blocks that it holds. With a window (``window_blocks``, see there) a
-    hit needs only the last blocks, and the walk visits all keys.
+    O(log keys) of them for each change of the set of replicas, and goes on with what is coming right behind.
+    With a window (``window_blocks``, see there) a hit needs only the last blocks, and the walk visits all keys.
 
     A replica has a key or has it not: an engine that stores equal keys for two blocks (it would take a
     collision of 64-bit hashes) reports the key when the first comes and when the last goes, and takes it into
@@ -132,20 +131,19 @@ class KvIndex:
         feed = self._feeds.get(replica)
         return feed is not None and feed.synced
 
-    def longest(self, keys: Sequence[int]) -> list[tuple[str, int]]:
-        """Return for each replica how many of the first blocks are there or coming, in order of adding."""
+    def longest(self, keys: Sequence[int]) -> dict[str, int]:
+        """Return for each replica how many of the first blocks are there or coming."""
         depths = dict.fromkeys(self._feeds, 0)
-        coming = self._speculation.coming
-        if not keys:
-            ends = []
-        elif self.window_blocks is None:
-            ends = prefix_ends(keys, self._masks.shards, self._exact, coming)
-        else:
-            ends = window_ends(keys, self._masks.masks(keys), self._exact, coming, self.window_blocks)
-        for replicas, blocks in ends:
-            for name in self._names_of(replicas):
-                depths[name] = blocks
-        return list(depths.items())
+        if keys and self.window_blocks is None:
+            for replicas, blocks in prefix_ends(keys, self._masks.shards, self._exact):
+                for name in self._names_of(replicas):
+                    depths[name] = blocks
+            self._speculation.deepen(depths, keys)
+        elif keys and self.window_blocks is not None:
+            for replicas, blocks in window_ends(self._present(keys), self.window_blocks):
+                for name in self._names_of(replicas):
+                    depths[name] = blocks
+        return depths
 
     def apply(
         self,
@@ -296,7 +294,7 @@ class KvIndex:
         self._named.clear()
         if feed.synced:
             self._exact |= 1 << feed.slot
-        self._speculation.attach(replica, 1 << feed.slot)
+        self._speculation.attach(replica)
 
     def _disuse(self, feed: ReplicaFeed) -> None:
         self._exact &= ~(1 << feed.slot)
@@ -319,7 +317,17 @@ class KvIndex:
         feed.xor ^= change.xor
         feed.count += change.count
         self.counters.repeated += change.repeated
-        self._speculation.confirm(replica, keys)
+        self._speculation.confirm(replica, keys, self._masks.reader(feed.slot))
+
+    def _present(self, keys: Sequence[int]) -> list[int]:
+        """Who has each key, or is about to."""
+        exact = self._exact
+        present = [mask & exact for mask in self._masks.masks(keys)]
+        for replica, begin, end in self._speculation.stretches(keys):
+            bit = 1 << self._feeds[replica].slot
+            for place in range(begin, end):
+                present[place] |= bit
+        return present
 
     def _names_of(self, replicas: int) -> tuple[str, ...]:
         names = self._named.get(replicas)

@@ -11,12 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from app.routing.booking import Booking, Entry, Route
+from app.routing.booking import Booking, Entry, Route, Standing
 from app.routing.cost import PREFILL_RATE
 from app.routing.load import LoadReport, sane
-from app.routing.policies import Chooser, Policy, Standing, Wanted, least_booked, name_key
+from app.routing.policies import Chooser, Policy, Wanted, least_booked
+from app.routing.residency import PrefixIndex
 from engine.errors import QuireError
 
 __all__ = ["Booking", "Ledger", "NoRouteError", "PrefixIndex", "Route"]
@@ -33,30 +34,6 @@ logger = logging.getLogger(__name__)
 
 class NoRouteError(QuireError):
     """No replica has an open channel at the moment, or the attempt to be routed is over."""
-
-
-class PrefixIndex(Protocol):
-    """Which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
-
-    def add(self, replica: str, epoch: int = 0) -> None:
-        """A route has opened."""
-
-    def remove(self, replica: str) -> None:
-        """It is gone."""
-
-    def longest(self, keys: Sequence[int]) -> Sequence[tuple[str, int]]:
-        """Replicas, and how many of the first blocks each holds or is about to."""
-
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
-        """The replica is about to hold these; ``blocks`` of them it does already, as ``longest`` said."""
-
-    def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
-        """It is not, after all."""
-
-    def expire(self, now: float) -> int:
-        """Forget what should have come by now."""
 
 
 class Ledger:
@@ -80,6 +57,7 @@ class Ledger:
         self._expected: set[int] = set()
         self._entries: dict[int, Entry] = {}
         self._standings: dict[str, Standing] = {}
+        self._candidates: list[Standing] = []
         self._unacknowledged: dict[Route, dict[int, Entry]] = {}
         self._faults = 0
         self._said_at = float("-inf")
@@ -109,7 +87,9 @@ class Ledger:
             self._routes[route.replica] = route
             self._suspects.discard(route.replica)
             standing = self._standings.setdefault(route.replica, Standing(route.replica))
-            standing.load = standing.terms = None
+            standing.route, standing.load, standing.terms = route, None, None
+            self._unacknowledged.setdefault(route, {})
+            self._list_candidates()
             if self._index is not None:
                 self._index.add(route.replica, route.epoch)
 
@@ -127,6 +107,7 @@ class Ledger:
                 self._expected.discard(attempt)
             self._unacknowledged.pop(route, None)
             self._forget(route.replica)
+            self._list_candidates()
             return attempts
 
     def suspect(self, replica: str, suspected: bool) -> None:
@@ -136,15 +117,13 @@ class Ledger:
                 self._suspects.add(replica)
             else:
                 self._suspects.discard(replica)
+            self._list_candidates()
 
     def routable(self, members: Collection[str] | None = None) -> list[str]:
         """Replicas with an open channel and no suspicion, of ``members`` where given."""
         with self._lock:
-            return [
-                replica
-                for replica in self._routes
-                if replica not in self._suspects and (members is None or replica in members)
-            ]
+            names = [standing.replica for standing in self._candidates]
+            return names if members is None else [name for name in names if name in members]
 
     def report(self, route: Route, load: LoadReport) -> bool:
         """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
@@ -192,21 +171,19 @@ class Ledger:
         with self._lock:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
-            self._release(attempt)
-            suspects = self._suspects
-            routes = [
-                route
-                for replica, route in self._routes.items()
-                if replica not in suspects and (members is None or replica in members)
-            ]
-            if not routes:
+            if attempt in self._entries:
+                self._release(attempt)
+            standings = self._candidates
+            if members is not None:
+                standings = [standing for standing in standings if standing.replica in members]
+            if not standings:
                 raise NoRouteError("no engine replica has an open channel")
             if avoid:
-                routes = [route for route in routes if route.replica != avoid] or routes
+                standings = [standing for standing in standings if standing.replica != avoid] or standings
             wanted = Wanted(request_id, prefill, decode, sequences, keys)
-            standings = [self._standings[route.replica] for route in routes]
-            place, blocks = self._choose(standings, wanted)
-            return self._book(attempt, wanted, routes[place], standings[place], blocks)
+            now = self._clock()
+            place, blocks = self._choose(standings, wanted, now)
+            return self._book(attempt, wanted, standings[place], blocks, now)
 
     def first_token(self, attempt: int) -> None:
         """Release the prefill part; later calls do nothing."""
@@ -238,19 +215,25 @@ class Ledger:
         with self._lock:
             return {replica: standing.tokens for replica, standing in self._standings.items()}
 
-    def _choose(self, standings: Sequence[Standing], wanted: Wanted) -> tuple[int, int]:
+    def _list_candidates(self) -> None:
+        self._candidates = [
+            self._standings[replica] for replica in self._routes if replica not in self._suspects
+        ]
+
+    def _choose(self, standings: Sequence[Standing], wanted: Wanted, now: float) -> tuple[int, int]:
         """The place of the best, and the blocks that it holds; a defect must not fail requests."""
         try:
-            held = [0] * len(standings)
             if wanted.keys and self._index is not None and self._chooser.policy is Policy.PREFIX:
-                self._index.expire(self._clock())
-                found = dict(self._index.longest(wanted.keys))
+                self._index.expire(now)
+                found = self._index.longest(wanted.keys)
                 held = [found.get(standing.replica, 0) for standing in standings]
+            else:
+                held = [0] * len(standings)
             place = self._chooser.choose(standings, held, wanted)
             return place, held[place]
         except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)
             self._fault()
-            return least_booked(standings, name_key(wanted.request_id)), 0
+            return least_booked(standings, range(len(standings)), wanted._replace(keys=()), 0), 0
 
     def _fault(self) -> None:
         self._faults += 1
@@ -261,34 +244,44 @@ class Ledger:
                 "choosing a replica failed (%d times so far); taking the least booked", self._faults
             )
 
-    def _book(self, attempt: int, wanted: Wanted, route: Route, standing: Standing, blocks: int) -> Booking:
+    def _book(self, attempt: int, wanted: Wanted, standing: Standing, blocks: int, now: float) -> Booking:
+        route = standing.route
+        assert route is not None  # or it would not be a candidate
+        tokens, output, keys = wanted.tokens, wanted.output, wanted.keys
         cached = self._chooser.cached(wanted, blocks) if blocks else 0
-        booking = Booking(wanted.request_id, attempt, route, wanted.tokens - cached, wanted.output, cached)
-        rows = max(wanted.sequences, 1)
-        kv = rows * wanted.tokens + int(rows * self._chooser.expected_output(wanted) / 2)
-        entry = Entry(booking, standing, wanted.keys, rows, kv)
-        self._entries[attempt] = self._unacknowledged.setdefault(route, {})[attempt] = entry
-        standing.tokens += booking.prefill + booking.decode
+        prefill = tokens - cached
+        booking = Booking(wanted.request_id, attempt, route, prefill, output, cached)
+        rows = wanted.sequences if wanted.sequences > 1 else 1
+        kv = rows * tokens + int(rows * self._chooser.expected_output(wanted) / 2)
+        entry = Entry(booking, standing, keys, rows, kv)
+        self._entries[attempt] = self._unacknowledged[route][attempt] = entry
+        standing.tokens += prefill + output
         standing.count += 1
         booked = standing.booked
-        booked.prefill += booking.prefill
+        booked.prefill += prefill
         booked.rows += rows
         booked.kv += kv
         standing.terms = None
-        self._speculate(entry, blocks)
+        if keys and self._index is not None and self._chooser.policy is Policy.PREFIX:
+            self._speculate(self._index, standing, keys, blocks, now)
         return booking
 
-    def _speculate(self, entry: Entry, blocks: int) -> None:
+    def _speculate(
+        self, index: PrefixIndex, standing: Standing, keys: Sequence[int], blocks: int, now: float
+    ) -> None:
         """Siblings that come before the first event find it; it holds for twice the time that it takes."""
-        if not entry.keys or self._index is None or self._chooser.policy is not Policy.PREFIX:
-            return
-        load, booked = entry.standing.load, entry.standing.booked
-        rate = load.prefill_rate if load is not None and load.prefill_rate else PREFILL_RATE
-        ahead = booked.prefill + (load.waiting_tokens if load is not None else 0)
-        lasts = min(max(2.0 * ahead / rate, SHORTEST_SPECULATION_S), LONGEST_SPECULATION_S)
-        now = self._clock()
+        load = standing.load
+        ahead, rate = standing.booked.prefill, PREFILL_RATE
+        if load is not None:
+            ahead += load.waiting_tokens
+            rate = load.prefill_rate or rate
+        lasts = 2.0 * ahead / rate
+        if lasts < SHORTEST_SPECULATION_S:
+            lasts = SHORTEST_SPECULATION_S
+        elif lasts > LONGEST_SPECULATION_S:
+            lasts = LONGEST_SPECULATION_S
         try:
-            self._index.speculate(entry.booking.route.replica, entry.keys, now, now + lasts, blocks)
+            index.speculate(standing.replica, keys, now, now + lasts, blocks)
         except Exception:  # noqa: BLE001  (as in _choose)
             self._fault()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
 from app.routing import cost
+from app.routing.booking import Standing, name_key
 from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
 from app.routing.load import LoadReport
 
@@ -22,26 +22,6 @@ class Policy(StrEnum):
     PREFIX = "prefix"
     LEAST_TOKENS = "least_tokens"
     ROUND_ROBIN = "round_robin"
-
-
-@dataclass(slots=True, eq=False)
-class Standing:
-    """A replica as a choice sees it; owned by the ledger.
-
-    ``tokens`` and ``count`` are of the bookings that live there. ``terms`` is ``None`` when out of date.
-    """
-
-    replica: str
-    load: LoadReport | None = None
-    booked: cost.Booked = field(default_factory=cost.Booked)
-    tokens: int = 0
-    count: int = 0
-    speed: float = 1.0
-    terms: cost.Terms | None = None
-    seed: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.seed = name_key(self.replica)
 
 
 class Wanted(NamedTuple):
@@ -82,11 +62,16 @@ class Chooser:
 
     def expected_output(self, wanted: Wanted) -> float:
         """Tokens of each of its sequences."""
-        return min(wanted.output / max(wanted.sequences, 1), self.outputs.tokens)
+        most = wanted.output if wanted.sequences <= 1 else wanted.output / wanted.sequences
+        learned = self.outputs.tokens
+        return most if most < learned else learned
 
     def cached(self, wanted: Wanted, blocks: int) -> int:
         """Tokens that need no computing where so many blocks are held: an engine computes at least one."""
-        return max(min(blocks * self.block_size, (wanted.tokens - 1) // self.block_size * self.block_size), 0)
+        size, last = self.block_size, wanted.tokens - 1
+        if last < size:
+            return 0
+        return blocks * size if blocks * size <= last else last - last % size
 
     def choose(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted) -> int:
         """Return the place of the best of ``standings``, which hold ``held`` blocks of the prefix."""
@@ -95,38 +80,31 @@ class Chooser:
             order = sorted(range(len(standings)), key=lambda place: standings[place].replica)
             return order[self._turn % len(order)]
         if self.policy is Policy.LEAST_TOKENS:
-            return least_booked(standings, name_key(wanted.request_id))
+            return least_booked(standings, range(len(standings)), wanted, 0)
         return self._cheapest(standings, held, wanted)
 
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted) -> int:
         output = self.expected_output(wanted)
         candidates = self._terms(standings)
-        deepest = max(held)
-        size = self.block_size
-        most = self.cached(wanted, deepest)
-        cached = [blocks * size if blocks * size < most else most for blocks in held]
-        due = 0.0
+        tokens, size, deepest = wanted.tokens, self.block_size, max(held)
+        most, due, cached = 0, 0.0, held
         if deepest:
-            share = self.hot.use(wanted.keys[deepest - 1])
-            due = min(max(share * len(held) - cached.count(most), 0.0), 1.0)
-        remaining = self.outputs.tokens / 2
-        demand = cost.Demand(wanted.tokens, output, remaining, wanted.sequences, most, due)
+            most = self.cached(wanted, deepest)
+            cached = [blocks * size if blocks * size < most else most for blocks in held]
+            due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - cached.count(most)
+            due = 0.0 if due < 0.0 else 1.0 if due > 1.0 else due
+        demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
         costs = cost.seconds(candidates, cached, demand, self.steps, self.reuse.share)
         least = min(costs)
         # A block, or two per cent of what it costs from nothing: two of the sum would, under load, give
         # prefixes away.
-        margin = 1.01 * max(self.block_size, wanted.tokens // 50) * candidates[costs.index(least)].per_token
+        share = tokens // 50
+        margin = 1.01 * (size if size > share else share) * candidates[costs.index(least)].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
-        self._learn_reuse(wanted, output, deepest)
-        if len(ties) == 1:
-            return ties[0]
-        cold = wanted.keys[deepest] if deepest < len(wanted.keys) else name_key(wanted.request_id)
-        return ties[least_booked([standings[place] for place in ties], cold)]
-
-    def _learn_reuse(self, wanted: Wanted, output: float, deepest: int) -> None:
-        made = int(wanted.sequences * output) // self.block_size
+        made = int(wanted.sequences * output) // size
         self.reuse.learn(deepest, len(wanted.keys) + made)
+        return ties[0] if len(ties) == 1 else least_booked(standings, ties, wanted, deepest)
 
     def _terms(self, standings: Sequence[Standing]) -> list[cost.Terms]:
         """Of each; one that has not reported yet, or no rate, is taken for the average of the others here."""
@@ -147,28 +125,41 @@ class Chooser:
         return made
 
 
-def least_booked(standings: Sequence[Standing], key: int) -> int:
-    """The place of the fewest booked tokens, then bookings; ties by rendezvous hash of ``key``."""
-    least = min([standing.tokens for standing in standings])
-    places = [place for place, standing in enumerate(standings) if standing.tokens == least]
-    if len(places) > 1:
-        fewest = min([standings[place].count for place in places])
-        places = [place for place in places if standings[place].count == fewest]
-    if len(places) > 1:
-        weights = [(rendezvous(key, standings[place].seed), place) for place in places]
-        return max(weights)[1]
-    return places[0]
+def least_booked(standings: Sequence[Standing], places: Sequence[int], wanted: Wanted, deepest: int) -> int:
+    """The place, of these, of the fewest booked tokens, then bookings, then by rendezvous.
+
+    Its hash is of the first key after ``deepest``, or of the request's name where there is none.
+    """
+    best = places[0]
+    first = standings[best]
+    key, weight = -1, -1
+    for place in places[1:]:
+        standing = standings[place]
+        if standing.tokens != first.tokens:
+            if standing.tokens > first.tokens:
+                continue
+        elif standing.count != first.count:
+            if standing.count > first.count:
+                continue
+        else:
+            if key < 0:
+                keys = wanted.keys
+                key = keys[deepest] if deepest < len(keys) else name_key(wanted.request_id)
+            if weight < 0:
+                weight = rendezvous(key, first.seed)
+            other = rendezvous(key, standing.seed)
+            if other < weight:
+                continue
+            best, first, weight = place, standing, other
+            continue
+        best, first, weight = place, standing, -1
+    return best
 
 
 def rendezvous(key: int, seed: int) -> int:
     """Highest random weight (Thaler and Ravishankar, 1996): whoever ranks the same seeds by it agrees."""
     mixed = ((key ^ seed) * 0x9E3779B97F4A7C15) & _MASK
     return ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
-
-
-def name_key(name: str) -> int:
-    """64 bits of a name, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def _average(loads: Sequence[LoadReport]) -> LoadReport:
@@ -191,5 +182,6 @@ def _average(loads: Sequence[LoadReport]) -> LoadReport:
         step_seconds=0.0,
         acknowledged=0,
         waiting=sum(load.waiting for load in loads) // count,
+        held_up=sum(load.held_up for load in loads) // count,
         max_running=sum(load.max_running for load in loads) // count,
     )

@@ -3,90 +3,64 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+
+from app.routing.claim_tree import ClaimTree, Run
 
 
-@dataclass(slots=True, eq=False)
-class _Claim:
-    """One request's claim on the blocks that its replica lacked when it was sent there."""
+class Claim:
+    """One request's claim on the blocks that its replica lacked when it was sent there.
 
-    replica: str
-    name: tuple[int, int]
-    """Last key and length of the prefix: what else it has follows from them."""
-    keys: Sequence[int]
-    bit: int
-    alone: _Group = field(init=False)
-    """The group of this claim and no other."""
-    live: bool = True
+    ``keys`` are these blocks', from block ``base`` of the prefix on; ``run`` is where in the replica's tree
+    they end, ``None`` once all have arrived.
+    """
 
-    def __post_init__(self) -> None:
-        self.alone = _Group((self,))
+    __slots__ = ("base", "keys", "live", "name", "replica", "run")
 
-
-class _Group:
-    """The claims on one key, shared by all keys that have the same; never changed."""
-
-    __slots__ = ("bits", "claims")
-
-    def __init__(self, claims: tuple[_Claim, ...]) -> None:
-        self.claims = claims
-        self.bits = 0
-        for claim in claims:
-            self.bits |= claim.bit
+    def __init__(self, replica: str, name: tuple[int, int], keys: Sequence[int], base: int) -> None:
+        self.replica = replica
+        self.name = name
+        """Last key and length of the whole prefix: what else it has follows from them."""
+        self.keys = keys
+        self.base = base
+        self.run: Run | None = None
+        self.live = True
 
 
-@dataclass(slots=True, eq=False)
 class _Replica:
-    bit: int
-    claims: dict[tuple[int, int], list[_Claim]] = field(default_factory=dict)
+    __slots__ = ("claims", "tree")
 
-    def live(self) -> list[_Claim]:
-        return [claim for claims in self.claims.values() for claim in claims]
+    def __init__(self) -> None:
+        self.tree = ClaimTree()
+        self.claims: dict[tuple[int, int], list[Claim]] = {}
 
 
 class Speculation:
     """Claims with deadlines.
 
     A replica has a key coming while at least one live claim of its own on it is unconfirmed: a request that
-    is withdrawn takes nothing from its siblings, and a stored event confirms the key for all of them.
+    is withdrawn takes nothing from its siblings, and a stored event confirms the key for all of them. It
+    confirms the claimed keys before it as well: an engine that has a block has, or had, those before it.
     """
 
     def __init__(self, max_keys: int) -> None:
-        self.coming: dict[int, _Group] = {}
-        """Key → ``bits`` of the replicas that it is coming to."""
+        self.dropped = 0
+        """Claims ended before their deadline because there were too many."""
         self._max_keys = max_keys
         self._replicas: dict[str, _Replica] = {}
-        self._deadlines: list[tuple[float, int, _Claim]] = []
+        self._deadlines: list[tuple[float, int, Claim]] = []
         self._made = 0
         self._claimed = 0
         self._claims = 0
-        self.dropped = 0
-        """Claims ended before their deadline because there were too many."""
 
     def __len__(self) -> int:
         """Keys claimed, a key once for each claim, plus one for each claim: what ``max_keys`` bounds."""
         return self._claimed
 
-    def attach(self, replica: str, bit: int) -> None:
-        """Let this bit stand for a replica; its claims, if any, come along."""
-        known = self._replicas.get(replica)
-        if known is None:
-            self._replicas[replica] = _Replica(bit)
-            return
-        known.bit = bit
-        for claim in known.live():
-            claim.bit = bit
-            claim.alone = _Group((claim,))
-        for claim in known.live():
-            group = renewed = None
-            for key in claim.keys:
-                mine = self.coming.get(key)
-                if mine is None or claim not in mine.claims:
-                    continue
-                if mine is not group or renewed is None:
-                    group, renewed = mine, _Group(mine.claims)
-                self.coming[key] = renewed
+    def attach(self, replica: str) -> None:
+        """Let a replica have claims; it keeps those that it has."""
+        if replica not in self._replicas:
+            self._replicas[replica] = _Replica()
 
     def detach(self, replica: str) -> None:
         """End all claims on a replica and forget it."""
@@ -95,34 +69,59 @@ class Speculation:
 
     def clear(self, replica: str) -> None:
         """End all claims on a replica."""
-        for claim in self._replicas[replica].live():
-            self._end(claim)
+        for claims in list(self._replicas[replica].claims.values()):
+            for claim in list(claims):
+                self._end(claim)
+
+    def deepen(self, depths: dict[str, int], keys: Sequence[int]) -> None:
+        """Add to the number of first blocks that each replica has those that are coming right after them."""
+        if not self._claims:
+            return
+        count = len(keys)
+        for replica, known in self._replicas.items():
+            roots = known.tree.roots
+            if not roots:
+                continue
+            depth = depths[replica]
+            if depth >= count:
+                continue
+            run = roots.get(keys[depth])
+            if run is None:
+                continue
+            begin, depth = depth, known.tree.reach(run, keys)
+            if len(roots) > 1:
+                depth = self._further(known.tree, keys, begin, depth)
+            depths[replica] = depth
+
+    def stretches(self, keys: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+        """Blocks ``begin`` to ``end`` (not included) that are coming to a replica, wherever that is."""
+        for replica, known in self._replicas.items():
+            for first, run in known.tree.roots.items():
+                if run.begin < len(keys) and keys[run.begin] == first:
+                    yield replica, run.begin, known.tree.reach(run, keys)
 
     def claim(self, replica: str, keys: Sequence[int], held: int, deadline: float) -> None:
         """Claim the blocks of a prefix after the first ``held``, which the replica has."""
-        known = self._replicas[replica]
         missing = keys[held : held + self._max_keys - 1]
-        while self._claimed + len(missing) + 1 > self._max_keys:
+        size = len(missing) + 1
+        while self._claimed + size > self._max_keys:
             nearest = heapq.heappop(self._deadlines)[2]
             if nearest.live:
                 self._end(nearest)
                 self.dropped += 1
-        claim = _Claim(replica, (keys[-1], len(keys)), missing, known.bit)
-        known.claims.setdefault(claim.name, []).append(claim)
+        known = self._replicas[replica]
+        name = (keys[-1], len(keys))
+        claim = Claim(replica, name, missing, held)
+        if name in known.claims:
+            known.claims[name].append(claim)
+        else:
+            known.claims[name] = [claim]
         self._made += 1
         heapq.heappush(self._deadlines, (deadline, self._made, claim))
-        self._claimed += len(missing) + 1
+        self._claimed += size
         self._claims += 1
-
-        # One visit for each key, since most are new; neighbours mostly have the same claims, and share a group.
-        coming, alone = self.coming, claim.alone
-        group, joined = alone, alone
-        for key in missing:
-            mine = coming.setdefault(key, alone)
-            if mine is not alone:
-                if mine is not group:
-                    group, joined = mine, _Group((*mine.claims, claim))
-                coming[key] = joined
+        if missing:
+            known.tree.insert(claim, held)
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest live claim that was made with these keys; false if there is none."""
@@ -133,22 +132,17 @@ class Speculation:
         self._end(claims[-1])
         return True
 
-    def confirm(self, replica: str, stored: Sequence[int]) -> None:
-        """Some of these keys were coming to the replica and have arrived, or none."""
-        if not self.coming or self.coming.keys().isdisjoint(stored):
+    def confirm(self, replica: str, stored: Sequence[int], there: Callable[[int], bool]) -> None:
+        """Some of these keys were coming to the replica and have arrived, or none.
+
+        ``there`` says of a key whether the replica has it now, these ones included.
+        """
+        tree = self._replicas[replica].tree
+        if not tree.roots or tree.roots.keys().isdisjoint(stored):
             return
-        group = left = None
-        for key in stored:
-            mine = self.coming.get(key)
-            if mine is None:
-                continue
-            if mine is not group:
-                group = mine
-                left = self._without(mine, [claim for claim in mine.claims if claim.replica == replica])
-            if left is None:
-                del self.coming[key]
-            else:
-                self.coming[key] = left
+        for key in [key for key in stored if key in tree.roots]:
+            if key in tree.roots:
+                tree.arrive(key, there)
 
     def expire(self, now: float) -> int:
         """End the claims whose deadline is not after ``now``; return how many."""
@@ -160,37 +154,34 @@ class Speculation:
                 ended += 1
         return ended
 
-    def _end(self, claim: _Claim) -> None:
+    def _end(self, claim: Claim) -> None:
         claim.live = False
-        named = self._replicas[claim.replica].claims
-        named[claim.name].remove(claim)
-        if not named[claim.name]:
-            del named[claim.name]
+        known = self._replicas[claim.replica]
+        same = known.claims[claim.name]
+        if len(same) == 1:
+            del known.claims[claim.name]
+        else:
+            same.remove(claim)
         self._claimed -= len(claim.keys) + 1
         self._claims -= 1
         if len(self._deadlines) > 2 * self._claims + 64:
             # Withdrawn claims stay until their deadline comes, but not more of them than live ones.
             self._deadlines = [entry for entry in self._deadlines if entry[2].live]
             heapq.heapify(self._deadlines)
-
-        coming, alone = self.coming, claim.alone
-        group: _Group | None = None
-        left: _Group | None = None
-        for key in claim.keys:
-            mine = coming.get(key)
-            if mine is alone:
-                del coming[key]
-            elif mine is not None:
-                if mine is not group:
-                    group, left = mine, self._without(mine, [claim])
-                if left is None:
-                    del coming[key]
-                else:
-                    coming[key] = left
+        if claim.run is not None:
+            known.tree.remove(claim)
+        claim.keys = ()
 
     @staticmethod
-    def _without(group: _Group, gone: list[_Claim]) -> _Group | None:
-        left = tuple(claim for claim in group.claims if claim not in gone)
-        if len(left) == len(group.claims):
-            return group
-        return _Group(left) if left else None
+    def _further(tree: ClaimTree, keys: Sequence[int], begin: int, depth: int) -> int:
+        """What is coming to ``begin`` up to ``depth``, and what other claims go on with from in between.
+
+        Claims begin where the replica's blocks end. Others do only since a block before theirs has gone.
+        """
+        place = begin + 1
+        while not tree.roots.keys().isdisjoint(keys[place : depth + 1]):
+            while keys[place] not in tree.roots:
+                place += 1
+            depth = max(depth, tree.reach(tree.roots[keys[place]], keys))
+            place += 1
+        return depth

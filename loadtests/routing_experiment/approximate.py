@@ -24,9 +24,9 @@ class ApproximateIndex:
         """It is gone."""
         self._routed.pop(replica, None)
 
-    def longest(self, keys: Sequence[int]) -> list[tuple[str, int]]:
+    def longest(self, keys: Sequence[int]) -> dict[str, int]:
         """Blocks of the prefix that each replica is believed to hold."""
-        return [(replica, _held(keys, routed)) for replica, routed in self._routed.items()]
+        return {replica: _held(keys, routed) for replica, routed in self._routed.items()}
 
     def speculate(
         self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0

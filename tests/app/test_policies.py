@@ -245,7 +245,7 @@ class Counting(KvIndex):
     walks = 0
     broken = ""
 
-    def longest(self, keys: Sequence[int]) -> list[tuple[str, int]]:
+    def longest(self, keys: Sequence[int]) -> dict[str, int]:
         self.walks += 1
         if self.broken == "longest":
             raise RuntimeError("planted")
