@@ -8,6 +8,7 @@ Every assumption is in ``loadtests/routing_experiment/constants.py``.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -47,7 +48,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seeds", type=int, metavar="N", help="only the first N seeds of each, for a quick look"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="real Ray Serve on this machine instead; see --live --help"
+    )
+    parser.add_argument(
+        "--replay", action="store_true", help="arrivals recorded by --live instead; see --replay --help"
+    )
     add_arguments(parser)
+    given = sys.argv[1:] if argv is None else argv
+    if "--live" in given or "--replay" in given:  # these have options of their own
+        module = "command" if "--live" in given else "replayed"
+        rest = [word for word in given if word not in ("--live", "--replay")]
+        importlib.import_module(f"loadtests.routing_live.{module}").main(rest)
+        return
     arguments = parser.parse_args(argv)
     began = time.monotonic()
     parts = {name: Part(name, SCENARIOS[name]()) for name in arguments.only or SCENARIOS}
