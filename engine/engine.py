@@ -146,7 +146,9 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.chunks:
             raise EngineDeadError("requests are waiting but the scheduler found nothing to run")
-        swap_out, swap_in = self.runner.transfer(plan.transfers) if plan.transfers else (0.0, 0.0)
+        swap_out, swap_in = (0.0, 0.0)
+        if plan.transfers:
+            swap_out, swap_in = self.runner.transfer(plan.transfers, plan.chunks)
         deltas: list[TokenDelta] = []
         computing = time.perf_counter()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.block_pool import InvariantError
 from engine.models.config import ModelConfig
 from engine.step_plan import Transfers
-from engine.swap_stream import SwapStream, pin
+from engine.swap_stream import Pairs, SwapStream, pin
 from kernels import kv_pool_shape
 
 
@@ -56,11 +56,12 @@ class KVCache:
             pin(self.host, self)
             self._stream = SwapStream(device)
 
-    def transfer(self, transfers: Transfers) -> tuple[float, float]:
+    def transfer(self, transfers: Transfers, written: Collection[int] = ()) -> tuple[float, float]:
         """Carry out ``transfers``; return the seconds of swap-out and swap-in.
 
         On a GPU nothing waits here: steps begun later see the results, and the seconds are those that earlier
-        copies took for as many blocks (0 before there are any).
+        copies took for as many blocks (0 before there are any). Whoever writes device blocks by other means
+        than this calls :meth:`before_writing` first; ``written`` are those that will be written soonest.
 
         Raises:
             InvariantError: a transfer names a block that does not exist; nothing is copied.
@@ -68,9 +69,16 @@ class KVCache:
         self._check(transfers.swap_out, self.num_blocks, self.host_blocks)
         self._check(transfers.copies, self.num_blocks, self.num_blocks)
         self._check(transfers.swap_in, self.host_blocks, self.num_blocks)
-        out = self._swap(transfers.swap_out, self.pool, self.host)
+        overwritten = {block for _, block in transfers.copies}
+        out = self._swap_out(transfers.swap_out, overwritten.union(written))
+        self.before_writing(overwritten)
         self._copy(transfers.copies)
-        return out, self._swap(transfers.swap_in, self.host, self.pool)
+        return out, self._swap_in(transfers.swap_in)
+
+    def before_writing(self, blocks: Iterable[int]) -> None:
+        """To be called before work is queued that writes device ``blocks``: they may be on their way out."""
+        if self._stream is not None:
+            self._stream.before_writing(blocks)
 
     def _check(self, pairs: Sequence[tuple[int, int]], sources: int, destinations: int) -> None:
         for source, destination in pairs:
@@ -92,14 +100,22 @@ class KVCache:
             rows = _rows(self.pool)
             rows[destinations] = rows[sources]
 
-    def _swap(self, pairs: Sequence[tuple[int, int]], source: Tensor, destination: Tensor) -> float:
+    def _swap_out(self, pairs: Pairs, first: Collection[int]) -> float:
         if not pairs:
             return 0.0
         if self._stream is not None:
-            clock = self._stream.out_clock if source is self.pool else self._stream.in_clock
-            return self._stream.run(lambda: _copy_runs(pairs, source, destination), len(pairs), clock)
+            return self._stream.swap_out(pairs, lambda part: _copy_runs(part, self.pool, self.host), first)
         start = time.perf_counter()
-        _copy_runs(pairs, source, destination)
+        _copy_runs(pairs, self.pool, self.host)
+        return time.perf_counter() - start
+
+    def _swap_in(self, pairs: Pairs) -> float:
+        if not pairs:
+            return 0.0
+        if self._stream is not None:
+            return self._stream.swap_in(pairs, lambda part: _copy_runs(part, self.host, self.pool))
+        start = time.perf_counter()
+        _copy_runs(pairs, self.host, self.pool)
         return time.perf_counter() - start
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +49,14 @@ class ModelRunner:
             kernels = get_kernels(config.kernels, self.device, self.num_threads)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.decoder = load_model(folder, kernels, config.dtype, self.device)
+        try:
+            self.decoder = load_model(folder, kernels, config.dtype, self.device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ConfigError(
+                f"the model in {folder} does not fit the memory of {self.device}: {format_bytes(free)} of "
+                f"{format_bytes(total)} are free; choose a smaller model or dtype, or another device"
+            ) from error
         self.model: ModelConfig = self.decoder.config
         self.dtype: torch.dtype = self.decoder.dtype
         self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
@@ -119,6 +126,7 @@ class ModelRunner:
         that failed half-way may be repeated in parts.
         """
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
+        self.kv_cache.before_writing(self._written(chunks))
         logits = self.decoder.forward(batch.token_ids, self.kv_cache.pool, batch.metadata, batch.sample_rows)
         sampling = [chunk.request for chunk in chunks if chunk.samples]
         if not sampling:
@@ -128,12 +136,19 @@ class ModelRunner:
         return self.sampler.sample(logits, [self._sample_row(request) for request in sampling])
 
     @torch.inference_mode()
-    def transfer(self, transfers: Transfers) -> tuple[float, float]:
-        """Copy the blocks that a step begins with; return the seconds of swap-out and swap-in.
+    def transfer(self, transfers: Transfers, chunks: Sequence[Chunk] = ()) -> tuple[float, float]:
+        """Copy the blocks that the step of ``chunks`` begins with; return the seconds of swap-out and swap-in.
 
         See :meth:`KVCache.transfer`. Unlike :meth:`run` it must not be repeated: sources may be overwritten.
         """
-        return self.kv_cache.transfer(transfers)
+        return self.kv_cache.transfer(transfers, set(self._written(chunks)) if transfers.swap_out else ())
+
+    def _written(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+        """The blocks that ``chunks`` write keys and values to."""
+        size = self.kv_cache.block_size
+        for chunk in chunks:
+            first, last = chunk.start // size, (chunk.start + chunk.length - 1) // size
+            yield from chunk.request.block_table[first : last + 1]
 
     @torch.inference_mode()
     def prefill(self, tokens: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,31 +17,95 @@ from engine.sizes import format_bytes
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
+Pairs = Sequence[tuple[int, int]]
+"""Blocks to copy: source, destination."""
+
+
 class SwapStream:
     """One CUDA stream that carries every swap of a KV cache, both ways.
 
     On one stream swaps follow each other, so a host block is read only after it was written, and written again
-    only after it was read. What else needs an order is fenced by events: a swap waits for the steps and copies
-    before it, and what comes after it on the compute stream waits for the swap. The host waits for neither.
+    only after it was read. What else needs an order is fenced by events. A swap waits for the steps and copies
+    before it. What comes after a swap-in on the compute stream waits for it. A swap-out only reads device
+    blocks: those who write one of them later must say so to :meth:`before_writing`, and wait for no other. The
+    host waits for nobody.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.out_clock = CopyClock()
-        self.in_clock = CopyClock()
+        self._out_clock = CopyClock()
+        self._in_clock = CopyClock()
+        self._leaving = Leaving()
 
-    def run(self, copy: Callable[[], None], blocks: int, clock: CopyClock) -> float:
-        """Queue ``copy``, which copies ``blocks`` blocks; return the seconds that ``clock`` expects of it."""
-        compute = torch.cuda.current_stream(self._device)
+    def swap_out(self, pairs: Pairs, copy: Callable[[Pairs], None], first: Collection[int]) -> float:
+        """Queue ``copy`` of ``pairs`` (device, host), those from the device blocks ``first`` before others.
+
+        Returns the seconds that it may take.
+        """
+        urgent = [pair for pair in pairs if pair[0] in first]
+        others = [pair for pair in pairs if pair[0] not in first] if urgent else pairs
+        start, end = _event(), _event()
+        self._stream.wait_stream(self._compute)
+        with torch.cuda.stream(self._stream):
+            start.record(self._stream)
+            for part in (urgent, others):
+                if part:
+                    copy(part)
+                    end = _event()
+                    end.record(self._stream)
+                    self._leaving.add([block for block, _ in part], end)
+        return self._out_clock.seconds(start, end, len(pairs))
+
+    def swap_in(self, pairs: Pairs, copy: Callable[[Pairs], None]) -> float:
+        """Queue ``copy`` of ``pairs`` (host, device); return the seconds that it may take."""
+        compute = self._compute
         start, end = _event(), _event()
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             start.record(self._stream)
-            copy()
+            copy(pairs)
             end.record(self._stream)
         compute.wait_event(end)
-        return clock.seconds(start, end, blocks)
+        return self._in_clock.seconds(start, end, len(pairs))
+
+    def before_writing(self, blocks: Iterable[int]) -> None:
+        """Let what is queued from now on write ``blocks`` of the device: it waits for copies of them."""
+        event = self._leaving.last(blocks)
+        if event is not None:
+            self._compute.wait_event(event)
+
+    @property
+    def _compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+
+class Leaving:
+    """Device blocks that are being copied out, and the events that end their copies, in the stream's order."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, Any, list[int]]] = deque()  # number, event, blocks
+        self._part_of: dict[int, int] = {}
+        self._made = 0
+
+    def add(self, blocks: list[int], event: Moment) -> None:
+        """``event`` comes once all ``blocks``, and all that were added before, have been copied."""
+        self._made += 1
+        self._parts.append((self._made, event, blocks))
+        for block in blocks:
+            self._part_of[block] = self._made
+
+    def last(self, blocks: Iterable[int]) -> Any | None:
+        """The event that all copies of ``blocks`` have been made with; ``None`` if they have been made."""
+        while self._parts and self._parts[0][1].query():
+            number, _, done = self._parts.popleft()
+            for block in done:
+                if self._part_of.get(block) == number:
+                    del self._part_of[block]
+        if not self._parts:
+            return None
+        last = max((self._part_of.get(block, 0) for block in blocks), default=0)
+        return self._parts[last - self._parts[0][0]][1] if last else None
 
 
 class Moment(Protocol):
@@ -84,7 +149,13 @@ def pin(memory: Tensor, owner: object) -> None:
         raise ConfigError(
             f"the driver cannot pin {format_bytes(size)} of RAM to swap to (error {error}); lower swap_space"
         )
-    weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    weakref.finalize(owner, _unpin, address)
+
+
+def _unpin(address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # of a device that is broken: nothing copies any more
+        torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _event() -> torch.cuda.Event:

@@ -4,6 +4,8 @@ Attention over a paged cache of 30 layers (one layer alone would fit a large CPU
 of 1,024 tokens each, and a prompt of 512; the peer gathers the blocks and calls SDPA. Linear: the layers' four
 maps, against ``F.linear``. Both sides take turns and the best time of each counts. What the machine can do is
 measured beside it: memory by a sum over a large tensor, arithmetic by a large float32 product.
+
+``--device cuda`` measures the Triton kernels instead, see ``loadtests/gpu_kernels.py``.
 """
 
 from __future__ import annotations
@@ -190,8 +192,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.kernels", description=__doc__)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of both sides")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side; the best counts")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        from loadtests import gpu_kernels
+
+        with torch.inference_mode():
+            finish("loadtests.kernels", gpu_kernels.measure(), arguments)
+        return
     with torch.inference_mode():
         results, bandwidth, peak = measure(arguments.threads, arguments.rounds)
     print(

@@ -26,6 +26,7 @@ from kernels.triton.attention import SPLIT, tile_for
 from kernels.triton.attention_kernels import merge_splits_kernel, paged_attention_kernel
 from kernels.triton.jit import interpreting
 from kernels.triton.kv_write import BLOCK_HEADS, rope_and_write_kv_kernel
+from kernels.triton.linear import BLOCK_K, FEW, MANY, linear_kernel
 from kernels.triton.norm import norm_warps, rms_norm_kernel
 
 TARGETS: dict[str, GPUTarget] = {
@@ -40,7 +41,7 @@ REGISTER_LIMIT = {"sm_80": 255, "sm_90": 255, "gfx942": 512}
 
 ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ELEMENT_POINTERS = frozenset(
-    ("out", "q", "kv", "x", "residual", "weight", "gate_up", "qkv", "q_out", "q_weight", "k_weight")
+    ("out", "q", "kv", "x", "residual", "weight", "bias", "gate_up", "qkv", "q_out", "q_weight", "k_weight")
 )
 ARGUMENT_TYPES = {
     "partial_acc": "*fp32",
@@ -112,7 +113,7 @@ def variants(hip: bool, *, full: bool = False) -> list[Variant]:
         found.append(_attention(dtype, 4, 128, 0, hip, short=True, partial=False))
         found.append(_merge(dtype, 4, 128))
     found += [_rope(bf16, 128, True), _rope(fp32, 64, False), _norm(bf16, 4096), _norm(fp32, 8192), _silu(bf16)]
-    return found
+    return [*found, _linear("few", *FEW), _linear("many", *MANY)]
 
 
 def compile_all(target: str, *, full: bool = False) -> list[Resources]:
@@ -147,6 +148,7 @@ def _attention(
         "WINDOW": window,
         "SPLIT": SPLIT,
         "PARTIAL": partial,
+        "ORDERED": dtype == torch.float32,
         "SHORT": short,
         "SHORT_QUERY": short_query,
         "BLOCK_M": tile.block_m,
@@ -186,6 +188,12 @@ def _norm(dtype: torch.dtype, width: int) -> Variant:
 
 def _silu(dtype: torch.dtype) -> Variant:
     return Variant("silu mul", silu_mul_kernel, dtype, {"WIDTH": 14336, "BLOCK": BLOCK}, {"num_warps": 4})
+
+
+def _linear(kind: str, block_m: int, block_n: int, num_warps: int) -> Variant:
+    constants: dict[str, object] = {"IN": 4096, "OUT": 14336, "BIAS": True}
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}
+    return Variant(f"linear {kind} rows", linear_kernel, torch.float32, constants, {"num_warps": num_warps})
 
 
 def _compile(variant: Variant, target: str) -> Resources:

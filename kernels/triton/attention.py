@@ -37,20 +37,19 @@ def tile_for(group: int, head_dim: int, dtype: torch.dtype, *, short: bool, hip:
     """The tile for ``group`` query heads a KV head; ``short`` is for a decode row or a few new tokens.
 
     Chosen so that nothing spills and shared memory fits: 163 KiB on sm_80, 64 KiB on gfx942 (``hip``);
-    ``python -m kernels.triton.aot`` shows it.
+    ``python -m kernels.triton.aot`` shows it. In float32 both are the same, so that a row's bits do not
+    depend on how its prompt was cut into chunks.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     full = dtype == torch.float32  # no tensor cores in this precision, so registers hold whole operands
     block_m = max(16, triton.next_power_of_2(group))
-    if not short:
-        block_m = max(block_m, 32 if full else 128 if block_d <= 128 else 64)
+    if not (short or full):
+        block_m = max(block_m, 128 if block_d <= 128 else 64)
     block_n = 64 if block_d <= 128 else 32
-    if full:
-        block_n //= 2
     # Rows of an uneven group take more registers to address, and so do float32's operands.
-    if not short and (full or group & (group - 1)):
-        block_n = max(16, block_n // 2)
-    num_warps = 4 if short else 8
+    if full or (not short and group & (group - 1)):
+        block_n //= 2
+    num_warps = 4 if short and not full else 8
     num_stages = 1 if full else 3 if short and not hip else 2
     return Tile(block_m, block_n, block_d, num_warps, num_stages)
 
@@ -161,6 +160,7 @@ class _Step:
             WINDOW=self.window,
             SPLIT=SPLIT,
             PARTIAL=partial is not None,
+            ORDERED=self.q.dtype == torch.float32,
             SHORT=tile is self.short_tile,
             SHORT_QUERY=self.short_query,
             BLOCK_M=tile.block_m,

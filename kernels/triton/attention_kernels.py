@@ -126,6 +126,22 @@ def locate_tile(
     return request, begin + offset, tl.load(context_lens + request) - length + offset, tokens
 
 
+@jit()
+def merge(
+    acc: tl.tensor, top: tl.tensor, total: tl.tensor, acc_s: tl.tensor, top_s: tl.tensor, total_s: tl.tensor
+) -> tl.tuple:
+    """Add the results of a further split to those of the splits before it; both as :func:`attend` returns them.
+
+    ``acc`` is ``[M, D]`` and the others ``[M, 1]``. Which product is fused with the sum is said here: left to
+    the compiler, it might differ between the kernels that merge.
+    """
+    new = tl.maximum(top, top_s)
+    anchor = tl.where(new == float("-inf"), 0.0, new)
+    keep = tl.exp2(top - anchor)
+    take = tl.exp2(top_s - anchor)
+    return tl.fma(acc, keep, acc_s * take), new, tl.fma(total, keep, total_s * take)
+
+
 @jit(varying=("num_requests", "table_stride", "partial_rows", "num_splits"))
 def paged_attention_kernel(
     out: tl.tensor,
@@ -151,6 +167,7 @@ def paged_attention_kernel(
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     PARTIAL: tl.constexpr,
+    ORDERED: tl.constexpr,
     SHORT: tl.constexpr,
     SHORT_QUERY: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -162,7 +179,8 @@ def paged_attention_kernel(
     With ``PARTIAL`` the ``sharers`` take turns at the splits and leave ``acc`` of each in ``partial_acc``
     ``[tiles, kv_heads, num_splits, partial_rows, HEAD_DIM]`` and ``top`` and ``total`` in ``partial_stats``
     ``[tiles, kv_heads, num_splits, 2, partial_rows]``, both float32. Without it there is one sharer, which
-    walks all keys and writes ``out``; where the context fits one split both ways give the same bits.
+    walks all keys and writes ``out``; where the context fits one split both ways give the same bits, and with
+    ``ORDERED``, which cuts and merges here, too, always.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     request, first, base, tokens = locate_tile(
@@ -207,13 +225,29 @@ def paged_attention_kernel(
             tl.store(stats, top, mask=live)
             tl.store(stats + partial_rows, total, mask=live)
     else:
-        acc, top, total = attend(
-            q_tile, rows_at, keys, values, table, start, stop, needed_from,
-            kv_block_stride, kv_token_stride, scale,
-            HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        if ORDERED:
+            acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)[:, None]
+            total = tl.zeros([BLOCK_M], dtype=tl.float32)[:, None]
+            for split in range(start // SPLIT, (stop - 1) // SPLIT + 1):
+                lower = tl.maximum(split * SPLIT, start)
+                upper = tl.minimum((split + 1) * SPLIT, stop)
+                acc_s, top_s, total_s = attend(
+                    q_tile, rows_at, keys, values, table, lower, upper, needed_from,
+                    kv_block_stride, kv_token_stride, scale,
+                    HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                acc, top, total = merge(acc, top, total, acc_s, top_s[:, None], total_s[:, None])
+            divisor = total
+        else:
+            acc, top, total = attend(
+                q_tile, rows_at, keys, values, table, start, stop, needed_from,
+                kv_block_stride, kv_token_stride, scale,
+                HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            divisor = total[:, None]
         out_row = ((first + token).to(tl.int64) * tl.num_programs(1) * GROUP + head) * HEAD_DIM
-        result = acc / tl.where(live, total, 1.0)[:, None]
+        result = acc / tl.where(live[:, None], divisor, 1.0)
         tl.store(out + out_row[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=tile_mask)
 
 
@@ -251,21 +285,18 @@ def merge_splits_kernel(
         first_split = tl.maximum(at - WINDOW + 1, 0) // SPLIT
 
     d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
-    top = tl.full([], float("-inf"), dtype=tl.float32)
-    total = tl.full([], 0.0, dtype=tl.float32)
+    acc = tl.zeros([1, BLOCK_D], dtype=tl.float32)
+    top = tl.full([1, 1], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([1, 1], dtype=tl.float32)
     tile = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head) * num_splits
     for split in range(first_split, at // SPLIT + 1):
         stats = partial_stats + (tile + split) * 2 * partial_rows + row
         acc_at = ((tile + split) * partial_rows + row) * HEAD_DIM + d
-        top_s = tl.load(stats)
-        new = tl.maximum(top, top_s)
-        keep = tl.exp2(top - new)
-        take = tl.exp2(top_s - new)
-        total = total * keep + tl.load(stats + partial_rows) * take
-        acc = acc * keep + tl.load(partial_acc + acc_at, mask=d < HEAD_DIM, other=0.0) * take
-        top = new
+        acc_s = tl.load(partial_acc + acc_at, mask=d < HEAD_DIM, other=0.0)[None, :]
+        top_s = tl.full([1, 1], 0.0, dtype=tl.float32) + tl.load(stats)
+        total_s = tl.full([1, 1], 0.0, dtype=tl.float32) + tl.load(stats + partial_rows)
+        acc, top, total = merge(acc, top, total, acc_s, top_s, total_s)
 
     head = kv_head * GROUP + row % GROUP
     out_at = ((first + row // GROUP).to(tl.int64) * tl.num_programs(1) * GROUP + head) * HEAD_DIM + d
-    tl.store(out + out_at, (acc / total).to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(out + out_at[None, :], (acc / total).to(out.dtype.element_ty), mask=(d < HEAD_DIM)[None, :])

@@ -15,6 +15,7 @@ from kernels.triton.activation import silu_mul
 from kernels.triton.attention import attention
 from kernels.triton.jit import interpreting
 from kernels.triton.kv_write import rope_and_write_kv
+from kernels.triton.linear import linear
 from kernels.triton.norm import rms_norm
 
 
@@ -29,11 +30,10 @@ class PlainLinear(PackedLinear):
 
 
 class TritonKernels(Kernels):
-    """Triton kernels on one CUDA or ROCm device, matrix products by the vendor's library.
+    """Triton kernels on one CUDA or ROCm device; matrix products in half precision by the vendor's library.
 
-    On a GPU the library picks its algorithm by the number of rows, so a row's bits may depend on its batch;
-    fixing that is an option for later. Attention, norms, RoPE and activation do not add to it, see
-    ``docs/kernels.md``.
+    The library picks its algorithm by the number of rows, so in half precision a row's bits may depend on its
+    batch. In float32 they do not, see ``docs/kernels.md``.
 
     Raises ``ValueError`` for a device that cannot run Triton. With ``TRITON_INTERPRET=1`` in the environment
     before the first import, kernels are interpreted and ``device`` must be ``cpu``; use float32 or float16, for
@@ -69,6 +69,9 @@ class TritonKernels(Kernels):
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         if not isinstance(packed, PlainLinear):
             raise TypeError(f"this weight was packed as {type(packed).__name__} by other kernels than 'triton'")
+        if x.dtype == torch.float32:
+            with self._on_device():
+                return linear(x, packed.weight, packed.bias)
         return F.linear(x, packed.weight, packed.bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

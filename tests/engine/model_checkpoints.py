@@ -87,6 +87,7 @@ class PagedRun:
             kv_pool_shape(num_blocks, config.num_layers, block_size, config.num_kv_heads, config.head_dim),
             1e4,  # what is not written yet may hold anything finite
             dtype=decoder.dtype,
+            device=decoder.device,
         )
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
         self._tables = order[: widest * len(sequences)].view(len(sequences), widest).to(torch.int32)
@@ -106,14 +107,15 @@ class PagedRun:
             starts.append(starts[-1] + counts[index])
             self._computed[index] = end
         contexts = [self._computed[index] for index in active]
+        device = self._decoder.device
         metadata = AttentionMetadata(
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor(contexts, dtype=torch.int32),
-            block_tables=self._tables[active].contiguous(),
-            positions=torch.cat(positions),
-            slot_mapping=torch.cat(slots),
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+            block_tables=self._tables[active].contiguous().to(device),
+            positions=torch.cat(positions).to(device),
+            slot_mapping=torch.cat(slots).to(device),
             max_query_len=max(counts),
             max_context_len=max(contexts),
         )
         rows = torch.arange(starts[-1]) if sample_rows is None else sample_rows
-        return self._decoder.forward(torch.cat(tokens), self.pool, metadata, rows)
+        return self._decoder.forward(torch.cat(tokens).to(device), self.pool, metadata, rows.to(device))
