@@ -114,14 +114,14 @@ class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: i
 
     async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
         replicas = self._by_name()
-        usable = self._fleet.takers(self._fleet.ledger.routable(replicas.keys()))
-        # Serve's choice knows neither channels nor cordons.
+        usable = set(self._fleet.takers(self._fleet.ledger.routable(replicas.keys())))
+        usable = usable - {meta["avoid"]} or usable
+        # Serve's choice knows neither channels nor cordons, nor what has just failed.
         ranks = await self.choose_replicas([replicas[name] for name in usable], pending_request)
-        pair = [replica for rank in ranks for replica in rank if replica.replica_id.unique_id in usable]
-        if not pair:
-            pair = [replicas[name] for name in random.sample(sorted(usable), min(2, len(usable)))]
+        best = [[replica for replica in rank if replica.replica_id.unique_id in usable] for rank in ranks]
+        two = [replicas[name] for name in random.sample(sorted(usable), min(2, len(usable)))]
         chosen = min(
-            pair,
+            next(filter(None, best), two),
             key=lambda replica: self._replica_queue_len_cache.get(replica.replica_id) or 0,
             default=None,
         )
