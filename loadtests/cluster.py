@@ -26,7 +26,7 @@ from ray.serve.schema import ServeDeploySchema
 from app import serving
 
 ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""``python -m loadtests.routing --replay FILE``: recorded live arrivals, routed in all ways by the simulator."""
+"""``python -m loadtests.routing --replay FILE``: recorded live arrivals, routed in all ways in a simulation."""
 
 from __future__ import annotations
 
