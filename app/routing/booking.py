@@ -33,13 +33,14 @@ class Booking(NamedTuple):
 class Standing:
     """A replica as a choice sees it; owned by the ledger.
 
-    ``route`` is the open one. ``tokens`` and ``count`` are of the bookings that live there. ``terms`` is
-    ``None`` when out of date.
+    ``route`` is the open one, ``reported`` when ``load`` came. ``tokens`` and ``count`` are of the bookings
+    that live there. ``terms`` is ``None`` when out of date.
     """
 
     replica: str
     route: Route | None = None
     load: LoadReport | None = None
+    reported: float = 0.0
     booked: cost.Booked = field(default_factory=cost.Booked)
     tokens: int = 0
     count: int = 0

@@ -1,15 +1,16 @@
-"""What one ingress process learns of its fleet: step time, length of outputs, reuse of blocks.
+"""What one ingress process learns of its fleet: step time, length of outputs, blocks missed after eviction.
 
 Each is a running average that starts from a plain prior and forgets, so that none needs an option.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import combinations
 
 WINDOW = 128
+SAMPLED, REMEMBERED = 16, 16_384
 _REFIT_EVERY = 32
 _SCALE = (1.0, 64.0, 100_000.0)  # of (1, rows, KV tokens), so that the three weigh alike
 
@@ -85,24 +86,38 @@ class OutputLength:
 
 
 class ReuseShare:
-    """Of all uses of blocks, the share that found them cached somewhere in the fleet: 0 to 1.
+    """Of all blocks that are made, the share that had been made before and was lost: 0 to 1.
 
-    It weighs what an eviction costs. Without sharing it falls to 0, and a full cache costs nothing.
+    In a full cache each block that is made pushes one out, so it is the share of those pushed out that are
+    missed later; it weighs what an eviction costs. Where only what nobody asks for again goes, it is 0.
     """
 
     def __init__(self) -> None:
-        self._hits = 0.0
-        self._uses = 1.0
+        self._lost = 0.0
+        self._made = 1.0
+        self._known: OrderedDict[int, None] = OrderedDict()
+        """Every 16th key of prompts computed here, the last ones asked for at the end."""
 
     @property
     def share(self) -> float:
         """Now."""
-        return self._hits / self._uses
+        return self._lost / self._made
 
-    def learn(self, hits: int, uses: int) -> None:
-        """One request: blocks found cached by the best replica, blocks that it reads or makes."""
-        self._hits += (hits if hits < uses else uses) - self._hits / 512
-        self._uses += (uses if uses > 0 else 0) - self._uses / 512
+    def learn(self, keys: Sequence[int], held: int, output: int) -> None:
+        """One request: its keys, of which the best replica holds so many; blocks that its output makes."""
+        known, lost = self._known, 0
+        for place in range(-(-held // SAMPLED) * SAMPLED, len(keys), SAMPLED):
+            key = keys[place]
+            if key in known:
+                lost += SAMPLED
+                known.move_to_end(key)
+            else:
+                known[key] = None
+                if len(known) > REMEMBERED:
+                    known.popitem(last=False)
+        made = len(keys) - held + output
+        self._lost += min(lost, made) - self._lost / 512
+        self._made += made - self._made / 512
 
 
 class PrefixShare:

@@ -1,6 +1,7 @@
 """What a request would cost on each replica, in seconds: one sum, the same for every replica and load.
 
-    wait        prompt tokens that are to be computed there before it, over the prefill rate
+    wait        prompt tokens that are to be computed there before it, over the prefill rate, less the time
+                since they were reported
   + compute     its own uncached tokens over the prefill rate, once as its own delay and once as time of the
                 machine that whoever comes next waits for: a sibling that waits for a prefix costs the fleet
                 less than one that computes it again
@@ -73,7 +74,9 @@ class Terms(NamedTuple):
     """One replica's part of the sum, so that a decision only multiplies and adds."""
 
     wait: float
-    """Seconds."""
+    """Seconds, as of the report."""
+    started: float
+    """How much of it passes with time."""
     per_token: float
     """Seconds of compute, its streaming part included."""
     base: float
@@ -132,6 +135,7 @@ def terms(
     missing = turn / (held if held > block_size else block_size)
     return Terms(
         ahead / rate,
+        0.0 if held_up else load.waiting_tokens / rate,
         per_token,
         base,
         drag * (step.per_row * rows + step.per_kv_token * kv),
@@ -147,19 +151,41 @@ def terms(
 
 
 def seconds(
-    candidates: Sequence[Terms], cached: Sequence[int], demand: Demand, step: StepModel, reuse: float
+    candidates: Sequence[Terms],
+    ages: Sequence[float],
+    cached: Sequence[int],
+    demand: Demand,
+    step: StepModel,
+    reuse: float,
 ) -> list[float]:
-    """The cost of ``demand`` on each candidate, of which it finds ``cached`` tokens there."""
+    """The cost of ``demand`` on each candidate, which reported ``ages`` seconds ago, and of which it finds
+    ``cached`` tokens there.
+    """
     tokens, output, remaining, sequences, copied, due = demand
     beside = output if output < remaining else remaining
     longer = sequences * step.per_row + sequences * (tokens + output / 2) * step.per_kv_token
     made = sequences * output
     costs = []
-    for at, held in zip(candidates, cached, strict=True):
-        wait, per_token, base, crowd, drag, rows, free, room, per_eviction, per_missing, seats, turn = at
+    for at, age, held in zip(candidates, ages, cached, strict=True):
+        (
+            wait,
+            started,
+            per_token,
+            base,
+            crowd,
+            drag,
+            rows,
+            free,
+            room,
+            per_eviction,
+            per_missing,
+            seats,
+            turn,
+        ) = at
         uncached = tokens - held
         cost = (
             wait
+            - (started if started < age else age)
             + (uncached - due * (copied - held) if held < copied else uncached) * per_token
             + output * base
             + beside * crowd

@@ -138,7 +138,7 @@ class Ledger:
             waiting = self._unacknowledged.get(route, {})
             for attempt in [attempt for attempt in waiting if attempt <= load.acknowledged]:
                 self._acknowledge(waiting.pop(attempt))
-            if self._chooser.learn(standing, load):
+            if self._chooser.learn(standing, load, self._clock()):
                 for other in self._standings.values():
                     other.terms = None
             return True
@@ -229,7 +229,7 @@ class Ledger:
                 held = [found.get(standing.replica, 0) for standing in standings]
             else:
                 held = [0] * len(standings)
-            place = self._chooser.choose(standings, held, wanted)
+            place = self._chooser.choose(standings, held, wanted, now)
             return place, held[place]
         except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)
             self._fault()

@@ -46,9 +46,9 @@ class Chooser:
         self.hot = PrefixShare()
         self._turn = 0
 
-    def learn(self, standing: Standing, load: LoadReport) -> bool:
+    def learn(self, standing: Standing, load: LoadReport, now: float) -> bool:
         """Take in a report; true if every replica's terms are out of date."""
-        standing.load = load
+        standing.load, standing.reported = load, now
         standing.terms = None
         changed = self.steps.learn(load.running, load.kv_tokens, load.step_seconds)
         if load.running and load.step_seconds:
@@ -73,7 +73,7 @@ class Chooser:
             return 0
         return blocks * size if blocks * size <= last else last - last % size
 
-    def choose(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted) -> int:
+    def choose(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
         """Return the place of the best of ``standings``, which hold ``held`` blocks of the prefix."""
         if self.policy is Policy.ROUND_ROBIN:
             self._turn += 1
@@ -81,9 +81,9 @@ class Chooser:
             return order[self._turn % len(order)]
         if self.policy is Policy.LEAST_TOKENS:
             return least_booked(standings, range(len(standings)), wanted, 0)
-        return self._cheapest(standings, held, wanted)
+        return self._cheapest(standings, held, wanted, now)
 
-    def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted) -> int:
+    def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
         output = self.expected_output(wanted)
         candidates = self._terms(standings)
         tokens, size, deepest = wanted.tokens, self.block_size, max(held)
@@ -94,16 +94,17 @@ class Chooser:
             due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - cached.count(most)
             due = 0.0 if due < 0.0 else 1.0 if due > 1.0 else due
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
-        costs = cost.seconds(candidates, cached, demand, self.steps, self.reuse.share)
+        ages = [now - standing.reported for standing in standings]
+        costs = cost.seconds(candidates, ages, cached, demand, self.steps, self.reuse.share)
         least = min(costs)
-        # A block, or two per cent of what it costs from nothing: two of the sum would, under load, give
-        # prefixes away.
-        share = tokens // 50
-        margin = 1.01 * (size if size > share else share) * candidates[costs.index(least)].per_token
+        # A block, or two per cent of what is to be computed: two of the sum would, under load, give prefixes
+        # away, and two of the prompt, where all have most of it, the shortest queue.
+        best = costs.index(least)
+        share = (tokens - cached[best]) // 50
+        margin = 1.01 * (size if size > share else share) * candidates[best].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
-        made = int(wanted.sequences * output) // size
-        self.reuse.learn(deepest, len(wanted.keys) + made)
+        self.reuse.learn(wanted.keys, deepest, int(wanted.sequences * output) // size)
         return ties[0] if len(ties) == 1 else least_booked(standings, ties, wanted, deepest)
 
     def _terms(self, standings: Sequence[Standing]) -> list[cost.Terms]:

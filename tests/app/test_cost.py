@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from routing_support import BLOCK
 
 from app.routing import cost
-from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
+from app.routing.calibration import REMEMBERED, OutputLength, PrefixShare, ReuseShare, StepModel
 from app.routing.cost import Booked, Demand, seconds, terms
 from app.routing.load import LoadReport, sane
 
@@ -27,10 +28,11 @@ def price(
     demand: Demand = REQUEST,
     reuse: float = 0.5,
     booked: Booked | None = None,
+    age: float = 0.0,
 ) -> float:
     step = StepModel()
     at = terms(load, booked or Booked(), step, 1.0, BLOCK, 100.0)
-    return seconds([at], [cached], demand, step, reuse)[0]
+    return seconds([at], [age], [cached], demand, step, reuse)[0]
 
 
 def test_each_kind_of_load_costs_more() -> None:
@@ -78,8 +80,9 @@ def test_load_elsewhere_changes_nothing_here() -> None:
     step = StepModel()
     here = terms(IDLE, Booked(), step, 1.0, BLOCK, 100.0)
     loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK, 100.0)
-    alone = seconds([here], [1600], REQUEST, step, 0.5)[0]
-    assert seconds([loaded, here, loaded], [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
+    alone = seconds([here], [0.0], [1600], REQUEST, step, 0.5)[0]
+    three = [loaded, here, loaded]
+    assert seconds(three, [0.0] * 3, [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
 
 
 def test_full_cache_costs_what_is_evicted_times_its_reuse() -> None:
@@ -127,7 +130,7 @@ def admission(load: LoadReport, booked: Booked | None = None, sequences: int = 1
     costs = []
     for given_load in (load, replace(load, held_up=0, max_running=0, free=10**6, num_blocks=10**6)):
         at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK, 100.0)
-        costs.append(seconds([at], [0], demand, STEADY, 0.0)[0])
+        costs.append(seconds([at], [0.0], [0], demand, STEADY, 0.0)[0])
     return costs[0] - costs[1]
 
 
@@ -267,15 +270,41 @@ def test_expected_output_follows_what_ends() -> None:
     assert math.isclose(outputs.tokens, 40, rel_tol=0.02)
 
 
-def test_reuse_is_a_share() -> None:
+def test_reuse_is_the_share_of_what_is_made_again() -> None:
     reuse = ReuseShare()
     assert reuse.share == 0.0
-    for _ in range(3000):
-        reuse.learn(30, 40)
-    assert math.isclose(reuse.share, 0.75, rel_tol=0.01)
+    fresh = itertools.count()
+    for _ in range(500):  # one prefix for all stays cached; the rest and the outputs are new each time
+        reuse.learn([*range(-400, 0), *(next(fresh) for _ in range(64))], 400, 16)
+    assert reuse.share == 0.0
+    for _ in range(100):  # twenty prefixes are pushed out and computed again
+        for prefix in range(20):
+            reuse.learn(range(10_000 * (prefix + 100), 10_000 * (prefix + 100) + 320), 0, 80)
+    assert math.isclose(reuse.share, 320 / 400, rel_tol=0.05)
     for _ in range(5000):
-        reuse.learn(0, 40)
+        reuse.learn([next(fresh) for _ in range(64)], 0, 16)
     assert 0.0 <= reuse.share < 0.01
+
+
+def test_what_reuse_remembers_is_bounded() -> None:
+    reuse = ReuseShare()
+    for start in range(0, 40_000_000, 16_000):
+        reuse.learn(range(start, start + 16_000), 0, 0)
+    assert len(reuse._known) == REMEMBERED
+    assert reuse.share == 0.0
+
+
+def test_reported_work_is_done_as_time_passes() -> None:
+    waiting = replace(IDLE, waiting_tokens=1_000)
+    rate = waiting.prefill_rate
+    now, later, long_after = (price(waiting, age=age) for age in (0.0, 400 / rate, 5_000 / rate))
+    assert math.isclose(now - later, 400 / rate)
+    assert math.isclose(now - long_after, 1_000 / rate)
+    # What was sent there since then has not begun, and those without a seat do not.
+    sent = Booked(prefill=1_000)
+    assert price(IDLE, booked=sent, age=1.0) == price(IDLE, booked=sent)
+    held_up = replace(waiting, waiting=1, held_up=1, running=4, max_running=4)
+    assert price(held_up, age=1.0) == price(held_up)
 
 
 def test_share_of_a_prefix_is_of_the_last_requests_only() -> None:
