@@ -16,6 +16,9 @@ from engine.block_keys import KeyScheme
 
 logger = logging.getLogger(__name__)
 
+PIECE_KEYS = 512
+"""Keys of a snapshot that are taken in at once, while no request can be routed."""
+
 
 @dataclass(slots=True)
 class Opening:
@@ -62,18 +65,16 @@ class KvFeed:
         if route not in self._trusted:
             return True
 
-        def step(index: KvIndex) -> bool:
-            place = (route.replica, route.epoch, section.sequence)
-            if isinstance(section, SnapshotSlice):
-                last = section.part + 1 == section.parts
-                fits = index.snapshot(*place, section.keys, last)
-                if not (fits and last):
-                    return fits
-            elif not index.apply(*place, section.stored, section.removed, section.cleared):
-                return False
-            return index.verify(route.replica, section.sequence, section.xor, section.count)
-
-        fits = self._do(step)
+        place = (route.replica, route.epoch, section.sequence)
+        if isinstance(section, SnapshotSlice):
+            fits = self._load(place, section)
+        else:
+            fits = self._do(
+                lambda index: (
+                    index.apply(*place, section.stored, section.removed, section.cleared)
+                    and index.verify(route.replica, section.sequence, section.xor, section.count)
+                )
+            )
         opening = self._openings.get(route)
         if fits and opening is not None and opening.synced is None and self._synced(route.replica):
             opening.synced = time.monotonic()
@@ -96,6 +97,18 @@ class KvFeed:
             route.replica: {**asdict(opening), "digest": (digests or {}).get(route.replica)}
             for route, opening in self._openings.items()
         }
+
+    def _load(self, place: tuple[str, int, int], section: SnapshotSlice) -> bool:
+        """Take a slice in pieces, between which requests are routed."""
+        last = section.part + 1 == section.parts
+        for begin in range(0, max(len(section.keys), 1), PIECE_KEYS):
+            keys = section.keys[begin : begin + PIECE_KEYS]
+            complete = last and begin + PIECE_KEYS >= len(section.keys)
+            if not self._do(lambda index, keys=keys, complete=complete: index.snapshot(*place, keys, complete)):  # type: ignore[misc]
+                return False
+        return not last or self._do(
+            lambda index: index.verify(place[0], section.sequence, section.xor, section.count)
+        )
 
     def _synced(self, replica: str) -> bool:
         return bool(self._ledger.with_index(lambda _: self._index.synced(replica)))

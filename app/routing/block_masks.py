@@ -10,6 +10,8 @@ SHIFT = 56
 _SHARDS = 1 << 64 - SHIFT
 _MAX_INTERNED = 4096
 _MAX_RETIRED = 64
+"""More slots than these that wait to be swept hasten the sweep."""
+_HASTE = 1024
 
 
 @dataclass(slots=True)
@@ -58,9 +60,13 @@ class BlockMasks:
         return len(self._retired) + len(self._sweeping)
 
     def acquire(self) -> int:
-        """Give out a slot of which no mask has a bit."""
-        while self.unswept > _MAX_RETIRED:
-            self.sweep(len(self) + 1)  # replicas come and go faster than sweeps do: keep the masks narrow
+        """Give out a slot of which no mask has a bit.
+
+        Where replicas come and go faster than sweeps do, it sweeps a little more; the masks get wider by what
+        comes during a sweep, so there are at most ``_MAX_RETIRED + 2 * len(self) / _HASTE`` slots out of use.
+        """
+        if self.unswept > _MAX_RETIRED:
+            self.sweep(_HASTE)
         if self._free:
             return self._free.pop()
         self._slots += 1
@@ -163,7 +169,9 @@ class BlockMasks:
         Not more than ``likely``, if that is not 0; quickest if it is that many.
         """
         bit, shards = 1 << slot, self.shards
-        low, high = 0, min(likely, len(keys)) or len(keys)
+        if not keys or not shards[keys[0] >> SHIFT].get(keys[0], 0) & bit:
+            return 0
+        low, high = 1, min(likely, len(keys)) or len(keys)
         if likely and shards[keys[high - 1] >> SHIFT].get(keys[high - 1], 0) & bit:
             return high
         while low < high:

@@ -65,13 +65,17 @@ class Run:
 
 
 class ClaimTree:
-    """The paths that one replica lacks, in trees by the first block that is missing."""
+    """The paths that one replica lacks, in trees by the first block that is missing.
 
-    __slots__ = ("roots",)
+    ``starts`` counts the trees that begin with a key, of all replicas together.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_starts", "roots")
+
+    def __init__(self, starts: dict[int, int]) -> None:
         self.roots: dict[int, Run] = {}
         """By the key of the first block."""
+        self._starts = starts
 
     def reach(self, run: Run, keys: Sequence[int]) -> int:
         """How many of the first keys are on some path from ``run`` on, of which they have the first block."""
@@ -91,7 +95,9 @@ class ClaimTree:
         while True:
             run = siblings.get(keys[begin - base])
             if run is None:
-                siblings[keys[begin - base]] = Run(path, begin, above)
+                run = siblings[keys[begin - base]] = Run(path, begin, above)
+                if above is None:
+                    self._count(run.first)
                 return
             begin = run.common(keys, base)
             if begin < run.end:
@@ -110,9 +116,10 @@ class ClaimTree:
         path.run = None
         run.paths.remove(path)
         if not (run.paths or run.children):
-            self._siblings(run).pop(run.first)
             if run.parent is None:
+                self._pop(run.first)
                 return
+            run.parent.children.pop(run.first)
             run = run.parent
         self._join(run)
         at: Run | None = run
@@ -124,7 +131,7 @@ class ClaimTree:
 
     def arrive(self, key: int, there: Callable[[int], bool]) -> None:
         """The first block of a tree is there; so are, in each run behind it, those up to one that is not."""
-        arrived = [self.roots.pop(key)]
+        arrived = [self._pop(key)]
         while arrived:
             run = arrived.pop()
             low, high = run.begin + 1, run.end
@@ -148,9 +155,12 @@ class ClaimTree:
     def _plant(self, run: Run, begin: int) -> None:
         """Make what is left of a run and those behind it a tree by itself."""
         run.begin, run.parent = begin, None
-        if self.roots.setdefault(run.first, run) is not run:
-            for path in list(run.all_paths()):
-                self.insert(path, begin)
+        if run.first not in self.roots:
+            self.roots[run.first] = run
+            self._count(run.first)
+            return
+        for path in list(run.all_paths()):
+            self.insert(path, begin)
 
     def _split(self, run: Run, place: int) -> Run:
         """Cut a run in two; return the upper one, a new object."""
@@ -169,6 +179,17 @@ class ClaimTree:
         (child,) = run.children.values()
         self._siblings(run)[run.first] = child
         child.begin, child.parent = run.begin, run.parent
+
+    def _count(self, key: int) -> None:
+        self._starts[key] = self._starts.get(key, 0) + 1
+
+    def _pop(self, key: int) -> Run:
+        left = self._starts[key] - 1
+        if left:
+            self._starts[key] = left
+        else:
+            del self._starts[key]
+        return self.roots.pop(key)
 
     def _siblings(self, run: Run) -> dict[int, Run]:
         return self.roots if run.parent is None else run.parent.children

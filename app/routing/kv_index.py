@@ -135,10 +135,15 @@ class KvIndex:
         """Return for each replica how many of the first blocks are there or coming."""
         depths = dict.fromkeys(self._feeds, 0)
         if keys and self.window_blocks is None:
+            starts = self._speculation.starts
+            coming = keys[0] in starts
             for replicas, blocks in prefix_ends(keys, self._masks.shards, self._exact):
                 for name in self._names_of(replicas):
                     depths[name] = blocks
-            self._speculation.deepen(depths, keys)
+                if blocks < len(keys) and keys[blocks] in starts:
+                    coming = True
+            if coming:
+                self._speculation.deepen(depths, keys)
         elif keys and self.window_blocks is not None:
             for replicas, blocks in window_ends(self._present(keys), self.window_blocks):
                 for name in self._names_of(replicas):

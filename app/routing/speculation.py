@@ -30,8 +30,8 @@ class Claim:
 class _Replica:
     __slots__ = ("claims", "tree")
 
-    def __init__(self) -> None:
-        self.tree = ClaimTree()
+    def __init__(self, starts: dict[int, int]) -> None:
+        self.tree = ClaimTree(starts)
         self.claims: dict[tuple[int, int], list[Claim]] = {}
 
 
@@ -44,6 +44,8 @@ class Speculation:
     """
 
     def __init__(self, max_keys: int) -> None:
+        self.starts: dict[int, int] = {}
+        """Keys of blocks that are the first of some claim that its replica lacks, and for how many replicas."""
         self.dropped = 0
         """Claims ended before their deadline because there were too many."""
         self._max_keys = max_keys
@@ -60,7 +62,7 @@ class Speculation:
     def attach(self, replica: str) -> None:
         """Let a replica have claims; it keeps those that it has."""
         if replica not in self._replicas:
-            self._replicas[replica] = _Replica()
+            self._replicas[replica] = _Replica(self.starts)
 
     def detach(self, replica: str) -> None:
         """End all claims on a replica and forget it."""
@@ -74,9 +76,10 @@ class Speculation:
                 self._end(claim)
 
     def deepen(self, depths: dict[str, int], keys: Sequence[int]) -> None:
-        """Add to the number of first blocks that each replica has those that are coming right after them."""
-        if not self._claims:
-            return
+        """Add to the number of first blocks that each replica has those that are coming right after them.
+
+        If the key of no replica's next block is in ``starts``, there are none.
+        """
         count = len(keys)
         for replica, known in self._replicas.items():
             roots = known.tree.roots
