@@ -11,8 +11,8 @@ from engine.request_table import Entry, RequestTable
 LOOKED_UP = 32
 """Waiting sequences whose prefixes are looked up again each time: others may have computed them, or evicted."""
 
-MOST_CHANGES = 4096
-"""Blocks after whose change the rest of these waits for the next time."""
+MOST_CHANGES = 1024
+"""Blocks found or lost after which the rest of these waits for the next time: about a millisecond."""
 
 _RUNS = (RequestState.RUNNING, RequestState.SWAPPING_IN)
 
@@ -37,8 +37,8 @@ class Backlog:
 
     With order left out of account: blocks that only waiting sequences miss count once, those that running or
     swapped-out ones are computing count there. The last block of a text is each sequence's own, since its last
-    token must be run to get logits. Exact while at most ``LOOKED_UP`` sequences wait; beyond it, blocks that
-    have become findable, or ceased to be, are seen some steps later.
+    token must be run to get logits. Exact while at most ``LOOKED_UP`` sequences wait and few blocks change;
+    beyond it, blocks that have become findable, or ceased to be, are seen some steps later.
 
     Changes are noted as they happen and worked in when somebody asks, so that whoever starts and ends in one
     step costs nothing. Keys are chains of hashes: equal for equal texts of one root, and a collision would only

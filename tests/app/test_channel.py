@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from loopback import LIMITS
 from app import wire
 from app.channel import MAX_UNACKNOWLEDGED, Channel, UnknownEpochError
 from app.channel_engine import ChannelHub
+from engine.engine_thread import StepOutputs
+from engine.load import EngineLoad
 from engine.request import FinishReason, TokenDelta
 
 LEASE_S = 5.0
@@ -30,11 +33,11 @@ class Clock:
 class Setting:
     """A hub under a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: EngineLoad | None = None) -> None:
         self.clock = Clock()
         self.aborted: list[str] = []
         self.hub = ChannelHub(
-            wire.Hello(LIMITS), self.aborted.append, clock=self.clock, lease_s=LEASE_S, beat_s=0.02
+            wire.Hello(LIMITS), self.aborted.append, clock=self.clock, lease_s=LEASE_S, beat_s=0.02, load=load
         )
 
     async def open(self, cid: str = "ingress", epoch: int = 1) -> AsyncIterator[bytes]:
@@ -48,10 +51,10 @@ class Setting:
         self.hub.deliver([TokenDelta(f"e{number}", index, (token,), end, final=end is not None)])
 
 
-def run(test: Callable[[Setting], Coroutine[Any, Any, None]]) -> None:
+def run(test: Callable[[Setting], Coroutine[Any, Any, None]], load: EngineLoad | None = None) -> None:
     async def main() -> None:
         async with asyncio.timeout(10):
-            await test(Setting())
+            await test(Setting(load))
 
     asyncio.run(main())
 
@@ -131,6 +134,37 @@ def test_end_gives_the_count_and_frees_the_attempt() -> None:
         assert setting.aborted == []
 
     run(test)
+
+
+def test_load_comes_at_once_to_who_opens_a_channel() -> None:
+    idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 8)
+    busy = replace(idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, held_up=3)
+
+    async def test(setting: Setting) -> None:
+        # No clock moves: nothing here waits for a beat or a flush, or for a first step.
+        hub = setting.hub
+        for epoch, load in ((1, idle), (2, busy)):
+            stream = await setting.open(epoch=epoch)
+            frame = wire.unpack_frame(await anext(stream))
+            assert frame.load is not None
+            for name in (
+                "waiting_tokens",
+                "running",
+                "free",
+                "prefill_rate",
+                "waiting",
+                "held_up",
+                "max_running",
+            ):
+                assert getattr(frame.load, name) == getattr(load, name)
+            assert (frame.load.acknowledged, frame.load.num_blocks) == (0, LIMITS.num_blocks)
+            hub.attach("ingress", epoch, 5, "e5")
+            hub.on_step(StepOutputs([], ["e5"], None, busy))
+            frame = wire.unpack_frame(await anext(stream))
+            assert frame.load is not None
+            assert (frame.load.acknowledged, frame.load.waiting) == (5, 4)
+
+    run(test, idle)
 
 
 def test_silence_is_broken_by_empty_frames() -> None:

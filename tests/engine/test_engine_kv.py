@@ -81,6 +81,15 @@ def test_batches_and_keys_of_a_request(observed: Observed) -> None:
     assert (load.running, load.waiting_tokens, load.evictable) == (0, 0, len(follower.keys))
 
 
+def test_an_engine_that_has_not_run_yet_has_a_load(observed: Observed) -> None:
+    load, limits = observed.thread.load(), observed.thread.limits
+    assert not observed.outputs
+    assert (load.running, load.waiting, load.held_up, load.waiting_tokens) == (0, 0, 0, 0)
+    assert load.free == limits.num_blocks
+    assert load.prefill_rate > 0.0
+    assert load.max_running > 0
+
+
 def test_a_reset_of_an_idle_engine_is_told(observed: Observed) -> None:
     observed.thread.submit(make_request("a", PROMPT, max_tokens=2))
     observed.until_ended("a")
