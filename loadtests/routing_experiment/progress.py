@@ -65,7 +65,9 @@ def simulate_parts(parts: Mapping[str, Part], workers: int) -> Iterator[tuple[Pa
         if run.seed == 1 or max(one.seed for one in part.scenario.runs) > several
     ]
     done = {run for _, run in first}
-    later = [(part, run) for part in reversed(parts.values()) for run in part.scenario.runs if run not in done]
+    later = [
+        (part, run) for part in reversed(list(parts.values())) for run in part.scenario.runs if run not in done
+    ]
     later.sort(key=lambda at: at[1].seed)
     order = first + later
     for place, summary in simulate_all([run for _, run in order], min(workers, len(order))):
