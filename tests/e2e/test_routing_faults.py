@@ -25,7 +25,7 @@ def faults(cluster: BreakableCluster) -> Iterator[RoutingFaults]:
     yield RoutingFaults(cluster, long_s=4.0, share_s=6.0, share=0.5, after_s=0.5)
     cluster.cordon([], 0.0)
     cluster.scale(2)
-    wait_for(lambda: len(cluster.ingresses()) == 1, 60.0, "the second ingress is still there")
+    wait_for(lambda: len(cluster.ingresses()) == 1, 120.0, "the second ingress is still there")
     cluster.wait_routable(2)
 
 
