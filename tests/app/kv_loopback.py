@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 
 from loopback import LIMITS, LoopbackHandle, LoopbackReplica
+from relay_setting import until
 
 from app import wire
 from app.channel_engine import ChannelHub
@@ -114,8 +115,7 @@ class KvIngress:
         self.closed: list[str] = []
         epochs = itertools.count(1)
         self.channels = [
-            IngressChannel(self.handle, cid, replica.name, lambda: next(epochs), self)
-            for replica in replicas
+            IngressChannel(self.handle, cid, replica.name, lambda: next(epochs), self) for replica in replicas
         ]
 
     def keys(self, text: int) -> list[int]:
@@ -163,3 +163,9 @@ class KvIngress:
         self.closed.append(reason)
         self.feed.close(route)
         self.ledger.close(route)
+
+
+async def connected(*replicas: KvReplica) -> KvIngress:
+    ingress = KvIngress(*replicas)
+    await until(lambda: all(ingress.index.synced(replica.name) for replica in replicas))
+    return ingress
