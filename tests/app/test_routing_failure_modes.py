@@ -150,25 +150,23 @@ def test_a_replica_that_streams_stays_busy_until_the_last_token() -> None:
 
 
 def test_prompts_of_a_replica_that_leaves_find_one_new_home_each() -> None:
-    fleet = Fleet(4)
+    entries, left = [Fleet(4), Fleet(4)], {"r1", "r2", "r3"}
     groups = [prefix(name, 60) for name in range(1, 25)]
-    for sequence, group in enumerate(groups, 1):
-        fleet.store(0, group, sequence)
-    assert {fleet.send(*prompt(group, 1, 300)) for group in groups} == {"r0"}
-    for attempt in range(1, 25):
-        fleet.finish(attempt)
     homes: list[set[str]] = []
-    left = {"r1", "r2", "r3"}
-    for group in groups:
+    for sequence, group in enumerate(groups, 1):
+        for entry in entries:
+            entry.store(0, group, sequence)
+            assert entry.send(*prompt(group, 1, 300)) == "r0"
+            entry.finish()
         where = set()
-        for question in range(3):
-            where.add(fleet.send(*prompt(group, 1, 400 + question), members=left))
-            fleet.finish()
+        for entry in entries:
+            where |= {entry.send(*prompt(group, 1, 400 + question), members=left) for question in range(3)}
         homes.append(where)
     assert all(len(where) == 1 for where in homes)
     assert set().union(*homes) == left
-    fleet.ledger.close(fleet.routes[0])
-    assert "r0" not in dict(fleet.index.longest(groups[0]))
+    for entry in entries:
+        entry.ledger.close(entry.routes[0])
+        assert "r0" not in dict(entry.index.longest(groups[0]))
 
 
 def test_whoever_cannot_take_a_request_is_left_out_before_the_choice_not_after_it() -> None:
