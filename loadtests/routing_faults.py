@@ -198,7 +198,6 @@ class RoutingFaults:
                 own = [state["live_requests"] for state in states]
                 seen = [sum(state["running"].values()) for state in states]
                 heard[:] = [total - live for total, live in zip(seen, own, strict=True)]
-                # Each has fewer than all of them itself, or none of the others'.
                 return len(states) == 2 and all(total == LONG_STREAMS for total in seen)
 
             seconds_until(foreign, 10.0)
@@ -210,21 +209,15 @@ class RoutingFaults:
         ingresses = self._cluster.ingresses()
         blocks = sum(state["digest"][2] for state in ingresses[0]["index"].values() if state["digest"])
         what = "two ingresses"
+        differing = differing_indexes(ingresses, replicas)
+        failed = sum(not one.complete for one in streams)
         return [
-            Figure(
-                f"{what}: replicas of which they know differently",
-                differing_indexes(ingresses, replicas),
-                "",
-                0,
-                True,
-            ),
+            Figure(f"{what}: replicas of which they know differently", differing, "", 0, at_most=True),
             Figure(f"{what}: after the last request", seconds, " s"),
             Figure(f"{what}: blocks known", blocks, "", 1),
             Figure(f"{what}: that route", sum(sum(state["routed"].values()) > 0 for state in ingresses), "", 2),
             Figure(f"{what}: streams of the other that they hear of", sum(heard), "", LONG_STREAMS),
-            Figure(
-                f"{what}: streams that failed", sum(not one.complete for one in streams), "", 0, at_most=True
-            ),
+            Figure(f"{what}: streams that failed", failed, "", 0, at_most=True),
             *self._nothing_left(what),
         ]
 

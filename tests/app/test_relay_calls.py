@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from loopback import expected_tokens, stepping
+from loopback import LoopbackHandle, expected_tokens, stepping
 from relay_setting import collect, quiet, request, run, started, until
 
-from app.relay import GenerationError
+from app.relay import EngineClient, GenerationError
 
 
 def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,5 +118,29 @@ def test_a_replica_that_comes_back_is_used_at_once() -> None:
             assert await first == expected_tokens([3], 300)
             assert await second == expected_tokens([4], 5)
         await client.stop()
+
+    run(test)
+
+
+def test_a_client_accounts_for_itself() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        job = asyncio.ensure_future(collect(client, request([1], 5)))
+        async with stepping(handle):
+            await job
+        account = client.inspect()
+        assert account["index"].keys() == account["channels"].keys() == handle.replicas.keys()
+        assert [state["digest"] for state in account["index"].values()] == [None, None], "they cache nothing"
+        assert (account["live_requests"], account["cordoned"]) == (0, [])
+        await client.stop()
+        assert client.inspect()["index"] == {}
+
+    run(test)
+
+
+def test_a_client_that_has_not_started_has_nothing_to_tell() -> None:
+    async def test() -> None:
+        client = EngineClient(LoopbackHandle(2))
+        assert client.inspect()["replicas"] == 0
 
     run(test)
