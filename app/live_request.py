@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from engine.errors import QuireError
 from engine.request import FinishReason
 
 EXPECTED_TOKENS = 256
-"""Booked for the output of a request that may make more: most stop by themselves."""
+"""Booked for the output of a request that may make more: most stop by themselves. Or what they come to here,
+if that is more."""
 
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class LiveRequest:
 
     request: GenerateRequest
     keys: Sequence[int] = ()  # of the prompt's full blocks, where they are known
+    typical: float = EXPECTED_TOKENS  # tokens that a sequence comes to here, on average
     arrived: float = field(default_factory=time.monotonic)  # monotonic seconds
     outputs: list[list[int]] = field(init=False)
     finished: list[bool] = field(init=False)  # of each sequence, whether its end record has come
@@ -88,11 +91,8 @@ class LiveRequest:
         running = [output for output, finished in zip(self.outputs, self.finished, strict=True) if not finished]
         if params.ranked:
             running = [[]] * params.width
-        wanted = params.max_tokens
-        left = [
-            EXPECTED_TOKENS if wanted is None else min(wanted - len(output), EXPECTED_TOKENS)
-            for output in running
-        ]
+        wanted, expected = params.max_tokens, max(EXPECTED_TOKENS, math.ceil(self.typical))
+        left = [expected if wanted is None else min(wanted - len(output), expected) for output in running]
         return {
             "request_id": self.request.request_id,
             "attempt": attempt,

@@ -209,6 +209,7 @@ class EngineClient:
             if live.ended or not await self._routable(live) or live.ended:
                 return
             live.interrupt.clear()
+            live.typical = self._ledger.typical_output
             attempt = next(self._attempts)
             self._live[attempt] = live
             self._ledger.expect(attempt)

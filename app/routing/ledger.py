@@ -67,6 +67,11 @@ class Ledger:
         """Choices that failed and fell back to the least booked replica; above 0 is a defect."""
         return self._faults
 
+    @property
+    def typical_output(self) -> float:
+        """Tokens that a sequence comes to, on average of the last ones that ended."""
+        return self._chooser.outputs.tokens
+
     def configure(self, policy: Policy | None = None, index: PrefixIndex | None = None) -> None:
         """Change what is given, for the choices from now on."""
         with self._lock:

@@ -15,6 +15,7 @@ from app import wire
 from app.generation import GenerateRequest, GenerationError
 from app.live_request import EXPECTED_TOKENS, LiveRequest
 from app.relay import EngineClient, UnavailableError
+from app.routing.ledger import Ledger, Route
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
@@ -195,6 +196,21 @@ def test_the_prompt_is_booked_once_and_the_output_for_each_sequence() -> None:
     assert plain.routing_meta(2)["decode"] == 60 + 100
     beams = LiveRequest(request([1], 1, 1000, use_beam_search=True, beam_width=5))
     assert beams.routing_meta(1)["decode"] == 5 * EXPECTED_TOKENS
+
+
+def test_outputs_that_are_longer_here_are_expected_to_be() -> None:
+    ledger = Ledger()
+    ledger.open(Route("r", 1))
+    for attempt in range(300):
+        live = LiveRequest(request([1] * 50, 1, 2000))
+        live.typical = ledger.typical_output
+        ledger.expect(attempt)
+        booking = ledger.book("r", attempt, 50, live.routing_meta(attempt)["decode"])
+        ledger.release(attempt, made=1500)
+    assert 1400 < booking.decode <= 1500
+    live = LiveRequest(request([1] * 50, 1, 100))
+    live.typical = ledger.typical_output
+    assert live.routing_meta(1)["decode"] == 100
 
 
 def test_sequences_that_can_never_run_are_refused() -> None:
