@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_engine_config
+from tiny_engines import tiny_engine_config
 
 from engine.config import EngineConfig
 from engine.engine import Engine

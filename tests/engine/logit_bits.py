@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from conftest import made, make_request, run_to_end
+from tiny_engines import made, make_request, run_to_end
 
 from engine.engine import Engine
 from engine.kv_cache import KVCache

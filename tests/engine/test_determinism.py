@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY_MODELS, made, make_request, run_to_end, tiny_engine_config
 from logit_bits import PROMPT, TOKENS, Bits, assert_same, others, record, run, run_interrupted, target
 from model_checkpoints import save_tiny
+from tiny_engines import TINY_MODELS, made, make_request, run_to_end, tiny_engine_config
 
 from engine.engine import Engine
 from engine.recovery import Recovery

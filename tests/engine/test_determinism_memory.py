@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import TINY_MODELS, made, make_request, run_to_end
 from logit_bits import (
     PROMPT,
     TOKENS,
@@ -23,6 +22,7 @@ from logit_bits import (
     same_bits,
     target,
 )
+from tiny_engines import TINY_MODELS, made, make_request, run_to_end
 
 from engine.block_pool import NO_BLOCK
 from engine.engine import Engine

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import made, make_request, run_to_end, tiny_engine_config
+from tiny_engines import made, make_request, run_to_end, tiny_engine_config
 
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from conftest import make_request, tiny_engine_config
 from test_kv_events import Follower
+from tiny_engines import make_request, tiny_engine_config
 
 from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs

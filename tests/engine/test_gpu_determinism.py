@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY_MODELS, made, make_request, run_to_end
 from gpu_engines import GPU, gpu_engine
 from logit_bits import (
     PROMPT,
@@ -22,6 +21,7 @@ from logit_bits import (
     target,
 )
 from model_checkpoints import save_tiny
+from tiny_engines import TINY_MODELS, made, make_request, run_to_end
 
 from engine.engine import Engine
 from engine.recovery import Recovery

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_MODELS, make_request
 from gpu_engines import GPU, delay, gpu_config, gpu_engine
 from logit_bits import PROMPT, assert_plain, record
 from test_kv_cache import contents, numbered
+from tiny_engines import TINY_MODELS, make_request
 
 import engine.kv_cache as kv_cache
 import engine.model_runner as model_runner

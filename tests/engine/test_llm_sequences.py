@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS
 from model_checkpoints import VOCAB
+from tiny_engines import EOS
 
 from engine import LLM, RequestResult, SamplingParams
 from engine.errors import QuireError
