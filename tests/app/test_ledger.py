@@ -8,29 +8,17 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import routing_support
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.routing.cost import Booked
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, NoRouteError, Route
-from app.routing.load import LoadReport
 from app.routing.policies import Policy
 
 A, B, C = Route("a", 1), Route("b", 2), Route("c", 3)
-IDLE = LoadReport(
-    waiting_tokens=0,
-    running=0,
-    kv_tokens=0,
-    referenced=0,
-    free=10_000,
-    evictable=0,
-    num_blocks=10_000,
-    block_size=16,
-    prefill_rate=10_000.0,
-    step_seconds=0.02,
-    acknowledged=0,
-)
+IDLE = replace(routing_support.IDLE, free=10_000, num_blocks=10_000)
 
 
 def ledger_of(*routes: Route) -> Ledger:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loadtests.routing_experiment.arms import report
 from loadtests.routing_experiment.constants import Service
 from loadtests.routing_experiment.replica import Replica
 from loadtests.routing_experiment.row import Row
@@ -163,3 +164,20 @@ def test_generated_blocks_have_the_keys_that_the_next_turn_asks_for() -> None:
     held = set(replica.pool.resident())
     # 79 of 80 tokens have a KV: the last one was never run.
     assert [key in held for key in follow.keys] == [True] * 4 + [False] * 2
+
+
+def test_report_says_who_has_no_seat_or_no_blocks() -> None:
+    source = Source(1)
+
+    def report_of(replica: Replica) -> tuple[int, int]:
+        for number in range(1, 6):
+            replica.deliver(row(number, source.prompt(16), 100), 0.0)
+        assert report(replica, 0).held_up == 0
+        replica.plan(0.0)
+        load = report(replica, 0)
+        return load.running, load.held_up
+
+    assert report_of(make(blocks=256, seqs=2)) == (2, 3)
+    assert report_of(make(blocks=256, budget=32)) == (2, 0)
+    running, held_up = report_of(make(blocks=8, budget=128))
+    assert (running + held_up, held_up > 0) == (5, True)
