@@ -63,20 +63,20 @@ class Client:
 
         return await asyncio.gather(*map(one, asks))
 
-    async def closed_loop(self, users: int, seconds: float, seed: int) -> list[Reply]:
-        """``users`` that each ask again as soon as they are answered, until ``seconds`` have passed."""
-        until = time.perf_counter() + seconds
+    async def closed_loop(self, users: int, requests: int, seed: int) -> list[Reply]:
+        """``users`` that each ask again as soon as they are answered, until ``requests`` have been answered.
 
-        async def one(user: int) -> list[Reply]:
+        What then still runs is answered, too. Replies come in the order of their ends.
+        """
+        replies: list[Reply] = []
+
+        async def one(user: int) -> None:
             rng = random.Random(f"closed loop {seed} {user}")
-            replies = []
-            while time.perf_counter() < until:
+            while len(replies) < requests:
                 replies.append(await self.ask(self._traffic.any(rng), time.perf_counter()))
-                if replies[-1].fault:
-                    await asyncio.sleep(0.1)
-            return replies
 
-        return [reply for replies in await asyncio.gather(*map(one, range(users))) for reply in replies]
+        await asyncio.gather(*map(one, range(users)))
+        return replies
 
     async def ask(self, ask: Ask, due: float) -> Reply:
         """Send one and read its stream to the end; never raises for what the server does."""

@@ -34,8 +34,6 @@ COMMAND = "loadtests.routing --live"
 LOAD = 0.75
 """Of the calibrated capacity: above what is served without regard to prefixes, below what is with it."""
 
-CALIBRATION_S = 12.0
-
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
@@ -52,11 +50,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rate", type=float, metavar="R", help="requests per second, instead of a calibration")
     made.add_argument("--load", type=float, default=LOAD, help=f"share of the calibrated capacity ({LOAD})")
     made.add_argument(
-        "--seconds",
-        type=float,
-        default=plan.window,
-        metavar="S",
-        help=f"of each run that count ({plan.window:g})",
+        "--requests",
+        type=int,
+        default=plan.counted,
+        metavar="N",
+        help=f"of each run that count, on average ({plan.counted})",
     )
     made.add_argument(
         "--zipf", type=float, default=0.0, metavar="A", help="popularity's exponent (0: all equal)"
@@ -69,13 +67,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Run the arms by turns, print their table, hold the figures to their bars."""
     arguments = parser().parse_args(argv)
-    if arguments.seeds < 1 or arguments.seconds <= 0:
-        parser().error("--seeds must be at least 1 and --seconds above 0")
+    if min(arguments.seeds, arguments.requests) < 1 or min(arguments.load, arguments.rate or 1.0) <= 0.0:
+        parser().error("--seeds and --requests must be at least 1, --rate and --load above 0")
     began = time.monotonic()
     absent = {arm: why for arm in arguments.arms if (why := missing(arm))}
     arms = [arm for arm in dict.fromkeys(arguments.arms) if arm not in absent]
     traffic = asyncio.run(Traffic.make(Shape(zipf=arguments.zipf), PromptTokenizer(resolve(MODEL))))
-    plan = Plan(window=arguments.seconds)
+    plan = Plan(counted=arguments.requests)
     runs: dict[LiveArm, list[Recording]] = {arm: [] for arm in arms}
     oracle: list[float] = []
     with tqdm(unit="request", desc="live", disable=None) as bar:
@@ -85,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray's handler would skip the clean-up
             rate = arguments.rate
             if rate is None:
-                capacity = stage.capacity(CALIBRATION_S)
+                capacity = stage.capacity()
                 rate = arguments.load * capacity
                 bar.write(f"calibration: {capacity:.2f} requests/s with everything cached; rate {rate:.2f}")
             for seed in range(1, arguments.seeds + 1):
@@ -103,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
         f"\n{arguments.replicas} replicas, {traffic.shape.groups} system prompts of {traffic.shape.system} "
         "tokens; "
         f"pools of {stage.blocks} blocks: {HELD:.0%} of these and {MAX_NUM_SEQS} running requests' own; "
-        f"{rate:.2f} requests/s for {plan.window:g} s"
+        f"{rate:.2f} requests/s for {plan.counted / rate:.0f} s"
     )
     for one in runs.get(LiveArm.PREFIX, []):
         oracle.append(cached_share(one, replay(one)))

@@ -28,15 +28,15 @@ TOKEN_BUDGET = 64
 HELD = 0.6
 """Of the system prompts, what one pool holds beside its running requests."""
 
-REQUEST_LIMIT_S = 300.0
+REQUEST_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long a run is, in seconds: arrivals that do not count, then those that do."""
+    """How long a run is, in arrivals on average: those that do not count, then those that do."""
 
-    settle: float = 5.0
-    window: float = 25.0
+    settle: int = 20
+    counted: int = 100
 
 
 def pool_blocks(traffic: Traffic, held: float = HELD, max_num_seqs: int = MAX_NUM_SEQS) -> int:
@@ -92,8 +92,10 @@ class Stage:
             token_budget=TOKEN_BUDGET,
         )
 
-    def capacity(self, seconds: float) -> float:
+    def capacity(self, rounds: int = 5) -> float:
         """Requests per second that the fleet serves when it always has enough to do and finds prompts cached.
+
+        Every seat is taken; of ``rounds`` requests for each, the first and the last do not count.
 
         Raises:
             RuntimeError: it answered with errors, or not at all.
@@ -101,37 +103,38 @@ class Stage:
         self.cold(LiveArm.PREFIX)
         self._say("calibration")
 
-        async def measure() -> tuple[list[Reply], float]:
+        seats = self._replicas * MAX_NUM_SEQS
+
+        async def measure() -> list[Reply]:
             client = self._client()
             await client.in_turn(self._traffic.lap(0), self._replicas)
-            began = time.perf_counter()
-            return await client.closed_loop(self._replicas * MAX_NUM_SEQS, seconds, 0), began
+            return await client.closed_loop(seats, rounds * seats, 0)
 
-        replies, began = asyncio.run(measure())
+        replies = asyncio.run(measure())
         faults = [reply.fault for reply in replies if reply.fault]
         if faults:
             raise RuntimeError(f"{len(faults)} requests of the calibration failed; the first: {faults[0]}")
-        # The first ones came all at once, the last ones ran ever emptier.
-        early, late = began + seconds / 4, began + seconds
-        return sum(early <= reply.ended < late for reply in replies) / (late - early)
+        counted = replies[seats : rounds * seats]
+        return (len(counted) - 1) / (counted[-1].ended - counted[0].ended)
 
     def run(self, arm: LiveArm, seed: int, rate: float, plan: Plan) -> Recording:
         """One run from a cold start: each system prompt once, then Poisson arrivals until all have ended."""
         self.cold(arm)
         self._say(f"{arm}, seed {seed}")
         traffic = self._traffic
+        settle, window = plan.settle / rate, plan.counted / rate
 
         async def everything() -> tuple[list[Reply], float, float]:
             client = self._client()
             began = time.perf_counter()
             lap = await client.in_turn(traffic.lap(seed), self._replicas)
             after = time.perf_counter() - began
-            asks = traffic.poisson(rate, plan.settle + plan.window, seed, after)
-            return [*lap, *await client.open_loop(asks, began)], began, after + plan.settle
+            asks = traffic.poisson(rate, settle + window, seed, after)
+            return [*lap, *await client.open_loop(asks, began)], began, after + settle
 
         replies, began, warm_up = asyncio.run(everything())
         states = wait_for(self._idle_states, 30.0, "requests or blocks are left after a run")
-        fleet = self._fleet(arm, seed, states, warm_up, warm_up + plan.window)
+        fleet = self._fleet(arm, seed, states, warm_up, warm_up + window)
         return Recording(fleet, arrivals(replies, states, began))
 
     def _client(self) -> Client:
