@@ -5,6 +5,7 @@ The interpreter's products in bfloat16 are wrong, so float32 and float16 only.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,20 @@ class Batch:
         )
         return alone
 
+    def last(self, rows: int) -> Batch:
+        """The last ``rows`` new tokens of the only request, as a chunk of its own."""
+        part = Batch.__new__(Batch)
+        part.__dict__.update(self.__dict__)
+        part.q = self.q[-rows:]
+        part.metadata = dataclasses.replace(
+            self.metadata,
+            query_start=torch.tensor([0, rows], dtype=torch.int32, device=self.q.device),
+            positions=self.metadata.positions[-rows:],
+            slot_mapping=self.metadata.slot_mapping[-rows:],
+            max_query_len=rows,
+        )
+        return part
+
 
 MIXED = [(1, 1), (3, 70), (30, 41), (1, 33), (1, 100)]
 
@@ -180,6 +195,21 @@ def test_attention_of_a_request_does_not_depend_on_the_others(
         assert torch.equal(batch.only(r).attention(triton_kernels), together[begin:end])
 
 
+@pytest.mark.parametrize("window", [None, 77])
+def test_in_float32_the_chunking_changes_no_bit(
+    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """The last rows of a prompt, in whichever launch they are, over several splits.
+
+    Whole tiles only: NumPy's products, unlike a GPU's, depend on a row's place in its tile.
+    """
+    monkeypatch.setattr(triton_attention, "SPLIT", 64)
+    batch = Batch([(40, 200)], HeadLayout(4, 1, 32), torch.float32, window=window)
+    whole = batch.attention(triton_kernels)
+    for rows in (4, 8, 20):
+        assert torch.equal(batch.last(rows).attention(triton_kernels), whole[40 - rows :]), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim", "norm"),
@@ -241,6 +271,13 @@ def test_linear(triton_kernels: TritonKernels) -> None:
         close(triton_kernels.linear(x, packed), REFERENCE.linear(x, REFERENCE.pack_linear(weight, b)))
     with pytest.raises(TypeError, match="ReferenceLinear"):
         triton_kernels.linear(x, REFERENCE.pack_linear(weight, None))
+
+
+def test_a_product_in_float32_of_any_number_of_rows(triton_kernels: TritonKernels) -> None:
+    x, weight = torch.randn(70, 33), torch.randn(67, 33)
+    packed = triton_kernels.pack_linear(weight, None)
+    for rows in (1, 16, 17, 70):
+        close(triton_kernels.linear(x[:rows], packed), x[:rows] @ weight.T)
 
 
 def test_no_rows(triton_kernels: TritonKernels) -> None:
