@@ -1,0 +1,373 @@
+"""How many replicas KV demand needs, and the policy that Serve's controller runs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.autoscaling.kv_demand import (
+    KvDemandPolicy,
+    ReplicaStats,
+    ScalingConfig,
+    ScalingState,
+    Snapshot,
+    decide,
+    read_reports,
+)
+
+BLOCKS = 1_000.0
+RATE = 10_000.0
+
+
+def stats(referenced: float = 0.0, **more: float) -> ReplicaStats:
+    values = dict.fromkeys(ReplicaStats._fields, 0.0)
+    values.update(num_blocks=BLOCKS, prefill_rate=RATE, step_seconds=0.01, referenced_blocks=referenced)
+    values["sequences"] = max(referenced / 50.0, 1.0) if referenced else 0.0
+    values.update(more)
+    return ReplicaStats(**values)
+
+
+def snapshot(now: float, target: int, *reports: ReplicaStats, **more: Any) -> Snapshot:
+    values = {"running": len(reports), "minimum": 1, "maximum": 100, **more}
+    return Snapshot(now, target, replicas=dict(enumerate(reports)), **values)
+
+
+def settled(target: int, *reports: ReplicaStats, config: ScalingConfig | None = None, **more: Any) -> Any:
+    """The decision after ten minutes of the same."""
+    state, decision = ScalingState(), None
+    for second in range(600):
+        decision = decide(snapshot(float(second), target, *reports, **more), config or ScalingConfig(), state)
+        if decision.target != target:
+            break
+    return decision
+
+
+def test_demand_beyond_the_pool_asks_for_as_many_as_it_fills() -> None:
+    # 900 referenced and 2,100 lacking are three pools: 4 at 75 %, and one in reserve.
+    decision = decide(snapshot(0.0, 1, stats(900.0, waiting_blocks=2_100.0)), ScalingConfig(), ScalingState())
+    assert (decision.target, decision.reason) == (5, "kv")
+    assert decision.need_kv == pytest.approx(4.0)
+
+
+def test_cached_blocks_are_no_demand() -> None:
+    assert settled(2, stats(0.0), stats(0.0), config=ScalingConfig(reserve=0.0)).target == 1
+
+
+def test_half_of_the_expected_growth_counts() -> None:
+    reports = [stats(600.0, growth_blocks=600.0)] * 2
+    config = ScalingConfig(reserve=0.0)
+    assert decide(snapshot(0.0, 2, *reports), config, ScalingState()).need_kv == pytest.approx(1_800.0 / 750.0)
+
+
+def test_requests_without_a_replica_count_as_the_others_do() -> None:
+    one = stats(500.0, sequences=10.0)
+    decision = decide(snapshot(0.0, 1, one, queued=30.0), ScalingConfig(), ScalingState())
+    assert decision.need_kv == pytest.approx((500.0 + 30.0 * 50.0) / 750.0)
+
+
+def test_arriving_prompts_are_a_need_where_blocks_are_not() -> None:
+    state, decision = ScalingState(), None
+    for second in range(31):
+        one = stats(10.0, arrived_tokens=18_000.0 * second)
+        decision = decide(snapshot(float(second), 4, one, one, one, one), ScalingConfig(), state)
+    assert decision is not None
+    # 4 x 18,000 tokens/s over 60 % of 10,000, and the reserve.
+    assert decision.need_prefill == pytest.approx(12.0)
+    assert (decision.reason, decision.target) == ("prefill", 8)  # at most twice as many at once
+
+
+def test_a_backlog_of_prompts_is_seen_at_once() -> None:
+    reports = [stats(10.0, backlog_tokens=10_000.0)] * 4  # a second each, of a target of 2
+    decision = decide(snapshot(0.0, 4, *reports), ScalingConfig(), ScalingState())
+    assert decision.need_prefill == pytest.approx(8.0)
+
+
+def test_slow_steps_are_a_need() -> None:
+    reports = [stats(10.0, step_seconds=0.09)] * 4
+    decision = decide(snapshot(0.0, 4, *reports), ScalingConfig(), ScalingState())
+    assert decision.reason == "decode"
+    assert decision.need_decode == pytest.approx(8.0)
+
+
+def test_one_decision_at_most_doubles_a_fleet_but_small_ones_may_grow_by_four() -> None:
+    much = stats(900.0, waiting_blocks=90_000.0)
+    assert decide(snapshot(0.0, 1, much), ScalingConfig(), ScalingState()).target == 5
+    assert decide(snapshot(0.0, 10, *[much] * 10), ScalingConfig(), ScalingState()).target == 20
+
+
+def test_what_starts_is_not_asked_for_twice() -> None:
+    config, state = ScalingConfig(), ScalingState()
+    one = stats(900.0, waiting_blocks=2_100.0)
+    assert decide(snapshot(0.0, 1, one), config, state).target == 5
+    assert decide(snapshot(1.0, 5, one, running=1), config, state).target == 5
+
+
+def test_the_maximum_holds_and_says_so() -> None:
+    decision = decide(snapshot(0.0, 3, *[stats(5_000.0)] * 3, maximum=3), ScalingConfig(), ScalingState())
+    assert (decision.target, decision.held_by) == (3, "maximum")
+
+
+def test_new_bounds_move_the_target() -> None:
+    calm = [stats(400.0)] * 5
+    assert decide(snapshot(0.0, 5, *calm, maximum=4), ScalingConfig(), ScalingState()).target == 4
+    assert decide(snapshot(0.0, 5, *calm, minimum=7), ScalingConfig(), ScalingState()).target == 7
+
+
+def test_a_rise_is_carried_forward_over_the_time_to_start() -> None:
+    config, state, decision = ScalingConfig(startup_s=30.0, reserve=0.0), ScalingState(), None
+    for second in range(31):
+        one = stats(100.0 + 10.0 * second, sequences=200.0)
+        decision = decide(snapshot(float(second), 10, *[one] * 10), config, state)
+    assert decision is not None
+    # 4,000 blocks that grow by 100 a second.
+    assert decision.need_kv == pytest.approx((4_000.0 + 30.0 * 100.0) / 750.0)
+
+
+def test_noise_of_a_small_fleet_is_no_trend() -> None:
+    config, state = ScalingConfig(), ScalingState()
+    targets = set()
+    for second in range(600):
+        wave = 300.0 + 120.0 * math.sin(second / 7.0)  # as sequences of 50 blocks come and go
+        targets.add(decide(snapshot(float(second), 3, *[stats(wave)] * 3), config, state).target)
+    assert targets == {3}
+
+
+def test_stops_a_tenth_at_most_and_waits_in_between() -> None:
+    config, state = ScalingConfig(), ScalingState()
+    target, moves = 40, []
+    for second in range(900):
+        decision = decide(snapshot(float(second), target, *[stats(10.0)] * target), config, state)
+        if decision.target != target:
+            moves.append((second, target - decision.target, target))
+            target = decision.target
+    assert moves[0][0] >= config.down_window_s
+    assert all(stopped <= max(1, fleet // 10) for _, stopped, fleet in moves)
+    assert all(b[0] - a[0] >= config.down_interval_s for a, b in pairwise(moves))
+    assert target == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "held"),
+    [
+        ({"running": 4}, "replicas start"),
+        ({"drop": 1}, "reports missing"),
+        ({"preempt": True}, "preemptions"),
+        ({"step_seconds": 0.06}, "slow steps"),
+    ],
+)
+def test_what_holds_a_fleet_that_could_be_smaller(change: dict[str, Any], held: str) -> None:
+    config, state, decision = ScalingConfig(), ScalingState(), None
+    for second in range(600):
+        reports = {place: stats(10.0) for place in range(6)}
+        if "step_seconds" in change:
+            reports[0] = stats(10.0, step_seconds=change["step_seconds"])
+        if "preempt" in change:
+            reports[0] = stats(10.0, preemptions=float(second // 100))
+        if "drop" in change:
+            del reports[5]
+        running = change.get("running", 6)
+        reports = {place: one for place, one in reports.items() if place < running}
+        decision = decide(Snapshot(float(second), 6, running, 1, 100, reports), config, state)
+        assert decision.target == 6
+    assert decision is not None
+    assert decision.held_by == held
+
+
+def test_too_few_reports_hold_everything() -> None:
+    reports = {0: stats(900.0, waiting_blocks=9_000.0)}
+    decision = decide(Snapshot(0.0, 4, 4, 1, 100, reports), ScalingConfig(), ScalingState())
+    assert (decision.target, decision.held_by) == (4, "reports missing")
+
+
+def test_a_controller_that_comes_back_holds_what_runs() -> None:
+    # It knows of no running replica and of no report at first, then of some, then of all.
+    config, state = ScalingConfig(), ScalingState()
+    for second in range(200):
+        known = min(second // 10, 20)
+        reports = {place: stats(10.0) for place in range(known)}
+        decision = decide(Snapshot(float(second), 20, known, 1, 100, reports), config, state)
+        assert decision.target == 20
+
+
+def test_from_zero_one_starts_for_whoever_waits() -> None:
+    assert decide(Snapshot(0.0, 0, 0, 0, 9, {}, 3.0), ScalingConfig(), ScalingState()).target == 1
+    assert decide(Snapshot(0.0, 0, 0, 0, 9, {}, 0.0), ScalingConfig(), ScalingState()).target == 0
+
+
+def test_to_zero_only_after_a_long_rest() -> None:
+    config, state = ScalingConfig(zero_after_s=600.0, startup_s=10.0), ScalingState()
+    when = None
+    for second in range(1_200):
+        busy = stats(10.0) if second < 100 else stats(0.0)
+        decision = decide(snapshot(float(second), 1, busy, minimum=0), config, state)
+        if decision.target == 0:
+            when = second
+            break
+    assert when == 99 + 600
+
+
+def test_the_time_to_start_is_learned() -> None:
+    config, state = ScalingConfig(startup_s=60.0), ScalingState()
+    assert decide(snapshot(0.0, 1, stats(900.0, waiting_blocks=500.0)), config, state).target == 3
+    for second in range(1, 26):
+        decide(snapshot(float(second), 3, stats(900.0), running=1), config, state)
+    decide(snapshot(26.0, 3, *[stats(500.0)] * 3), config, state)
+    assert list(state.starts) == [26.0]
+
+
+finite = st.floats(0.0, 1e9, allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 12),
+            st.integers(0, 12),
+            st.lists(st.builds(ReplicaStats, *[finite] * 10), max_size=12),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(0, 3),
+    st.integers(0, 12),
+)
+def test_whatever_comes_the_answer_is_a_number_within_bounds_or_holds(
+    steps: list[tuple[int, int, list[ReplicaStats]]], minimum: int, spread: int
+) -> None:
+    state, config = ScalingState(), ScalingConfig()
+    target = minimum
+    for second, (running, gap, reports) in enumerate(steps):
+        view = Snapshot(
+            float(second * (gap + 1)),
+            target,
+            max(running, len(reports)),
+            minimum,
+            minimum + spread,
+            dict(enumerate(reports)),
+        )
+        decision = decide(view, config, state)
+        assert isinstance(decision.target, int)
+        assert minimum <= decision.target <= max(minimum + spread, target)
+        if decision.target < target:
+            assert target - decision.target <= max(1, target // 10)
+        target = decision.target
+
+
+@dataclass
+class Stamped:
+    """As Serve has it."""
+
+    timestamp: float
+    value: Any
+
+
+@dataclass
+class Context:
+    """The fields of Serve's context that the policy reads."""
+
+    current_time: float
+    target_num_replicas: int
+    current_num_replicas: int
+    running_replicas: list[str]
+    raw_metrics: Mapping[str, Mapping[str, list[Stamped]]]
+    total_queued_requests: float = 0.0
+    capacity_adjusted_min_replicas: int = 1
+    capacity_adjusted_max_replicas: int = 10
+    policy_state: dict[str, Any] = field(default_factory=lambda: {"__decision_counters": 3})
+
+
+def metrics(now: float, reports: Mapping[str, ReplicaStats]) -> dict[str, dict[str, list[Stamped]]]:
+    return {
+        name: {replica: [Stamped(now, getattr(one, name))] for replica, one in reports.items()}
+        for name in ReplicaStats._fields
+    }
+
+
+def context(now: float, target: int, reports: Mapping[str, ReplicaStats], **more: Any) -> Context:
+    return Context(now, target, len(reports), list(reports), metrics(now, reports), **more)
+
+
+def test_the_policy_answers_for_serve_and_keeps_its_state() -> None:
+    policy = KvDemandPolicy()
+    target, state = policy(context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)}))
+    assert (target, state) == (5, {"__decision_counters": 3})
+
+
+def test_between_new_data_it_answers_from_memory() -> None:
+    policy = KvDemandPolicy(report_interval_s=1.0)
+    busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)})
+    assert policy(busy)[0] == 5
+    quick = context(0.1, 5, {"a": stats(0.0)})
+    quick.raw_metrics = None  # type: ignore[assignment]  # would fail if it were read
+    quick.running_replicas = None  # type: ignore[assignment]
+    assert policy(quick)[0] == 5
+    assert policy.faults == 0
+
+
+def test_in_shadow_it_decides_and_leaves_the_target() -> None:
+    policy = KvDemandPolicy(shadow=True)
+    assert policy(context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)}))[0] == 1
+    assert policy.last is not None
+    assert policy.last.target == 5
+
+
+def test_whatever_is_wrong_it_never_raises() -> None:
+    policy = KvDemandPolicy()
+    broken = context(0.0, 4, {"a": stats()})
+    broken.capacity_adjusted_max_replicas = None  # type: ignore[assignment]
+    assert policy(broken) == (4, {"__decision_counters": 3})
+    assert policy.faults == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, "3", None, True])
+def test_a_report_with_a_wrong_number_is_no_report(bad: Any) -> None:
+    some = metrics(5.0, {"a": stats(), "b": stats()})
+    some["step_seconds"]["b"] = [Stamped(5.0, bad)]
+    assert list(read_reports(some, ["a", "b"], 5.0, 2.0)) == ["a"]
+
+
+def test_old_and_partial_reports_are_no_reports() -> None:
+    some = metrics(5.0, {"a": stats(), "b": stats(), "c": stats()})
+    some["sequences"]["b"] = [Stamped(1.0, 3.0)]
+    del some["preemptions"]["c"]
+    assert list(read_reports(some, ["a", "b", "c", "d"], 5.0, 2.0)) == ["a"]
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ValueError, match="kv_hihg"):
+        KvDemandPolicy(kv_hihg=0.5)
+
+
+def test_the_controller_can_load_it_without_quire() -> None:
+    from ray import cloudpickle
+
+    from app.autoscaling import kv_demand
+
+    cloudpickle.register_pickle_by_value(kv_demand)
+    try:
+        blob = cloudpickle.dumps(KvDemandPolicy)
+    finally:
+        cloudpickle.unregister_pickle_by_value(kv_demand)
+    script = """
+import pickle, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("app", "engine", "kernels"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+print(type(pickle.load(sys.stdin.buffer)()).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", script], input=blob, capture_output=True, cwd="/", check=False)
+    assert done.stdout.decode().strip() == "KvDemandPolicy", done.stderr.decode()
