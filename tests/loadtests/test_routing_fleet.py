@@ -162,10 +162,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from loadtests.memory_experiment.plots import draw
 
-    few = [run(arm, CALM) for arm in (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN)]
-    results = {
-        ("served", arm): [one]
-        for arm, one in zip((Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN), few, strict=True)
-    }
+    arms = (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN, Arm.ORACLE)
+    results = {("served", arm): [run(arm, CALM)] for arm in arms}
     plots = SCENARIOS["hot"]().judge(results).plots
     assert [path.name for path in draw(plots, tmp_path)] == ["routing-hot.png"]
