@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.kv_cache import KVCache
@@ -32,9 +33,8 @@ _REPEAT_BELOW = 0.1  # seconds
 _LONGEST_TRIAL = 0.4  # seconds expected; a longer trial is not begun
 _REPEATS = 3
 
-_SWAP_BYTES = (
-    32 << 20
-)  # of a trial, on each side: more than caches hold, or the rate would be twice the true one
+_SWAP_BYTES = 32 << 20  # of the larger trial, on each side
+_CACHE_BYTES = 64 << 20  # more than caches hold
 _SWAP_SECONDS = 0.15  # after which no trial is begun
 
 
@@ -44,6 +44,14 @@ class Calibration:
 
     prefill_rate: float  # tokens per second
     token_budget: int  # tokens per step that take about STEP_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """What copying blocks to the host or back takes."""
+
+    rate: float  # blocks a second, once a call has begun
+    call_seconds: float  # of a call beside those of its blocks
 
 
 def calibrate(
@@ -79,8 +87,11 @@ def steady_prefill_rate(
     return tokens / min(_timed(prefill, tokens, clock) for _ in range(_REPEATS))
 
 
-def swap_rates(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-    """Blocks per second that ``cache`` copies to the host and back, the best of a few trials; at most 0.2 s.
+def swap_costs(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> tuple[CopyCost, CopyCost]:
+    """What ``cache`` takes to copy to the host and back: of one block and of many, the best of a few trials.
+
+    On a CPU none of it is in the caches, as little as after a step, which reads all weights; and no two blocks
+    are adjacent on both sides, as little as in a pool that has been used for a while. At most 0.3 s.
 
     To be called before any block is in use: it zeroes the first ones.
 
@@ -88,27 +99,42 @@ def swap_rates(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -
         ValueError: the cache has no host blocks.
     """
     block_bytes = cache.pool[0].numel() * cache.pool.element_size()
-    blocks = min(cache.num_blocks, cache.host_blocks, max(_SWAP_BYTES // block_bytes, 1))
-    if not blocks:
+    most = min(cache.num_blocks, cache.host_blocks, max(_SWAP_BYTES // block_bytes, 2))
+    if not most:
         raise ValueError("a cache without host blocks cannot swap")
-    cache.pool[:blocks].zero_()  # so that the pages exist
-    pairs = [(block, block) for block in range(blocks)]
+    cache.pool[:most].zero_()  # so that the pages exist
+    cpu = cache.pool.device.type == "cpu"
+    elsewhere = np.ones(_CACHE_BYTES if cpu else 1, dtype=np.uint8)
 
     def swap(transfers: Transfers) -> None:
         cache.transfer(transfers)
-        if cache.pool.device.type == "cuda":
+        if not cpu:
             torch.cuda.synchronize(cache.pool.device)
 
-    out, back = Transfers(swap_out=pairs), Transfers(swap_in=pairs)
-    swap(out)  # the first one makes the host's pages
-    least_out = least_back = math.inf
+    def both_ways(blocks: int) -> tuple[Transfers, Transfers]:
+        pairs = [(block, blocks - 1 - block) for block in range(blocks)]
+        return Transfers(swap_out=pairs), Transfers(swap_in=pairs)
+
+    trials = [transfers for blocks in (1, most) for transfers in both_ways(blocks)]
+    swap(trials[2])  # the first one makes the host's pages
+    least = [math.inf] * len(trials)
     start = clock()
     for _ in range(_REPEATS):
-        least_out = min(least_out, _timed(swap, out, clock))
-        least_back = min(least_back, _timed(swap, back, clock))
+        for number, transfers in enumerate(trials):
+            elsewhere.max()
+            least[number] = min(least[number], _timed(swap, transfers, clock))
         if clock() - start > _SWAP_SECONDS:
             break
-    return blocks / least_out, blocks / least_back
+    return _copy_cost(most, least[0], least[2]), _copy_cost(most, least[1], least[3])
+
+
+def _copy_cost(blocks: int, one: float, all_of_them: float) -> CopyCost:
+    """The line through two trials, or through the larger one where that makes no sense."""
+    if blocks > 1:
+        each = (all_of_them - one) / (blocks - 1)
+        if 0.0 < each <= one:
+            return CopyCost(1.0 / each, one - each)
+    return CopyCost(blocks / all_of_them, 0.0)
 
 
 def processor_clock(num_threads: int) -> Callable[[], float]:

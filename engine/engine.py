@@ -20,7 +20,7 @@ from engine.calibration import (
     calibrate,
     processor_clock,
     steady_prefill_rate,
-    swap_rates,
+    swap_costs,
 )
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
@@ -212,10 +212,10 @@ class Engine:
 
     def _recovery_policy(self, calibration: Calibration) -> RecoveryPolicy:
         """The policy of the options, with rates as measured now."""
-        out = back = 0.0
+        rates = Rates(calibration.prefill_rate)
         if self.runner.memory.host_blocks:
-            out, back = swap_rates(self.runner.kv_cache)
-        rates = Rates(prefill=calibration.prefill_rate, swap_out=out, swap_in=back)
+            out, back = swap_costs(self.runner.kv_cache)
+            rates = Rates(calibration.prefill_rate, out.rate, back.rate, out.call_seconds, back.call_seconds)
         return RecoveryPolicy(RecoveryMode(self.config.recovery), self.limits.block_size, rates)
 
     def _calibrate(self, offline: bool) -> Calibration:

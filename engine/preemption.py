@@ -118,15 +118,17 @@ class Preemption:
                 self._close(entry)
 
     def _account_swaps(self, plan: StepPlan, timing: StepTiming) -> None:
+        """Charge each sequence with its share of the step's copies, by blocks, and learn from that share.
+
+        Others that are copied in the same step share its fixed part, as others will in steps to come.
+        """
         out, back = len(plan.transfers.swap_out), len(plan.transfers.swap_in)
-        if out:
-            self._policy.saw_swap_out(out, timing.swap_out)
-        if back:
-            self._policy.saw_swap_in(back, timing.swap_in)
         for swap in plan.swaps:
-            seconds = timing.swap_out * swap.blocks_out / out if out else 0.0
-            seconds += timing.swap_in * swap.blocks_in / back if back else 0.0
-            self._policy.spent(swap.decision, seconds)
+            seconds_out = timing.swap_out * swap.blocks_out / max(out, 1)
+            seconds_in = timing.swap_in * swap.blocks_in / max(back, 1)
+            self._policy.saw_swap_out(swap.blocks_out, seconds_out)
+            self._policy.saw_swap_in(swap.blocks_in, seconds_in)
+            self._policy.spent(swap.decision, seconds_out + seconds_in)
 
     def _close(self, entry: Entry) -> None:
         assert entry.decision is not None

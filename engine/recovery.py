@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.block_pool import InvariantError
 from engine.errors import ConfigError
-from engine.estimators import STALE, RunningMedian, UnitCost
+from engine.estimators import STALE, CallCost, RunningMedian
 
 _TRIAL_FACTOR = 8.0  # an alternative that seems dearer than this is not worth trying
 _SURVIVAL_START = 0.5  # before anything is known it errs least
@@ -35,9 +35,11 @@ class RecoveryMode(enum.StrEnum):
 class Rates:
     """How fast KV comes and goes; 0 where it is not known."""
 
-    prefill: float = 0.0  # tokens a second
-    swap_out: float = 0.0  # blocks a second
-    swap_in: float = 0.0  # blocks a second
+    prefill: float = 0.0  # tokens a second, once a step has begun
+    swap_out: float = 0.0  # blocks a second, once a copy has begun
+    swap_in: float = 0.0  # blocks a second, likewise
+    out_call: float = 0.0  # seconds of a swap-out beside those of its blocks
+    in_call: float = 0.0  # seconds of a swap-in beside those of its blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class RecoveryPolicy:
 
     The expected cost of a swap is the time to copy out what is not on the host and to copy in what will not be
     found again in the prefix index; that of a recompute is the time to run the tokens that will not be found.
+    All three have a fixed part: that of a copy, and that of a step, most of which few tokens pay, many share.
     Rates start from a calibration and follow what steps measure, and the share of the findable blocks that
     survives until the request comes back follows what is found then. Mostly all survive or none: the mean, that
     decides what costs less in the long run, is hardly ever what happens, and a few slow steps raise the mean
@@ -117,9 +120,9 @@ class RecoveryPolicy:
             raise ConfigError(f"block_size is {block_size} but must be at least 1")
         self.mode = RecoveryMode(mode)
         self._block_size = block_size
-        self._prefill = UnitCost(rates.prefill)
-        self._out = UnitCost(rates.swap_out)
-        self._in = UnitCost(rates.swap_in)
+        self._prefill = CallCost(rates.prefill)
+        self._out = CallCost(rates.swap_out, rates.out_call)
+        self._in = CallCost(rates.swap_in, rates.in_call)
         self._survival = _SURVIVAL_START
         self._lessons = 0
         self._typical = RunningMedian(_KEPT_LESSONS)
@@ -138,7 +141,8 @@ class RecoveryPolicy:
     @property
     def rates(self) -> Rates:
         """What is believed now."""
-        return Rates(self._prefill.rate, self._out.rate, self._in.rate)
+        out, back = self._out, self._in
+        return Rates(self._prefill.rate, out.rate, back.rate, out.call_seconds, back.call_seconds)
 
     def choose(self, victim: Victim) -> Decision:
         """Decide how a request recovers; called while it still holds its blocks.
@@ -221,11 +225,11 @@ class RecoveryPolicy:
         self._prefill.measure(tokens, seconds, self._total)
 
     def saw_swap_out(self, blocks: int, seconds: float) -> None:
-        """Learn from a step that copied ``blocks`` to the host."""
+        """Learn what copying ``blocks`` of one request to the host took, its share of a step's copies."""
         self._out.measure(blocks, seconds, self._total)
 
     def saw_swap_in(self, blocks: int, seconds: float) -> None:
-        """Learn from a step that copied ``blocks`` from the host."""
+        """Learn what copying ``blocks`` of one request from the host took, its share of a step's copies."""
         self._in.measure(blocks, seconds, self._total)
 
     def stats(self) -> RecoveryStats:
@@ -246,30 +250,17 @@ class RecoveryPolicy:
 
     def _expected(self, victim: Victim) -> dict[Recovery, float | None]:
         """What each way costs on average: what a choice goes by."""
-        costs = (self._out.seconds, self._in.seconds, self._prefill.seconds)
-        return self._estimate(victim, self._survival, *costs)
+        kept = victim.held + self._survival * (victim.findable - victim.held)
+        out, back = self._out.mean(victim.to_copy), self._in.mean(victim.blocks - kept)
+        return _costs(out, back, self._prefill.mean(victim.tokens - kept * self._block_size))
 
     def _likely(self, victim: Victim) -> dict[Recovery, float | None]:
         """What each way costs most of the time: outcomes have long tails, so that is less than the average."""
         typical = self._typical.value
         survival = self._survival if typical is None else typical
-        return self._estimate(victim, survival, self._out.likely, self._in.likely, self._prefill.likely)
-
-    def _estimate(
-        self,
-        victim: Victim,
-        survival: float,
-        out_seconds: float | None,
-        in_seconds: float | None,
-        token_seconds: float | None,
-    ) -> dict[Recovery, float | None]:
         kept = victim.held + survival * (victim.findable - victim.held)
-        swap = recompute = None
-        if out_seconds is not None and in_seconds is not None:
-            swap = victim.to_copy * out_seconds + max(victim.blocks - kept, 0.0) * in_seconds
-        if token_seconds is not None:
-            recompute = max(victim.tokens - kept * self._block_size, 0.0) * token_seconds
-        return {Recovery.SWAP: swap, Recovery.RECOMPUTE: recompute}
+        out, back = self._out.likely(victim.to_copy), self._in.likely(victim.blocks - kept)
+        return _costs(out, back, self._prefill.likely(victim.tokens - kept * self._block_size))
 
     def _wanted(self, victim: Victim, estimates: dict[Recovery, float | None]) -> Recovery:
         if not victim.blocks or self.mode is RecoveryMode.RECOMPUTE:
@@ -308,3 +299,8 @@ class RecoveryPolicy:
 
 def _other(recovery: Recovery) -> Recovery:
     return Recovery.SWAP if recovery is Recovery.RECOMPUTE else Recovery.RECOMPUTE
+
+
+def _costs(out: float | None, back: float | None, again: float | None) -> dict[Recovery, float | None]:
+    swap = None if out is None or back is None else out + back
+    return {Recovery.SWAP: swap, Recovery.RECOMPUTE: again}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from engine.block_pool import NO_BLOCK, InvariantError
-from engine.calibration import steady_prefill_rate, swap_rates
+from engine.calibration import CopyCost, steady_prefill_rate, swap_costs
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig
 from engine.step_plan import Transfers
@@ -197,16 +198,42 @@ def test_a_block_that_does_not_exist_is_an_error(transfers: Transfers) -> None:
     assert contents(cache.host) == [-1, -2]
 
 
-def test_swap_rates_are_blocks_a_second_by_the_clock() -> None:
+def clocked(cache: KVCache, call: float, block: float, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """A clock by which each transfer of ``cache`` takes so long, and half of it on the way back."""
+    now, transfer = [0.0], cache.transfer
+
+    def timed(transfers: Transfers) -> tuple[float, float]:
+        out, back = len(transfers.swap_out), len(transfers.swap_in)
+        now[0] += (call + block * out) if out else (call + block * back) / 2
+        return transfer(transfers)
+
+    monkeypatch.setattr(cache, "transfer", timed)
+    return lambda: now[0]
+
+
+def test_swap_costs_tell_the_call_from_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = numbered(6, 4)
-    ticks = iter(range(100))
-    assert swap_rates(cache, lambda: next(ticks)) == (4.0, 4.0)  # each timed call lasts one tick
+    out, back = swap_costs(cache, clocked(cache, 0.5, 0.25, monkeypatch))
+    assert [out.rate, out.call_seconds] == pytest.approx([4.0, 0.5])
+    assert [back.rate, back.call_seconds] == pytest.approx([8.0, 0.25])
     assert contents(cache.pool) == [0, 0, 0, 0, 5, 6]
     assert contents(cache.host) == [0, 0, 0, 0]
-    measured = swap_rates(cache)
-    assert min(measured) > 0.0
+    for cost in swap_costs(numbered(6, 4)):
+        assert cost.rate > 0.0
+        assert cost.call_seconds >= 0.0
     with pytest.raises(ValueError, match="host blocks"):
-        swap_rates(numbered(6))
+        swap_costs(numbered(6))
+
+
+def test_swap_costs_make_no_negative_part_of_odd_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = numbered(6, 4)
+    ticks = iter(range(100))
+    assert swap_costs(cache, lambda: next(ticks)) == (CopyCost(4.0, 0.0), CopyCost(4.0, 0.0))  # all take a tick
+    cache = numbered(6, 1)
+    assert swap_costs(cache, clocked(cache, 0.5, 0.5, monkeypatch)) == (CopyCost(1.0, 0.0), CopyCost(2.0, 0.0))
+    cache = numbered(6, 4)
+    out, _ = swap_costs(cache, clocked(cache, -0.5, 1.0, monkeypatch))  # four take longer than four times one
+    assert [out.rate, out.call_seconds] == pytest.approx([4 / 3.5, 0.0])
 
 
 def test_a_steady_rate_leaves_out_the_first_call() -> None:

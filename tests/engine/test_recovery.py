@@ -230,9 +230,36 @@ def test_a_wrong_calibration_is_corrected_within_tens_of_measurements(wrong: flo
         chooser.saw_prefill(tokens, tokens / 1000.0 * noise.uniform(0.7, 1.3))
         chooser.saw_swap_out(blocks, blocks / 100.0 * noise.uniform(0.7, 1.3))
         chooser.saw_swap_in(blocks, blocks / 200.0 * noise.uniform(0.7, 1.3))
-    assert chooser.rates.prefill == pytest.approx(1000.0, rel=0.15)
-    assert chooser.rates.swap_out == pytest.approx(100.0, rel=0.15)
-    assert chooser.rates.swap_in == pytest.approx(200.0, rel=0.15)
+    for tokens in (160, 400):
+        decision = chooser.choose(victim(tokens, tokens // BLOCK))
+        estimates = {decision.recovery: decision.estimate, _other(decision): decision.other_estimate}
+        blocks = tokens // BLOCK
+        assert estimates[RECOMPUTE] == pytest.approx(tokens / 1000.0, rel=0.15)
+        assert estimates[SWAP] == pytest.approx(blocks / 100.0 + blocks / 200.0, rel=0.15)
+
+
+def _other(decision: Decision) -> Recovery:
+    return RECOMPUTE if decision.recovery is SWAP else SWAP
+
+
+def test_the_choice_and_the_estimate_know_the_fixed_part_of_a_copy_and_of_a_step() -> None:
+    # Out 0.02 + blocks / 100 and back 0.04 + blocks / 200, against 0.1 + tokens / 1000.
+    rates = Rates(1000.0, 100.0, 200.0, 0.02, 0.04)
+    chooser = RecoveryPolicy(RecoveryMode.AUTO, BLOCK, rates)
+    assert chooser.rates == rates
+    decision = chooser.choose(victim(32, 2))
+    assert decision.recovery is RECOMPUTE
+    assert decision.other_estimate == pytest.approx(0.04 + 0.05)
+    assert chooser.choose(victim(32, 0)).other_estimate == pytest.approx(0.05)  # only the way back
+    for tokens in [20, 40, 80] * 40:
+        chooser.saw_prefill(tokens, 0.1 + tokens / 1000.0)
+        chooser.saw_swap_out(tokens // 20, 0.02 + tokens / 2000.0)
+        chooser.saw_swap_in(tokens // 20, 0.04 + tokens / 4000.0)
+    decision = chooser.choose(victim(32, 2))
+    assert decision.recovery is SWAP
+    assert decision.estimate == pytest.approx(0.09, rel=0.05)
+    assert decision.other_estimate == pytest.approx(0.132, rel=0.05)
+    assert decision.fallback is False
 
 
 def test_odd_steps_do_not_swing_a_rate() -> None:
