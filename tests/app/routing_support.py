@@ -96,10 +96,10 @@ class Engines:
     def waiting(self, replica: str) -> int:
         return sum(tokens for _, _, tokens in self.queues[replica])
 
-    def work(self, tokens: int) -> None:
+    def work(self, tokens: int, **others: int) -> None:
         """Each replica computes so many tokens, and ends what is complete; then all ingresses hear of it."""
-        for queue in self.queues.values():
-            left = tokens
+        for replica, queue in self.queues.items():
+            left = others.get(replica, tokens)
             while queue and left:
                 entry, attempt, rest = queue.pop(0)
                 if rest > left:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from loopback import LoopbackHandle, LoopbackReplica
+from model_checkpoints import save_tiny
 from relay_setting import until
 
 from app import wire
@@ -20,7 +21,7 @@ from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
 
-PROMPT = [504, 1343, 3714, 260, 655, 28, 504, 1343, 3714, 260, 655, 28, 504, 1343, 3714, 260, 655, 28]
+PROMPT = [504, 1343, 3714, 260, 655, 28] * 3
 
 
 class EngineOfReplica(LoopbackReplica):
@@ -84,8 +85,10 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def engines(bundled_model: Path) -> Iterator[Engines]:
-    both = Engines(bundled_model)
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder, "Llama", vocab_size=4096, max_position_embeddings=512)
+    both = Engines(folder)
     yield both
     for thread in both.threads:
         thread.stop()

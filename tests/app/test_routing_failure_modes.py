@@ -9,8 +9,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from routing_support import BLOCK, IDLE, Engines, Fleet, prefix, prompt
@@ -74,17 +74,17 @@ def test_a_replica_that_looks_empty_because_its_events_lag_draws_no_new_prompts(
     assert 70 <= chosen["r2"] <= 130
 
 
-class SlowIndex(KvIndex):
-    """Lets other threads run in the middle of a choice."""
+class SlowKeys(list[int]):
+    """Lets other threads run in the middle of a choice, which asks for single keys from first to last."""
 
-    def longest(self, keys: Sequence[int]) -> dict[str, int]:
-        found = super().longest(keys)
-        time.sleep(0.001)
-        return found
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, int):
+            time.sleep(0.001)
+        return super().__getitem__(place)
 
 
 def test_requests_that_are_routed_at_the_same_instant_see_each_other() -> None:
-    ledger = Ledger(index=SlowIndex())
+    ledger = Ledger(index=KvIndex())
     for place in range(4):
         ledger.open(Route(f"r{place}", 1))
     chosen: list[str] = []
@@ -94,8 +94,8 @@ def test_requests_that_are_routed_at_the_same_instant_see_each_other() -> None:
         start.wait()
         for attempt in (thread, thread + 16):
             ledger.expect(attempt)
-            tokens, keys = prompt(prefix(attempt + 1, 50), 1, 500 + attempt)
-            chosen.append(ledger.book(f"q{attempt}", attempt, tokens, 10, keys=keys).route.replica)
+            keys = SlowKeys(prefix(attempt + 1, 50))
+            chosen.append(ledger.book(f"q{attempt}", attempt, 807, 10, keys=keys).route.replica)
 
     threads = [threading.Thread(target=route, args=(thread,)) for thread in range(16)]
     for thread in threads:
@@ -117,21 +117,18 @@ def test_ingresses_that_know_nothing_of_each_other_do_not_start_on_one_replica(b
 
 
 @pytest.mark.parametrize("ingresses", [1, 16])
-def test_many_ingresses_keep_the_load_as_even_as_one(ingresses: int) -> None:
+def test_many_ingresses_see_a_slow_replica_as_one_does(ingresses: int) -> None:
     """Engines tell all of them what waits; each adds what it has sent since."""
     engines = Engines(*(Fleet(4) for _ in range(ingresses)))
-    draw, sent, widest = random.Random(7), Counter[str](), 0
+    draw, widest = random.Random(7), 0
     for number in range(640):
         tokens, keys = prompt(prefix(number + 1, draw.randint(5, 120)), 1, 2000 + number)
         entry = draw.choice(engines.entries)
-        replica = entry.send(tokens, keys)
-        engines.take(entry, replica, tokens)
-        sent[replica] += tokens
+        engines.take(entry, entry.send(tokens, keys), tokens)
         if number % 8 == 7:
-            engines.work(1_800)
+            engines.work(2_100, r0=900)
             waiting = [engines.waiting(replica) for replica in engines.queues]
             widest = max(widest, max(waiting) - min(waiting))
-    assert spread(sent, 4) <= 1.03
     assert widest <= 12_000  # tokens: less than the 8 longest prompts, sent between two reports
 
 
