@@ -24,8 +24,7 @@ class Shape:
 
     groups: int = 8
     system: int = 400
-    output: tuple[int, int] = (16, 32)
-    question_words: int = 16
+    output: tuple[int, int] = (8, 24)
     zipf: float = 0.0
 
 
@@ -57,8 +56,7 @@ class Traffic:
         """
         systems = [await _system(tokenizer, group, shape.system) for group in range(shape.groups)]
         probes = [
-            len(await _encode(tokenizer, systems[0], _question(random.Random(seed), shape)))
-            for seed in range(256)
+            len(await _encode(tokenizer, systems[0], _question(random.Random(seed)))) for seed in range(256)
         ]
         # A few more than the longest of many.
         return cls(shape, systems, max(probes) - shape.system + 8)
@@ -93,7 +91,7 @@ class Traffic:
         return self._ask(rng, 0.0, rng.randrange(self.shape.groups))
 
     def _ask(self, rng: random.Random, t: float, group: int) -> Ask:
-        return Ask(t, group, _question(rng, self.shape), rng.randint(*self.shape.output))
+        return Ask(t, group, _question(rng), rng.randint(*self.shape.output))
 
 
 def blocks_of(tokens: int, block_size: int) -> int:
@@ -101,9 +99,9 @@ def blocks_of(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def _question(rng: random.Random, shape: Shape) -> str:
-    # The number makes every question a new one.
-    return f"Note {rng.randrange(10**6)}: {sentences(rng, shape.question_words)} {question(rng)}"
+def _question(rng: random.Random) -> str:
+    # A number, so that hardly two questions begin alike.
+    return f"{rng.randrange(10**4)}: {sentences(rng, 1)} {question(rng)}"
 
 
 async def _system(tokenizer: PromptTokenizer, group: int, tokens: int) -> str:
