@@ -5,8 +5,9 @@
   + compute     its own uncached tokens over the prefill rate, once as its own delay and once as time of the
                 machine that whoever comes next waits for: a sibling that waits for a prefix costs the fleet
                 less than one that computes it again
-  + streaming   weighted by ``STREAMING``: its own decode time at the step time that it would see there, the
-                slowdown of those running by its rows and KV, and by the steps that compute its prompt
+  + streaming   its own decode time at the step time that it would see there, and the slowdown of those
+                running by its rows and KV, weighted by ``STREAMING``; and by the steps that compute its prompt,
+                weighted by ``STALL``
   + eviction    recomputing the blocks that it would really push out there, times the share of reuse
   + admission   where seats or blocks are out: the wait until enough of those running have ended to let in
                 those before it, and then it
@@ -28,8 +29,11 @@ from typing import NamedTuple
 from app.routing.calibration import StepModel
 from app.routing.load import LoadReport
 
-STREAMING = 0.1
-"""What a second of slower streaming counts against a second of waiting for the first token."""
+STREAMING = 0.04
+"""What a second of slower steps counts against a second of waiting for the first token."""
+
+STALL = 0.1
+"""What a second counts in which a stream stands still, because a prompt is computed."""
 
 MACHINE = 1.0
 """What a second of computing counts, beside the delay of the request itself, for those that come next."""
@@ -126,7 +130,7 @@ def terms(
     per_step = speed * (step.base + step.per_row * rows + step.per_kv_token * kv)
     drag = STREAMING * speed
     base = drag * step.base
-    per_token = (1.0 + MACHINE + STREAMING * rows) / rate
+    per_token = (1.0 + MACHINE + STALL * rows) / rate
     free = (load.free if load.num_blocks else PLENTY) * block_size - ahead
     room = load.evictable * block_size
     # A sequence makes twice the tail in all, and at its end each of those running holds a tail more than now.
