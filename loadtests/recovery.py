@@ -203,6 +203,8 @@ def summary(one: Run) -> dict[str, Any]:
         "prefill_rate": recovery.rates.prefill,
         "swap_out_rate": recovery.rates.swap_out,
         "swap_in_rate": recovery.rates.swap_in,
+        "swap_out_call_seconds": recovery.rates.out_call,
+        "swap_in_call_seconds": recovery.rates.in_call,
     }
 
 

@@ -1,0 +1,55 @@
+"""What a step's copies took is shared by the sequences that they moved."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.host_pool import HostPool
+from engine.preemption import Preemption
+from engine.prefix_index import PrefixIndex
+from engine.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
+from engine.request_table import RequestTable
+from engine.step_plan import StepPlan, StepTiming, Swap, Transfers
+
+
+def make_policy() -> RecoveryPolicy:
+    return RecoveryPolicy(RecoveryMode.SWAP, 16, Rates(1000.0, 100.0, 200.0, 0.01, 0.02))
+
+
+def test_each_is_charged_by_its_blocks_and_that_is_what_is_learned() -> None:
+    policy, taught = make_policy(), make_policy()
+    pool, host = BlockPool(16, 16), HostPool(16)
+    preemption = Preemption(pool, PrefixIndex(pool), host, RequestTable(pool, host), policy)
+    large, small, back, nothing = (policy.choose(Victim(48, 3, 3, 0, 0, True)) for _ in range(4))
+    for _ in range(4):
+        taught.choose(Victim(48, 3, 3, 0, 0, True))
+    plan = StepPlan(
+        chunks=[],
+        num_tokens=0,
+        num_samples=0,
+        transfers=Transfers(swap_out=[(block, block) for block in range(4)], swap_in=[(4, 4), (5, 5)]),
+        swaps=[Swap(large, 3, 0), Swap(small, 1, 0), Swap(back, 0, 2), Swap(nothing, 0, 0)],
+    )
+    preemption.account(plan, StepTiming(0.0, 0.8, 0.4))
+    assert [decision.outcome for decision in (large, small, back, nothing)] == pytest.approx(
+        [0.6, 0.2, 0.4, 0.0]
+    )
+    taught.saw_swap_out(3, 0.8 * 3 / 4)
+    taught.saw_swap_out(1, 0.8 * 1 / 4)
+    taught.saw_swap_in(2, 0.4)
+    assert policy.rates == taught.rates
+    assert policy.rates.swap_out < 100.0
+    assert policy.rates.prefill == 1000.0
+
+
+def test_a_step_that_only_swaps_back_says_nothing_of_the_way_out() -> None:
+    policy = make_policy()
+    pool, host = BlockPool(16, 16), HostPool(16)
+    preemption = Preemption(pool, PrefixIndex(pool), host, RequestTable(pool, host), policy)
+    decision = policy.choose(Victim(48, 3, 0, 0, 0, True))
+    plan = StepPlan([], 0, 0, Transfers(swap_in=[(0, 0)]), swaps=[Swap(decision, 0, 0), Swap(decision, 0, 1)])
+    preemption.account(plan, StepTiming(0.0, 0.0, 0.4))
+    assert decision.outcome == pytest.approx(0.4)
+    assert (policy.rates.swap_out, policy.rates.out_call) == (100.0, pytest.approx(0.01))
+    assert policy.rates.swap_in < 200.0
