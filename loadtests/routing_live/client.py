@@ -63,17 +63,18 @@ class Client:
 
         return await asyncio.gather(*map(one, asks))
 
-    async def closed_loop(self, users: int, requests: int, seed: int) -> list[Reply]:
+    async def closed_loop(self, users: int, requests: int, groups: int) -> list[Reply]:
         """``users`` that each ask again as soon as they are answered, until ``requests`` have been answered.
 
-        What then still runs is answered, too. Replies come in the order of their ends.
+        All ask about the first ``groups`` system prompts. What then still runs is answered, too. Replies come in
+        the order of their ends.
         """
         replies: list[Reply] = []
 
         async def one(user: int) -> None:
-            rng = random.Random(f"closed loop {seed} {user}")
+            rng = random.Random(f"closed loop {user}")
             while len(replies) < requests:
-                replies.append(await self.ask(self._traffic.any(rng), time.perf_counter()))
+                replies.append(await self.ask(self._traffic.any(rng, groups), time.perf_counter()))
 
         await asyncio.gather(*map(one, range(users)))
         return replies

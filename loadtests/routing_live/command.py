@@ -31,7 +31,7 @@ from loadtests.routing_live.traffic import Shape, Traffic
 from loadtests.streams import MODEL
 
 COMMAND = "loadtests.routing --live"
-LOAD = 0.7
+LOAD = 0.65
 """Of the calibrated capacity: above what is served without regard to prefixes, below what is with it."""
 
 

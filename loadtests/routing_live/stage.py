@@ -95,7 +95,9 @@ class Stage:
     def capacity(self, rounds: int = 5) -> float:
         """Requests per second that the fleet serves when it always has enough to do and finds prompts cached.
 
-        Every seat is taken; of ``rounds`` requests for each, the first and the last do not count.
+        Every seat is taken, by requests about so few system prompts that none is ever evicted: with all of them,
+        the running requests of a full fleet would push prompts out. Of ``rounds`` requests for each seat the
+        first and the last do not count.
 
         Raises:
             RuntimeError: it answered with errors, or not at all.
@@ -108,7 +110,7 @@ class Stage:
         async def measure() -> list[Reply]:
             client = self._client()
             await client.in_turn(self._traffic.lap(0), self._replicas)
-            return await client.closed_loop(seats, rounds * seats, 0)
+            return await client.closed_loop(seats, rounds * seats, self._replicas)
 
         replies = asyncio.run(measure())
         faults = [reply.fault for reply in replies if reply.fault]

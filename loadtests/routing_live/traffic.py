@@ -86,9 +86,9 @@ class Traffic:
             t += rng.expovariate(rate)
         return asks
 
-    def any(self, rng: random.Random) -> Ask:
-        """A request about any of the system prompts, all equally likely."""
-        return self._ask(rng, 0.0, rng.randrange(self.shape.groups))
+    def any(self, rng: random.Random, groups: int) -> Ask:
+        """A request about any of the first ``groups`` system prompts, all equally likely."""
+        return self._ask(rng, 0.0, rng.randrange(min(groups, self.shape.groups)))
 
     def _ask(self, rng: random.Random, t: float, group: int) -> Ask:
         return Ask(t, group, _question(rng), rng.randint(*self.shape.output))

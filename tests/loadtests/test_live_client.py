@@ -109,6 +109,7 @@ def test_an_open_loop_waits_for_no_answer() -> None:
 
 
 def test_a_closed_loop_asks_again_until_enough_are_answered() -> None:
-    replies = serve(GOOD, lambda client: client.closed_loop(2, 5, 0))
+    replies = serve(GOOD, lambda client: client.closed_loop(2, 5, 1))
     assert len(replies) in (5, 6)
+    assert {reply.ask.group for reply in replies} == {0}
     assert [reply.ended for reply in replies] == sorted(reply.ended for reply in replies)
