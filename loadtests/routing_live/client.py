@@ -66,8 +66,8 @@ class Client:
     async def closed_loop(self, users: int, requests: int, groups: int) -> list[Reply]:
         """``users`` that each ask again as soon as they are answered, until ``requests`` have been answered.
 
-        All ask about the first ``groups`` system prompts. What then still runs is answered, too. Replies come in
-        the order of their ends.
+        All ask about the first ``groups`` system prompts. What then still runs is answered, too. Replies come
+        in the order of their ends.
         """
         replies: list[Reply] = []
 

@@ -95,9 +95,9 @@ class Stage:
     def capacity(self, rounds: int = 5) -> float:
         """Requests per second that the fleet serves when it always has enough to do and finds prompts cached.
 
-        Every seat is taken, by requests about so few system prompts that none is ever evicted: with all of them,
-        the running requests of a full fleet would push prompts out. Of ``rounds`` requests for each seat the
-        first and the last do not count.
+        Every seat is taken, by requests about so few system prompts that none is ever evicted: with all of
+        them, the running requests of a full fleet would push prompts out. Of ``rounds`` requests for each seat
+        the first and the last do not count.
 
         Raises:
             RuntimeError: it answered with errors, or not at all.
