@@ -1,0 +1,121 @@
+"""README and docs name nothing that is not there: commands and their options, files, links, tests, settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.config import AppConfig, LiveOptions
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("app", "engine", "kernels", "loadtests", "tests")
+FOREIGN_MODULES = {"pip", "pytest", "venv"}
+OTHER_SETTINGS = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PORT")  # the last one is set by Kubernetes
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each module that is run, with the options that are written behind it in the same piece of code."""
+    for code in re.findall(r"`([^`\n]+)`|^(\$ .+)$", text, flags=re.MULTILINE):
+        for module, rest in re.findall(r"python3? -m ([\w.]+)([^|;&#]*)", "".join(code)):
+            yield module, re.findall(r"--[a-z][a-z-]*", rest)
+
+
+def source_of(module: str) -> Path | None:
+    path = ROOT / module.replace(".", "/")
+    return next((found for found in (path.with_suffix(".py"), path / "__main__.py") if found.exists()), None)
+
+
+def defined_tests() -> set[str]:
+    files = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "loadtests").rglob("test_*.py")]
+    found = {path.stem for path in files}
+    for path in files:
+        found.update(re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), flags=re.MULTILINE))
+    return found
+
+
+@pages
+def test_commands_exist_and_take_their_options(page: Path) -> None:
+    wrong = []
+    for module, options in commands(page.read_text()):
+        if module in FOREIGN_MODULES:
+            continue
+        source = source_of(module)
+        if source is None:
+            wrong.append(module)
+            continue
+        near = [source, *(ROOT / module.split(".")[0]).rglob("*.py")]
+        code = "".join(path.read_text() for path in near)
+        wrong += [f"{module} {option}" for option in options if f'"{option}"' not in code]
+    assert wrong == []
+
+
+@pages
+def test_files_exist(page: Path) -> None:
+    names = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    wrong = []
+    for code in re.findall(r"`([^`\n]+)`", page.read_text()):
+        if re.fullmatch(rf"(?:{'|'.join(FOLDERS)}|docs|deploy)/[\w./-]*", code):
+            wrong += [] if (ROOT / code).exists() else [code]
+        elif re.fullmatch(r"\w+\.py", code) and code not in names:
+            wrong.append(code)
+    assert wrong == []
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text())
+    wrong = []
+    for target in targets:
+        path, _, heading = target.partition("#")
+        whole = page.parent / path if path else page
+        if not whole.exists() or (heading and heading not in headings(whole)):
+            wrong.append(target)
+    assert wrong == []
+
+
+def headings(page: Path) -> set[str]:
+    """As they are linked to: in small letters, with hyphens for spaces."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pages
+def test_tests_exist(page: Path) -> None:
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    assert named - defined_tests() == set()
+
+
+@pages
+def test_make_has_the_targets(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|\$ )make ([\w-]+)", page.read_text()))
+    assert named - targets == set()
+
+
+@pages
+def test_settings_exist(page: Path) -> None:
+    text = page.read_text()
+    options = {*AppConfig.model_fields, *LiveOptions.model_fields}
+    in_environment = {
+        name for name in re.findall(r"\bQUIRE_[A-Z_]+\b", text) if not name.startswith(OTHER_SETTINGS)
+    }
+    assert {name.removeprefix("QUIRE_").lower() for name in in_environment} - {"", *options} == set()
+    assigned = [re.findall(r"(\w+)=", args) for args in re.findall(r'ARGS="([^"]+)"', text)]
+    assert {name for names in assigned for name in names} - options == set()
+
+
+def test_the_checks_see_what_is_wrong() -> None:
+    text = "`python -m loadtests.no --check` and\n$ .venv/bin/python -m engine.plan --model x --memery 4 # y\n"
+    assert list(commands(text)) == [
+        ("loadtests.no", ["--check"]),
+        ("engine.plan", ["--model", "--memery"]),
+    ]
+    assert source_of("loadtests.no") is None
+    assert source_of("app") == ROOT / "app" / "__main__.py"
+    assert "test_the_checks_see_what_is_wrong" in defined_tests()
