@@ -30,6 +30,8 @@ GROUPS_OF = 64
 
 _FIRST_CUT, _LAST_CUT = 2.0**-6, 2.0**-30  # weights; the most likely token has 1
 
+_SORTED_AT_ONCE = 1 << 22  # weights: what sorting them takes stays near 100 MB
+
 _GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every token id
 
 
@@ -187,10 +189,13 @@ def _filter(weights: Tensor, rows: list[SampleRow]) -> None:
         places = torch.tensor([[min(rows[i].params.top_k, width) - 1] for i in limited], device=weights.device)
         for i, value in zip(limited, top.gather(1, places)[:, 0].tolist(), strict=True):
             thresholds[i] = max(thresholds[i], value)
-    for i in filtered:
-        if rows[i].params.top_p < 1.0:
-            row = weights[i].cpu().numpy()
-            thresholds[i] = max(thresholds[i], _nucleus_threshold(row, thresholds[i], rows[i].params.top_p))
+    nucleus = [i for i in filtered if rows[i].params.top_p < 1.0]
+    if weights.device.type == "cpu":
+        found = [_nucleus_threshold(weights[i].numpy(), thresholds[i], rows[i].params.top_p) for i in nucleus]
+    else:
+        found = _nucleus_thresholds(weights, nucleus, thresholds, [rows[i].params.top_p for i in nucleus])
+    for i, value in zip(nucleus, found, strict=True):
+        thresholds[i] = max(thresholds[i], value)
     least = torch.tensor(thresholds, dtype=torch.float32, device=weights.device)
     weights.masked_fill_(weights < least[:, None], 0.0)
 
@@ -211,6 +216,25 @@ def _nucleus_threshold(weights: NDArray[np.float32], threshold: float, top_p: fl
     likely = np.sort(likely)[::-1]
     place = int(np.searchsorted(np.cumsum(likely, dtype=np.float64), top_p * total))
     return float(likely[min(place, len(likely) - 1)])
+
+
+def _nucleus_thresholds(
+    weights: Tensor, rows: Sequence[int], thresholds: Sequence[float], top_p: Sequence[float]
+) -> list[float]:
+    """What :func:`_nucleus_threshold` gives for ``rows`` of ``weights``, worked out where these are."""
+    found: list[float] = []
+    at_once = max(1, _SORTED_AT_ONCE // weights.shape[1])
+    for begin in range(0, len(rows), at_once):
+        some = rows[begin : begin + at_once]
+        ordered = weights[some].sort(dim=1, descending=True).values
+        least = torch.tensor([thresholds[i] for i in some], dtype=torch.float32, device=weights.device)
+        kept = ordered >= least[:, None]
+        sums = torch.where(kept, ordered, 0.0).cumsum(dim=1, dtype=torch.float64)
+        shares = torch.tensor(top_p[begin : begin + at_once], dtype=torch.float64, device=weights.device)
+        place = (sums < shares[:, None] * sums[:, -1:]).sum(dim=1)
+        place = torch.minimum(place, kept.sum(dim=1) - 1)
+        found += ordered.gather(1, place[:, None])[:, 0].tolist()
+    return found
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -155,8 +155,8 @@ def _attention(
         "BLOCK_N": tile.block_n,
         "BLOCK_D": tile.block_d,
     }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return Variant(name + (" window" if window else ""), paged_attention_kernel, dtype, constants, options)
+    name += " window" if window else ""
+    return Variant(name, paged_attention_kernel, dtype, constants, tile.options)
 
 
 def _merge(dtype: torch.dtype, group: int, head_dim: int) -> Variant:

@@ -30,6 +30,13 @@ class Tile:
     block_d: int  # head size, padded to a power of two
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # a lane; left alone, the compiler may spill to fit more programs
+
+    @property
+    def options(self) -> dict[str, int]:
+        """For a launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 
 
 @functools.cache
@@ -50,8 +57,9 @@ def tile_for(group: int, head_dim: int, dtype: torch.dtype, *, short: bool, hip:
     if full or (not short and group & (group - 1)):
         block_n //= 2
     num_warps = 4 if short and not full else 8
-    num_stages = 1 if full else 3 if short and not hip else 2
-    return Tile(block_m, block_n, block_d, num_warps, num_stages)
+    num_stages = (1 if hip else 2) if full else 3 if short and not hip else 2
+    max_registers = 128 if full and not hip else None
+    return Tile(block_m, block_n, block_d, num_warps, num_stages, max_registers)
 
 
 def attention(
@@ -166,8 +174,7 @@ class _Step:
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_D=tile.block_d,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.options,
         )
 
     def _merge(self, begin: int, count: int, acc: Tensor, stats: Tensor) -> None:

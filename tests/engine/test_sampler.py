@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import engine.sampler as sampler
 from engine.errors import QuireError
 from engine.random import draw_key, exponential, request_seed
 from engine.sampler import GROUPS_OF, Sampler, SampleRow
@@ -216,3 +217,21 @@ def test_the_hash_is_fixed_for_ever() -> None:
     assert request_seed(0, "a") == KNOWN_SEED
     assert request_seed(0, "a") != request_seed(1, "a") != request_seed(1, "b")
     assert GROUPS_OF == 64
+
+
+def test_the_nucleus_is_the_same_worked_out_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sorting whole rows, some at a time, as by looking only at the likeliest tokens; ties included."""
+    weights = torch.randn((40, 3000), generator=torch.Generator().manual_seed(0)).mul(2).exp()
+    weights[:10] = weights[:10].round()
+    weights /= weights.amax(dim=1, keepdim=True)
+    weights[3, 100:] = 0.0
+    rows = list(range(0, 40, 3))
+    thresholds = [0.0 if row % 2 else 0.001 * row for row in range(40)]
+    top_p = [(0.05, 0.5, 0.9, 0.999, 1e-9)[row % 5] for row in rows]
+    expected = [
+        sampler._nucleus_threshold(weights[row].numpy(), thresholds[row], share)
+        for row, share in zip(rows, top_p, strict=True)
+    ]
+    for at_once in (1, 3000 * 4, 1 << 22):
+        monkeypatch.setattr(sampler, "_SORTED_AT_ONCE", at_once)
+        assert sampler._nucleus_thresholds(weights, rows, thresholds, top_p) == expected

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from kernels.triton.aot import TARGETS, Resources, compile_all
+from kernels.triton.attention import SPLIT, tile_for
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -34,3 +36,15 @@ def test_what_does_not_fit_is_told() -> None:
     assert not Resources("sm_90", "x", 256, 0, 0).fits
     assert not Resources("gfx942", "x", 64, 0, 64 * 1024 + 1).fits
     assert "DOES NOT FIT" in str(Resources("gfx942", "x", 64, 1, 0))
+
+
+@pytest.mark.parametrize("hip", [False, True])
+def test_in_float32_tiles_of_both_kinds_are_alike(hip: bool) -> None:
+    """Or a row's bits would depend on how its prompt was cut into chunks."""
+    for group in (1, 3, 4, 7, 8, 16):
+        for head_dim in (16, 64, 80, 128, 256):
+            short, long = (
+                tile_for(group, head_dim, torch.float32, short=kind, hip=hip) for kind in (True, False)
+            )
+            assert short == long
+            assert SPLIT % short.block_n == 0
