@@ -10,6 +10,7 @@ from loopback import LoopbackHandle, expected_tokens, stepping
 from relay_setting import collect, quiet, request, run, started, until
 
 from app.relay import EngineClient, GenerationError
+from app.routing.fleet import NotAcceptedError
 
 
 def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,5 +143,27 @@ def test_a_client_that_has_not_started_has_nothing_to_tell() -> None:
     async def test() -> None:
         client = EngineClient(LoopbackHandle(2))
         assert client.inspect()["replicas"] == 0
+
+    run(test)
+
+
+def test_replicas_that_do_not_accept_a_call_have_not_failed_under_it() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        send = handle.generate.remote
+        left = [6]  # more than the faults that a request is allowed
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if not left[0]:
+                return send(*args, **kwargs)
+            left[0] -= 1
+            refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            refused.set_exception(NotAcceptedError("it is full"))
+            return refused
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await client.stop()
 
     run(test)
