@@ -202,8 +202,8 @@ class RoutingFaults:
 
             seconds_until(foreign, 10.0)
 
-        streams, _ = asyncio.run(self._while_streaming(prompts(LONG_STREAMS, seed=6), 100, FEW, look))
-        asyncio.run(complete_all(self._cluster.url, [text * 6 for text in prompts(12, seed=5)], 4))
+        streams, _ = asyncio.run(self._while_streaming(prompts(LONG_STREAMS, seed=6), 60, FEW, look))
+        asyncio.run(complete_all(self._cluster.url, [text * 3 for text in prompts(12, seed=5)], 4))
         replicas = [state["replica"] for state in self._cluster.inspect()]
         seconds = seconds_until(lambda: differing_indexes(self._cluster.ingresses(), replicas) == 0, 5.0)
         ingresses = self._cluster.ingresses()
