@@ -64,6 +64,8 @@ class Engine:
     def __init__(self, config: EngineConfig, *, offline: bool = False) -> None:
         self.config = config
         self.runner = ModelRunner(config)
+        if self.runner.device.type == "cuda":
+            self.runner.warm_up()
         self.limits: ModelLimits = self.runner.limits()
         calibration = self._calibrate(offline)
         self.token_budget = calibration.token_budget

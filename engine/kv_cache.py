@@ -53,7 +53,7 @@ class KVCache:
         # Takes its pages now: the first copy to each would wait for the system, ten times as long as it takes.
         self.host.zero_()
         if device.type == "cuda" and host_blocks:
-            pin(self.host, self)
+            pin(self.host, self, device)
             self._stream = SwapStream(device)
 
     def transfer(self, transfers: Transfers, written: Collection[int] = ()) -> tuple[float, float]:

@@ -162,23 +162,36 @@ class ModelRunner:
         """Run one token through the whole model, apart from every request; raises if the model cannot run."""
         self.forward_alone([0], self._probe_cache)
 
-    def forward_alone(self, token_ids: list[int], cache: KVCache) -> Tensor:
-        """Logits ``[1, vocab]`` after ``token_ids``, whose KV overwrites the first blocks of ``cache``."""
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Take each kind of step once: a GPU's kernels are compiled at first use, for seconds.
+
+        A long prompt, and the first and last token of the longest sequence; for a start with an empty pool.
+        """
+        most = min(self.max_model_len, self.memory.tokens)
+        for tokens, start in ((min(most, 256), 0), (1, 0), (1, most - 1)):
+            self.forward_alone([0] * tokens, self.kv_cache, start)
+
+    def forward_alone(self, token_ids: list[int], cache: KVCache, start: int = 0) -> Tensor:
+        """Logits ``[1, vocab]`` after ``token_ids``, which come after ``start`` tokens.
+
+        All lie in the first blocks of ``cache``; the new ones' KV overwrites what is there.
+        """
         count, size = len(token_ids), cache.block_size
-        positions = torch.arange(count, device=self.device)
-        blocks = torch.arange(-(-count // size), dtype=torch.int32, device=self.device)
-        ends = torch.tensor([0, count], dtype=torch.int32, device=self.device)
+        context = start + count
+        positions = torch.arange(start, context, device=self.device)
+        blocks = torch.arange(-(-context // size), dtype=torch.int32, device=self.device)
         metadata = AttentionMetadata(
-            query_start=ends,
-            context_lens=ends[1:].clone(),
+            query_start=torch.tensor([0, count], dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([context], dtype=torch.int32, device=self.device),
             block_tables=blocks[None],
             positions=positions,
             slot_mapping=positions.clone(),
             max_query_len=count,
-            max_context_len=count,
+            max_context_len=context,
         )
         tokens = torch.tensor(token_ids, device=self.device)
-        return self.decoder.forward(tokens, cache.pool, metadata, positions[-1:])
+        return self.decoder.forward(tokens, cache.pool, metadata, torch.tensor([count - 1], device=self.device))
 
     def _sample_row(self, request: Request) -> SampleRow:
         params = request.params

@@ -134,8 +134,8 @@ class CopyClock:
         return self._seconds_per_block * blocks
 
 
-def pin(memory: Tensor, owner: object) -> None:
-    """Lock the pages of a CPU tensor until ``owner``, which holds it, is gone: a GPU copies them by itself.
+def pin(memory: Tensor, owner: object, device: torch.device) -> None:
+    """Lock the pages of a CPU tensor until ``owner``, which holds it, is gone; ``device`` copies them unaided.
 
     Torch's own pinned memory comes in powers of two, which could take twice the swap space.
 
@@ -149,12 +149,12 @@ def pin(memory: Tensor, owner: object) -> None:
         raise ConfigError(
             f"the driver cannot pin {format_bytes(size)} of RAM to swap to (error {error}); lower swap_space"
         )
-    weakref.finalize(owner, _unpin, address)
+    weakref.finalize(owner, _unpin, address, device)
 
 
-def _unpin(address: int) -> None:
+def _unpin(address: int, device: torch.device) -> None:
     with contextlib.suppress(RuntimeError):  # of a device that is broken: nothing copies any more
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 

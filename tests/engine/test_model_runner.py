@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from model_checkpoints import save_tiny
+from torch import Tensor
 
 from engine.beam import BeamSearch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.family import Family
+from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.random import sequence_seed
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.step_plan import Candidates, Transfers
+from kernels import AttentionMetadata
 
 PROMPT = [5, 17, 42, 8, 61, 33, 90, 12, 4]
 SEED = 77
@@ -110,6 +114,29 @@ def test_a_beam_gets_the_likeliest_tokens(runner: ModelRunner, spread: bool) -> 
     assert list(made.logprobs) == sorted(made.logprobs, reverse=True)
     assert made.tokens[0] == runner.run([chunk(SamplingParams(temperature=0.0, min_tokens=2))])[0]
     assert 1 not in made.tokens  # min_tokens forbids the end
+
+
+def test_warming_up_takes_each_kind_of_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(folder)
+    seen = []
+    forward = runner.decoder.forward
+
+    def kept(tokens: Tensor, pool: Tensor, metadata: AttentionMetadata, rows: Tensor) -> Tensor:
+        seen.append((metadata.max_query_len, metadata.max_context_len))
+        return forward(tokens, pool, metadata, rows)
+
+    monkeypatch.setattr(runner.decoder, "forward", kept)
+    runner.warm_up()
+    assert seen == [(64, 64), (1, 1), (1, 64)]  # as many as the pool holds
+
+
+def test_tokens_alone_follow_those_before(runner: ModelRunner) -> None:
+    cache = KVCache(runner.model, 3, 4, runner.dtype, runner.device)
+    with torch.inference_mode():
+        whole = runner.forward_alone(PROMPT, cache)
+        cache.pool.zero_()
+        runner.forward_alone(PROMPT[:5], cache)
+        torch.testing.assert_close(runner.forward_alone(PROMPT[5:], cache, 5), whole)
 
 
 def test_swapped_blocks_serve_from_other_places(folder: Path) -> None:
