@@ -50,7 +50,8 @@ class Admission:
     def admit(self, step: Step) -> int:
         """Start waiting sequences while tokens, seats and blocks last.
 
-        Returns how many were left for want of a seat or of blocks, not counting those left for want of tokens.
+        Returns behind how many whoever comes now has to stay: they have no seat, or so many have no blocks that
+        nobody passes them. Those left for want of tokens do not count.
         """
         table, pool = self._table, self._pool
         waiting = table.waiting
@@ -68,7 +69,7 @@ class Admission:
             if self._in_the_making(entry, step):
                 sharers += 1
                 if sharers > _MAX_SHARERS:
-                    return misses
+                    return 0
             else:
                 fits = table.seats + entry.seats <= self._max_num_seqs and needed + kept <= pool.num_available
                 if fits and step.chunks:  # while nothing runs, nothing is kept back
@@ -92,7 +93,7 @@ class Admission:
             if entry.request.state is not RequestState.WAITING:
                 kept += self._most(entry)
             position += 1
-        return misses + (len(waiting) - position if table.seats >= self._max_num_seqs else 0)
+        return misses + len(waiting) - position if table.seats >= self._max_num_seqs else 0
 
     def needed(self, entry: Entry, held: dict[PrefixNode, int] | None = None) -> int:
         """Blocks that admission takes out of the available ones, for all tokens and one more.

@@ -24,7 +24,7 @@ class EngineLoad:
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
     step_seconds: float  # of the last step that only decoded; 0 before the first
     waiting: int  # sequences that do not run: never did, or were preempted
-    held_up: int  # of those, that had no seat or no blocks in the last step
+    held_up: int  # of those, behind which whoever comes has to stay, for want of seats or blocks
     max_running: int  # sequences at once
 
 

@@ -86,7 +86,7 @@ class StepPlan:
     admitted: list[Request] = field(default_factory=list)  # run for the first time
     swaps: list[Swap] = field(default_factory=list)  # whose blocks the transfers move
     prefill: int = 0  # tokens of chunks longer than one
-    held_up: int = 0  # waiting sequences for which there was no seat, or no blocks
+    held_up: int = 0  # waiting sequences that nobody passes: no seat for them, or no blocks for too many
 
 
 @dataclass(slots=True)  # not frozen: one is made in each step, and that would cost four times as much

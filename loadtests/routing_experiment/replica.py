@@ -65,7 +65,7 @@ class Replica:
         self._growth = 1.0
         self._retry = False  # something changed since admission last found no place
         self.held_up = 0
-        """Waiting rows that had no seat or no blocks when last tried."""
+        """Waiting rows that nobody could pass when last tried: they had no seat, or too many had no blocks."""
         self._promises: set[int] = set()  # keys that rows here are going to compute
         self.waiting_tokens = 0
         """Prompt tokens to be computed for those here: not cached, each block counted once."""
@@ -220,6 +220,7 @@ class Replica:
     def _admit(self, chunks: list[tuple[Row, int]], budget: int, decoding: bool) -> None:
         """Start waiting rows while tokens, seats and blocks last, passing over a few that do not fit."""
         self._retry = False
+        self.held_up = 0
         position = misses = sharers = kept = 0
         reserved: int | None = None
         passed: list[Row] = []
@@ -229,7 +230,6 @@ class Replica:
             if self._in_the_making(row, chunks):
                 sharers += 1
                 if sharers > _MAX_SHARERS:
-                    self.held_up = misses
                     return
             else:
                 available = self.pool.num_available
@@ -254,11 +254,10 @@ class Replica:
             if row.generated:
                 kept += self._most(row)
             position += 1
-        self.held_up = misses
         if position < len(self.waiting):
             self._retry = True  # only tokens or seats were missing
             if len(self.running) >= self.max_running:
-                self.held_up += len(self.waiting) - position
+                self.held_up = misses + len(self.waiting) - position
 
     def _needed(self, row: Row) -> int:
         """Blocks that a start takes out of the available ones."""
