@@ -81,21 +81,20 @@ class Terms(NamedTuple):
     """Seconds, as of the report."""
     started: float
     """How much of it passes with time."""
+    reported: float
+    """When that was, in monotonic seconds."""
     per_token: float
-    """Seconds of compute, its streaming part included."""
-    base: float
-    """Streaming seconds for each output token."""
+    """Seconds of compute, its streaming part included; of a token pushed out, before the share of reuse."""
+    drag: float
+    """Streaming seconds for each second of a step by itself, and of what gets longer."""
     crowd: float
     """Streaming seconds for each output token while those running remain."""
-    drag: float
-    """Streaming seconds for each second that a step gets longer."""
-    rows: float
+    crowd_drag: float
+    """Streaming seconds of those running, for each second that a step gets longer."""
     free: float
     """Tokens that fit in without eviction, after those that wait."""
     room: float
     """Tokens that fit in by eviction; below zero if not even those that wait do."""
-    per_eviction: float
-    """Seconds for each token pushed out, before the share of reuse."""
     per_missing: float
     """Seconds for each token that does not fit in."""
     seats: float
@@ -105,9 +104,15 @@ class Terms(NamedTuple):
 
 
 def terms(
-    load: LoadReport, booked: Booked, step: StepModel, speed: float, block_size: int, tail: float
+    load: LoadReport,
+    booked: Booked,
+    step: StepModel,
+    speed: float,
+    block_size: int,
+    tail: float,
+    reported: float = 0.0,
 ) -> Terms:
-    """Of a replica that reports ``load``; ``speed`` is its step time over the model's, ``tail`` its rows' rest.
+    """Of a replica with this ``load``; ``speed`` is its step time over the model's, ``tail`` its rows' rest.
 
     A report may lag behind own bookings, so there are at least as many rows as these, up to the seats.
     """
@@ -129,7 +134,6 @@ def terms(
         rows = most
     per_step = speed * (step.base + step.per_row * rows + step.per_kv_token * kv)
     drag = STREAMING * speed
-    base = drag * step.base
     per_token = (1.0 + MACHINE + STALL * rows) / rate
     free = (load.free if load.num_blocks else PLENTY) * block_size - ahead
     room = load.evictable * block_size
@@ -140,14 +144,13 @@ def terms(
     return Terms(
         ahead / rate,
         0.0 if held_up else load.waiting_tokens / rate,
+        reported,
         per_token,
-        base,
-        drag * (step.per_row * rows + step.per_kv_token * kv),
         drag,
-        rows,
+        drag * (step.per_row * rows + step.per_kv_token * kv),
+        drag * rows,
         free if free > 0.0 else 0.0,
         room if free > 0.0 else room + free,
-        per_token,
         missing if missing * rate > 1.0 else 1.0 / rate,
         seats,
         turn,
@@ -156,54 +159,38 @@ def terms(
 
 def seconds(
     candidates: Sequence[Terms],
-    ages: Sequence[float],
     cached: Sequence[int],
     demand: Demand,
     step: StepModel,
     reuse: float,
+    now: float = 0.0,
 ) -> list[float]:
-    """The cost of ``demand`` on each candidate, which reported ``ages`` seconds ago, and of which it finds
-    ``cached`` tokens there.
-    """
+    """The cost of ``demand`` on each candidate, of which it finds ``cached`` tokens there; at ``now``."""
     tokens, output, remaining, sequences, copied, due = demand
     beside = output if output < remaining else remaining
-    longer = sequences * step.per_row + sequences * (tokens + output / 2) * step.per_kv_token
-    made = sequences * output
-    costs = []
-    for at, age, held in zip(candidates, ages, cached, strict=True):
-        (
-            wait,
-            started,
-            per_token,
-            base,
-            crowd,
-            drag,
-            rows,
-            free,
-            room,
-            per_eviction,
-            per_missing,
-            seats,
-            turn,
-        ) = at
-        uncached = tokens - held
-        cost = (
+    longer = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
+    own, theirs = output * (step.base + longer), beside * longer
+    needed = tokens + sequences * output
+    fresh, kept = tokens - due * copied, 1.0 - due
+    costs: list[float] = []
+    for at, held in zip(candidates, cached, strict=True):
+        wait, started, reported, per_token, drag, crowd, crowd_drag, free, room, per_missing, seats, turn = at
+        age = now - reported
+        computed = fresh - kept * held if held < copied else tokens - held
+        over = needed - held - free
+        if over > room or sequences > seats:
+            missing, queue = (over - room) * per_missing, (sequences - seats) * turn
+            wait += missing if missing > queue else queue
+            if over > room:
+                over = room
+        if over > 0.0:
+            computed += over * reuse
+        costs.append(
             wait
             - (started if started < age else age)
-            + (uncached - due * (copied - held) if held < copied else uncached) * per_token
-            + output * base
+            + computed * per_token
+            + own * drag
             + beside * crowd
-            + (output + rows * beside) * drag * longer
+            + theirs * crowd_drag
         )
-        admission = (sequences - seats) * turn if sequences > seats else 0.0
-        over = uncached + made - free
-        if over > 0.0:
-            if over > room:
-                missing = (over - room) * per_missing
-                if missing > admission:
-                    admission = missing
-                over = room
-            if over > 0.0:
-                cost += over * per_eviction * reuse
-        costs.append(cost + admission)
     return costs

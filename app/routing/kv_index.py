@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from app.routing.block_masks import BlockMasks
 from app.routing.prefix_walk import prefix_ends, window_ends
-from app.routing.replica_feed import Delta, ReplicaFeed
+from app.routing.replica_feed import Delta, KvIndexCounters, ReplicaFeed
 from app.routing.speculation import Speculation
 
 SWEEP_SLICE = 512
 """Keys swept, while any slot waits to be swept, with each delta or part of a snapshot."""
 MAX_NAMED = 1024
 """Sets of replicas whose names are remembered."""
-
-
-@dataclass(slots=True)
-class KvIndexCounters:
-    """What should not happen in a healthy fleet; only ever grows."""
-
-    repeated: int = 0
-    """Keys stored that were there already."""
-    unknown: int = 0
-    """Keys removed that were not there."""
-    replays: int = 0
-    """Deltas and snapshots that were applied already."""
-    stale: int = 0
-    """Deltas and snapshots of an old epoch or of no known replica."""
-    gaps: int = 0
-    """Times a replica's blocks stopped to count because a delta was missing."""
-    late: int = 0
-    """Snapshots older than the deltas that wait for one."""
-    drift: int = 0
-    """Digests that differed from the engine's."""
+MAX_LIKELY, MOST_LIKELY = 4096, 6
+"""First blocks of which is remembered where runs ended, and how many of these ends."""
 
 
 class KvIndex:
@@ -84,6 +65,7 @@ class KvIndex:
         self._feeds: dict[str, ReplicaFeed] = {}
         self._names: list[str] = []
         self._named: dict[int, tuple[str, ...]] = {}
+        self._likely: dict[int, list[int]] = {}
         self._exact = 0
 
     def __len__(self) -> int:
@@ -135,15 +117,15 @@ class KvIndex:
         """Return for each replica how many of the first blocks are there or coming."""
         depths = dict.fromkeys(self._feeds, 0)
         if keys and self.window_blocks is None:
-            starts = self._speculation.starts
-            coming = keys[0] in starts
-            for replicas, blocks in prefix_ends(keys, self._masks.shards, self._exact):
+            starts, count = self._speculation.starts, len(keys)
+            coming = [0] if keys[0] in starts else []
+            for replicas, blocks in self._ends(keys):
                 for name in self._names_of(replicas):
                     depths[name] = blocks
-                if blocks < len(keys) and keys[blocks] in starts:
-                    coming = True
-            if coming:
-                self._speculation.deepen(depths, keys)
+                if blocks < count and keys[blocks] in starts:
+                    coming.append(blocks)
+            for blocks in coming:
+                self._speculation.deepen(depths, blocks, keys)
         elif keys and self.window_blocks is not None:
             for replicas, blocks in window_ends(self._present(keys), self.window_blocks):
                 for name in self._names_of(replicas):
@@ -323,6 +305,18 @@ class KvIndex:
         feed.count += change.count
         self.counters.repeated += change.repeated
         self._speculation.confirm(replica, keys, self._masks.reader(feed.slot))
+
+    def _ends(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """Where runs end; as often as not, where they did for the last prompt that began so."""
+        first, likely = keys[0], self._likely
+        known = likely.get(first, ())
+        ends = prefix_ends(keys, self._masks.shards, self._exact, known)
+        found = [blocks for _, blocks in ends[-MOST_LIKELY:] if blocks < len(keys)]
+        if found and found != known:
+            if len(likely) >= MAX_LIKELY:
+                likely.clear()
+            likely[first] = found
+        return ends
 
     def _present(self, keys: Sequence[int]) -> list[int]:
         """Who has each key, or is about to."""

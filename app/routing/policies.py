@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from app.routing import cost
 from app.routing.booking import Standing, name_key
@@ -94,8 +94,7 @@ class Chooser:
             due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - cached.count(most)
             due = 0.0 if due < 0.0 else 1.0 if due > 1.0 else due
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
-        ages = [now - standing.reported for standing in standings]
-        costs = cost.seconds(candidates, ages, cached, demand, self.steps, self.reuse.share)
+        costs = cost.seconds(candidates, cached, demand, self.steps, self.reuse.share, now)
         least = min(costs)
         # A block, or two per cent of what is to be computed: two of the sum would, under load, give prefixes
         # away, and two of the prompt, where all have most of it, the shortest queue.
@@ -109,21 +108,28 @@ class Chooser:
 
     def _terms(self, standings: Sequence[Standing]) -> list[cost.Terms]:
         """Of each; one that has not reported yet, or no rate, is taken for the average of the others here."""
-        neutral: LoadReport | None = None
-        tail = self.outputs.tokens / 2
-        made = []
-        for standing in standings:
-            at = standing.terms
-            if at is None:
+        made = [standing.terms for standing in standings]
+        if None in made:
+            neutral: LoadReport | None = None
+            for place, standing in enumerate(standings):
                 load = standing.load
+                if made[place] is not None:
+                    continue
                 if load is None or not load.prefill_rate:
                     neutral = neutral or _average([other.load for other in standings if other.load is not None])
                     load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
-                at = cost.terms(load, standing.booked, self.steps, standing.speed, self.block_size, tail)
+                at = made[place] = cost.terms(
+                    load,
+                    standing.booked,
+                    self.steps,
+                    standing.speed,
+                    self.block_size,
+                    self.outputs.tokens / 2,
+                    standing.reported,
+                )
                 if neutral is None:
                     standing.terms = at
-            made.append(at)
-        return made
+        return cast(list[cost.Terms], made)
 
 
 def least_booked(standings: Sequence[Standing], places: Sequence[int], wanted: Wanted, deepest: int) -> int:

@@ -85,3 +85,23 @@ class ReplicaFeed:
     def _forget_pending(self) -> None:
         self.pending.clear()
         self.waiting = 0
+
+
+@dataclass(slots=True)
+class KvIndexCounters:
+    """What should not happen in a healthy fleet; only ever grows."""
+
+    repeated: int = 0
+    """Keys stored that were there already."""
+    unknown: int = 0
+    """Keys removed that were not there."""
+    replays: int = 0
+    """Deltas and snapshots that were applied already."""
+    stale: int = 0
+    """Deltas and snapshots of an old epoch or of no known replica."""
+    gaps: int = 0
+    """Times a replica's blocks stopped to count because a delta was missing."""
+    late: int = 0
+    """Snapshots older than the deltas that wait for one."""
+    drift: int = 0
+    """Digests that differed from the engine's."""

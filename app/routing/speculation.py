@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from app.routing.claim_tree import ClaimTree, Run
 
@@ -75,26 +76,19 @@ class Speculation:
             for claim in list(claims):
                 self._end(claim)
 
-    def deepen(self, depths: dict[str, int], keys: Sequence[int]) -> None:
-        """Add to the number of first blocks that each replica has those that are coming right after them.
+    def deepen(self, depths: dict[str, int], begin: int, keys: Sequence[int]) -> None:
+        """Add to ``begin`` blocks that some replicas have those that are coming right after them.
 
-        If the key of no replica's next block is in ``starts``, there are none.
+        Of interest only where ``starts`` has the key of the next block.
         """
-        count = len(keys)
+        first = keys[begin]
         for replica, known in self._replicas.items():
-            roots = known.tree.roots
-            if not roots:
-                continue
-            depth = depths[replica]
-            if depth >= count:
-                continue
-            run = roots.get(keys[depth])
-            if run is None:
-                continue
-            begin, depth = depth, known.tree.reach(run, keys)
-            if len(roots) > 1:
-                depth = self._further(known.tree, keys, begin, depth)
-            depths[replica] = depth
+            run = known.tree.roots.get(first)
+            if run is not None and depths[replica] == begin:
+                depth = known.tree.reach(run, keys)
+                if len(known.tree.roots) > 1:
+                    depth = self._further(known.tree, keys, begin, depth)
+                depths[replica] = depth
 
     def stretches(self, keys: Sequence[int]) -> Iterator[tuple[str, int, int]]:
         """Blocks ``begin`` to ``end`` (not included) that are coming to a replica, wherever that is."""
@@ -181,10 +175,18 @@ class Speculation:
 
         Claims begin where the replica's blocks end. Others do only since a block before theirs has gone.
         """
-        place = begin + 1
-        while not tree.roots.keys().isdisjoint(keys[place : depth + 1]):
-            while keys[place] not in tree.roots:
-                place += 1
-            depth = max(depth, tree.reach(tree.roots[keys[place]], keys))
-            place += 1
+        count, roots = len(keys), tree.roots
+        if len(roots) < count - begin:
+            others = [
+                (run.begin, run)
+                for first, run in roots.items()
+                if begin < run.begin < count and keys[run.begin] == first
+            ]
+            others.sort(key=itemgetter(0))
+        else:
+            others = [(place, roots[keys[place]]) for place in range(begin + 1, count) if keys[place] in roots]
+        for place, run in others:
+            if place > depth:
+                break
+            depth = max(depth, tree.reach(run, keys))
         return depth

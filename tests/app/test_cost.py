@@ -32,7 +32,7 @@ def price(
 ) -> float:
     step = StepModel()
     at = terms(load, booked or Booked(), step, 1.0, BLOCK, 100.0)
-    return seconds([at], [age], [cached], demand, step, reuse)[0]
+    return seconds([at], [cached], demand, step, reuse, age)[0]
 
 
 def test_each_kind_of_load_costs_more() -> None:
@@ -80,9 +80,9 @@ def test_load_elsewhere_changes_nothing_here() -> None:
     step = StepModel()
     here = terms(IDLE, Booked(), step, 1.0, BLOCK, 100.0)
     loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK, 100.0)
-    alone = seconds([here], [0.0], [1600], REQUEST, step, 0.5)[0]
+    alone = seconds([here], [1600], REQUEST, step, 0.5)[0]
     three = [loaded, here, loaded]
-    assert seconds(three, [0.0] * 3, [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
+    assert seconds(three, [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
 
 
 def test_full_cache_costs_what_is_evicted_times_its_reuse() -> None:
@@ -130,7 +130,7 @@ def admission(load: LoadReport, booked: Booked | None = None, sequences: int = 1
     costs = []
     for given_load in (load, replace(load, held_up=0, max_running=0, free=10**6, num_blocks=10**6)):
         at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK, 100.0)
-        costs.append(seconds([at], [0.0], [0], demand, STEADY, 0.0)[0])
+        costs.append(seconds([at], [0], demand, STEADY, 0.0)[0])
     return costs[0] - costs[1]
 
 
@@ -156,7 +156,8 @@ def admission(load: LoadReport, booked: Booked | None = None, sequences: int = 1
 def test_admission_waits_for_as_many_ends_as_it_needs(
     load: LoadReport, booked: Booked, sequences: int, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost, "STREAMING", 0.0)  # the rows that are there make a difference in this, too
+    for weight in ("STREAMING", "STALL"):  # the rows that are there make a difference in these, too
+        monkeypatch.setattr(cost, weight, 0.0)
     assert admission(load, booked, sequences) == pytest.approx(turns * 0.4)
 
 
@@ -183,7 +184,7 @@ def test_those_that_are_held_up_slow_nobody_down_but_are_waited_for() -> None:
     held = replace(idle_looking, waiting=140, held_up=140, max_running=256)
     step, mine = StepModel(), Booked(seen_rows=150, seen_kv=900_000)
     at = terms(held, mine, step, 1.0, BLOCK, 100.0)
-    assert at.rows == 10
+    assert at.crowd_drag == pytest.approx(10 * at.drag)
     assert at.turn == pytest.approx(200 * step.seconds(10, 60_000) / 10)
     assert price(held, booked=mine) > price(idle_looking) + 140 * at.turn
     other = replace(IDLE, waiting_tokens=30_000, running=30, kv_tokens=200_000)
@@ -192,7 +193,7 @@ def test_those_that_are_held_up_slow_nobody_down_but_are_waited_for() -> None:
 
 def test_no_more_rows_are_expected_than_there_are_seats() -> None:
     at = terms(replace(FULL, waiting=30), Booked(rows=10), StepModel(), 1.0, BLOCK, 100.0)
-    assert at.rows == 10
+    assert at.crowd_drag == pytest.approx(10 * at.drag)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 100.0])
@@ -200,6 +201,7 @@ def test_any_weight_of_streaming_will_do(weight: float, monkeypatch: pytest.Monk
     saturated = replace(IDLE, running=30, kv_tokens=12_000, free=0, evictable=0, referenced=1000)
     before = admission(saturated)
     monkeypatch.setattr(cost, "STREAMING", weight)
+    monkeypatch.setattr(cost, "STALL", weight)
     assert admission(saturated) == pytest.approx(before)
     assert price(saturated) > price(replace(saturated, free=1000)) > 0.0
     assert (price(replace(IDLE, running=30)) > price(IDLE)) is (weight > 0.0)
