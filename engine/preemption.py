@@ -97,7 +97,10 @@ class Preemption:
         """Charge the recoveries in ``plan`` with their shares of its time, before ``computed`` moves on."""
         tokens = plan.num_tokens
         if tokens and plan.prefill:
-            self._policy.saw_prefill(plan.prefill, timing.compute * plan.prefill / tokens)
+            each = timing.compute / tokens
+            for chunk in plan.chunks:
+                if chunk.length > 1:
+                    self._policy.saw_prefill(chunk.length, each * chunk.length)
         if plan.swaps:
             self._account_swaps(plan, timing)
         if not self._open or not tokens:

@@ -221,7 +221,7 @@ class RecoveryPolicy:
             self._abandoned += 1
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
-        """Learn from a step: all its tokens of prompts and recomputes, and their share of its time."""
+        """Learn what running ``tokens`` of one prompt or recompute took, their share of a step's time."""
         self._prefill.measure(tokens, seconds, self._total)
 
     def saw_swap_out(self, blocks: int, seconds: float) -> None:

@@ -1,8 +1,9 @@
-"""What a step's copies took is shared by the sequences that they moved."""
+"""What a step and its copies took is shared by the sequences that they ran and moved."""
 
 from __future__ import annotations
 
 import pytest
+from kv_simulation import make_request
 
 from engine.block_pool import BlockPool
 from engine.host_pool import HostPool
@@ -10,7 +11,7 @@ from engine.preemption import Preemption
 from engine.prefix_index import PrefixIndex
 from engine.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
 from engine.request_table import RequestTable
-from engine.step_plan import StepPlan, StepTiming, Swap, Transfers
+from engine.step_plan import ScheduledChunk, StepPlan, StepTiming, Swap, Transfers
 
 
 def make_policy() -> RecoveryPolicy:
@@ -53,3 +54,23 @@ def test_a_step_that_only_swaps_back_says_nothing_of_the_way_out() -> None:
     assert decision.outcome == pytest.approx(0.4)
     assert [policy.rates.swap_out, policy.rates.out_call] == pytest.approx([100.0, 0.01])
     assert policy.rates.swap_in < 200.0
+
+
+def test_each_prompt_teaches_what_its_tokens_took() -> None:
+    policy, taught = make_policy(), make_policy()
+    pool, host = BlockPool(16, 16), HostPool(16)
+    preemption = Preemption(pool, PrefixIndex(pool), host, RequestTable(pool, host), policy)
+    lengths = [30, 1, 8, 1]
+    chunks = [
+        ScheduledChunk(make_request(f"request{number}", [1] * length), 0, length, True)
+        for number, length in enumerate(lengths)
+    ]
+    preemption.account(StepPlan(chunks, sum(lengths), len(chunks), prefill=38), StepTiming(0.8))
+    taught.saw_prefill(30, 0.8 * 30 / 40)
+    taught.saw_prefill(8, 0.8 * 8 / 40)
+    assert policy.rates == taught.rates
+    assert policy.rates.prefill < 1000.0
+    before = policy.rates
+    decoding = StepPlan([chunk for chunk in chunks if chunk.length == 1], 2, 2)
+    preemption.account(decoding, StepTiming(0.8))
+    assert policy.rates == before
