@@ -16,7 +16,7 @@ from engine.block_keys import KeyScheme
 
 logger = logging.getLogger(__name__)
 
-PIECE_KEYS = 512
+PIECE_KEYS = 256
 """Keys of a snapshot that are taken in at once, while no request can be routed."""
 
 

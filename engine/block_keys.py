@@ -18,6 +18,7 @@ KEY_BYTES = 8
 
 _PERSON = b"quire.kv.blocks1"  # sixteen bytes; a change of this format takes a new one
 _PROBE_BLOCKS = 3
+_START = hashlib.blake2b(digest_size=KEY_BYTES, person=_PERSON)
 
 
 def root_key(model_revision: str, dtype: str, block_size: int, namespace: CacheNamespace) -> int:
@@ -55,12 +56,13 @@ def block_keys(root: int, token_ids: Sequence[int], block_size: int) -> list[int
         raise ValueError("token ids must be integers from 0 to 4294967295 to be hashed") from None
     width = 4 * block_size
     key = root.to_bytes(KEY_BYTES, "little")
-    blake2b = hashlib.blake2b
-    keys = []
+    made = []
     for start in range(0, blocks * width, width):
-        key = blake2b(key + data[start : start + width], digest_size=KEY_BYTES, person=_PERSON).digest()
-        keys.append(int.from_bytes(key, "little"))
-    return keys
+        state = _START.copy()  # quicker than a new one
+        state.update(key + data[start : start + width])
+        key = state.digest()
+        made.append(key)
+    return list(struct.unpack(f"<{blocks}Q", b"".join(made)))
 
 
 class BlockHash:
@@ -79,8 +81,9 @@ class BlockHash:
             data = self._pack(key, *token_ids)
         except struct.error as error:
             raise ValueError(f"no block of tokens to be hashed: {error}") from None
-        digest = hashlib.blake2b(data, digest_size=KEY_BYTES, person=_PERSON).digest()
-        return int.from_bytes(digest, "little")
+        state = _START.copy()
+        state.update(data)
+        return int.from_bytes(state.digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ COMMANDS: dict[str, list[str]] = {
     "throughput": ["loadtests.throughput"],
     "http": ["loadtests.throughput", "--http"],
     "locust": ["loadtests.locust_run"],
+    "routing_speed": ["loadtests.routing_speed"],
     "faults": ["loadtests.faults"],
     "routing_faults": ["loadtests.routing_faults"],
     "recovery": ["loadtests.recovery"],

@@ -90,7 +90,9 @@ class Chooser:
         most, due, cached = 0, 0.0, held
         if deepest:
             most = self.cached(wanted, deepest)
-            cached = [blocks * size if blocks * size < most else most for blocks in held]
+            cached = [blocks * size for blocks in held]
+            if most < deepest * size:
+                cached = [found if found < most else most for found in cached]
             due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - cached.count(most)
             due = 0.0 if due < 0.0 else 1.0 if due > 1.0 else due
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
@@ -109,26 +111,26 @@ class Chooser:
     def _terms(self, standings: Sequence[Standing]) -> list[cost.Terms]:
         """Of each; one that has not reported yet, or no rate, is taken for the average of the others here."""
         made = [standing.terms for standing in standings]
-        if None in made:
-            neutral: LoadReport | None = None
-            for place, standing in enumerate(standings):
-                load = standing.load
-                if made[place] is not None:
-                    continue
-                if load is None or not load.prefill_rate:
-                    neutral = neutral or _average([other.load for other in standings if other.load is not None])
-                    load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
-                at = made[place] = cost.terms(
-                    load,
-                    standing.booked,
-                    self.steps,
-                    standing.speed,
-                    self.block_size,
-                    self.outputs.tokens / 2,
-                    standing.reported,
-                )
-                if neutral is None:
-                    standing.terms = at
+        neutral: LoadReport | None = None
+        while None in made:
+            place = made.index(None)
+            standing = standings[place]
+            load = standing.load
+            average = load is None or not load.prefill_rate
+            if load is None or not load.prefill_rate:
+                neutral = neutral or _average([other.load for other in standings if other.load is not None])
+                load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
+            at = made[place] = cost.terms(
+                load,
+                standing.booked,
+                self.steps,
+                standing.speed,
+                self.block_size,
+                self.outputs.tokens / 2,
+                standing.reported,
+            )
+            if not average:
+                standing.terms = at
         return cast(list[cost.Terms], made)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from app.kv_feed import PIECE_KEYS
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
@@ -135,7 +136,13 @@ def test_walk(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
 
 @small_and_large
 def test_decision(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
-    """Expiry, walk, cost of each replica, booking and speculation: all that a request waits for."""
+    """``Ledger.book`` of one request in steady state: all that a request waits for, under one lock.
+
+    Claims that are over end, the longest prefix on every replica is found, what the request would cost on each
+    is summed, one is chosen, the work is booked there and its blocks are claimed. A hundred requests are under
+    way; what ends is released between the rounds (``test_release``), and each time leaves one replica's terms
+    to be computed anew. Not in it: hashing (``test_hash_and_decide``), what Serve does around it.
+    """
     desk = Desk(fleet)
 
     def setup() -> tuple[tuple[str, int, int, int], dict[str, list[int]]]:
@@ -145,6 +152,24 @@ def test_decision(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
     benchmark.pedantic(desk.ledger.book, setup=setup, rounds=ROUNDS, warmup_rounds=200)
     assert desk.ledger.faults == 0
     goals({"p50_us": 40, "p99_us": 150} if fleet.blocks == 512 else {"p50_us": 150, "p99_us": 400})
+
+
+@small_and_large
+def test_release(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
+    """First token and end of one request, of a hundred. Its claim ends by its deadline, in a decision."""
+    desk = Desk(fleet)
+
+    def setup() -> tuple[tuple[int], dict[str, Any]]:
+        attempt = desk.next()
+        desk.ledger.book(str(attempt), attempt, fleet.blocks * BLOCK_SIZE, 1000, keys=fleet.prompt())
+        return (attempt,), {}
+
+    def release(attempt: int) -> None:
+        desk.ledger.first_token(attempt)
+        desk.ledger.release(attempt, made=200)
+
+    benchmark.pedantic(release, setup=setup, rounds=ROUNDS // 3, warmup_rounds=50)
+    goals({})
 
 
 @small
@@ -184,8 +209,22 @@ def test_apply(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
     goals({"records_per_s": 2e6})
 
 
+@small
+def test_piece_of_a_snapshot(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
+    """What is taken in at once of a new replica's blocks, while a decision has to wait."""
+    fleet.index.add("newcomer")
+
+    def setup() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        keys = [fleet.draw.getrandbits(64) for _ in range(PIECE_KEYS)]
+        return ("newcomer", 0, 7, keys, False), {}
+
+    benchmark.pedantic(fleet.index.snapshot, setup=setup, rounds=60)
+    fleet.index.remove("newcomer")
+    goals({"p50_us": 300})
+
+
 def test_snapshot(benchmark: Any, goals: Goals) -> None:
-    """A whole replica of 30,000 blocks in one call; the channel hands it over in parts."""
+    """A whole replica of 30,000 blocks in one call; the channel hands it over in pieces."""
     draw = random.Random(0)
     index = KvIndex()
     epochs = itertools.count()
