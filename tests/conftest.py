@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import give_back
 
 from app.model_store import resolve
 
@@ -18,13 +16,9 @@ MUCH = 800_000_000
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_engines_of_other_modules() -> None:
-    """An engine and its owner are a reference cycle, whose collection can wait for very long, and what an
-    engine's threads have freed stays in their arenas: without this the engines of all modules add up.
-    """
+    """Without this the engines of all modules add up."""
     if psutil.Process().memory_info().rss > MUCH:
-        gc.collect()
-        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)
+        give_back()
 
 
 @pytest.fixture(scope="session")

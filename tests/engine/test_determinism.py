@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from leftovers import give_back
 from logit_bits import PROMPT, TOKENS, Bits, assert_same, others, record, run, run_interrupted, target
 from model_checkpoints import save_tiny
 from tiny_engines import TINY_MODELS, made, make_request, run_to_end, tiny_engine_config
@@ -171,6 +172,8 @@ def test_the_bundled_model(bundled_model: Path) -> None:
     one = engine()
     cold = few(one)
     assert_same(few(one), cold)
+    del one  # one model of this size at a time
+    give_back()
     before = torch.get_num_threads()
     try:
         assert_same(few(engine(num_threads=2, token_budget=24), *others(6)), cold)

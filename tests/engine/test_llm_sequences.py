@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from leftovers import give_back
 from model_checkpoints import VOCAB
 from tiny_engines import EOS
 
@@ -187,14 +188,17 @@ def test_beam_search_equals_transformers(tiny_models: dict[str, Path], family: s
 
 def test_beam_search_of_the_bundled_model_equals_transformers(bundled_model: Path) -> None:
     llm = LLM(bundled_model, dtype="float32", num_blocks=60, num_threads=1)
-    model = load(bundled_model)
     params = SamplingParams(use_beam_search=True, n=4, max_tokens=12)
-    for text, result in zip(TEXTS, llm.generate(list(TEXTS), params), strict=True):
-        expected, scores = transformers_beams(model, llm.tokenizer.encode(text), params)
+    results, tokenizer = llm.generate(list(TEXTS), params), llm.tokenizer
+    del llm  # one model of this size at a time
+    give_back()
+    model = load(bundled_model)
+    for text, result in zip(TEXTS, results, strict=True):
+        expected, scores = transformers_beams(model, tokenizer.encode(text), params)
         assert sequences(result) == expected, text
         assert [sequence.score for sequence in result.sequences] == pytest.approx(scores, abs=1e-3)
         assert [sequence.text for sequence in result.sequences] == [
-            llm.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected
+            tokenizer.decode(tokens, skip_special_tokens=True) for tokens in expected
         ]
         assert result.text == result.sequences[0].text
 
