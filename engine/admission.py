@@ -50,8 +50,8 @@ class Admission:
     def admit(self, step: Step) -> int:
         """Start waiting sequences while tokens, seats and blocks last.
 
-        Returns behind how many whoever comes now has to stay: they have no seat, or so many have no blocks that
-        nobody passes them. Those left for want of tokens do not count.
+        Returns behind how many whoever comes now has to stay, for want of a seat or of blocks. Those left for
+        want of tokens do not count, nor those that are passed over.
         """
         table, pool = self._table, self._pool
         waiting = table.waiting
@@ -88,12 +88,12 @@ class Admission:
                     continue
                 misses += 1
                 if misses > self._look_ahead or entry.overtakes >= self._max_overtakes:
-                    return misses + len(waiting) - position - 1
+                    return len(waiting) - position
                 passed.append(entry)
             if entry.request.state is not RequestState.WAITING:
                 kept += self._most(entry)
             position += 1
-        return misses + len(waiting) - position if table.seats >= self._max_num_seqs else 0
+        return len(waiting) - position if table.seats >= self._max_num_seqs else 0
 
     def needed(self, entry: Entry, held: dict[PrefixNode, int] | None = None) -> int:
         """Blocks that admission takes out of the available ones, for all tokens and one more.

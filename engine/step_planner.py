@@ -87,6 +87,7 @@ class StepPlanner:
         self._max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self._growth = 1.0
+        self._held_up = 0  # at the last admission: steps that run short have none
         self._admission = Admission(
             self,
             pool,
@@ -106,17 +107,16 @@ class StepPlanner:
         if self._table.waiting:
             self._yield_to_priority(step)
         self._continue_running(step)
-        held_up = 0
         if step.short:
-            held_up = len(self._table.waiting)
             self._growth = min(_MAX_GROWTH, 2 * self._growth)
         else:
             self._growth = max(1.0, 0.99 * self._growth)
+            self._held_up = 0
             if self._table.waiting:
                 if not step.chunks:
                     self._make_room(step)
-                held_up = self._admission.admit(step)
-        return step.planned(held_up)
+                self._held_up = self._admission.admit(step)
+        return step.planned(self._held_up)
 
     def _continue_running(self, step: Step) -> None:
         """Give each running sequence its tokens, oldest first, one kept for each that decodes."""

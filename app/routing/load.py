@@ -18,8 +18,8 @@ class LoadReport:
     ``evictable`` count blocks of ``block_size`` tokens out of ``num_blocks``. ``prefill_rate`` is in tokens/s,
     calibrated: not the average under load. ``step_seconds`` is a decode step's time now. ``acknowledged`` is
     the highest attempt of this channel that the engine has seen; later ones are not in ``waiting_tokens`` yet.
-    ``waiting`` sequences do not run; behind ``held_up`` of them whoever comes has to stay: they had no seat in
-    the last step, or too many had no blocks. ``max_running`` sequences can run: 0 if nobody knows.
+    ``waiting`` sequences do not run; ``held_up`` of them a newcomer cannot pass, for want of seats or blocks.
+    ``max_running`` sequences can run: 0 if nobody knows.
     """
 
     waiting_tokens: int

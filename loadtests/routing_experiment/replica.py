@@ -65,7 +65,7 @@ class Replica:
         self._growth = 1.0
         self._retry = False  # something changed since admission last found no place
         self.held_up = 0
-        """Waiting rows that nobody could pass when last tried: they had no seat, or too many had no blocks."""
+        """Waiting rows that a new one could not pass at the last admission, for want of seats or blocks."""
         self._promises: set[int] = set()  # keys that rows here are going to compute
         self.waiting_tokens = 0
         """Prompt tokens to be computed for those here: not cached, each block counted once."""
@@ -101,7 +101,6 @@ class Replica:
                 budget -= length
         decoding = [row for row in self.running if row.missing == 1 and row.generated]
         if short:
-            self.held_up = len(self.waiting)
             self._growth = min(_MAX_GROWTH, 2 * self._growth)
         else:
             self._growth = max(1.0, 0.99 * self._growth)
@@ -248,7 +247,7 @@ class Replica:
                     continue
                 misses += 1
                 if misses > _LOOK_AHEAD or row.overtakes >= _MAX_OVERTAKES:
-                    self.held_up = misses + len(self.waiting) - position - 1
+                    self.held_up = len(self.waiting) - position
                     return
                 passed.append(row)
             if row.generated:
@@ -257,7 +256,7 @@ class Replica:
         if position < len(self.waiting):
             self._retry = True  # only tokens or seats were missing
             if len(self.running) >= self.max_running:
-                self.held_up = misses + len(self.waiting) - position
+                self.held_up = len(self.waiting) - position
 
     def _needed(self, row: Row) -> int:
         """Blocks that a start takes out of the available ones."""

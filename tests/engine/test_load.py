@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from kv_simulation import KVSimulation, make_request, make_scheduler
 
 from engine.load import LoadMeter
@@ -119,6 +120,16 @@ def test_who_waits_for_blocks_is_held_up() -> None:
         assert read.held_up <= read.waiting
     assert (read.waiting, read.held_up) == (0, 0)
     assert held_up >= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("look_ahead", "held_up"), [(0, 4), (1, 3), (3, 1), (4, 0), (8, 0)])
+def test_those_that_a_newcomer_passes_do_not_count(look_ahead: int, held_up: int) -> None:
+    setting = Setting(num_blocks=8, look_ahead=look_ahead)
+    for number in range(5):
+        setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
+    setting.step()
+    read = setting.meter.read()
+    assert (read.running, read.waiting, read.held_up) == (1, 4, held_up)
 
 
 def test_who_is_passed_holds_nobody_up() -> None:
