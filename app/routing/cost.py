@@ -29,7 +29,7 @@ from typing import NamedTuple
 from app.routing.calibration import StepModel
 from app.routing.load import LoadReport
 
-STREAMING = 0.02
+STREAMING = 0.05
 """What a second of slower steps counts against a second of waiting for the first token."""
 
 STALL = 0.1
