@@ -25,7 +25,11 @@ _ROUNDING = 0.1
 """Replicas: a need this little above a whole number does not ask for one more."""
 _HEAVY_TAIL = 2.0
 """Variance of requests' sizes: the mean of squares over the square of the mean."""
+_SHARES = ("kv_high", "kv_low", "prefill_high", "prefill_low", "growth_share", "down_share", "max_missing")
+_MAY_BE_ZERO = ("reserve", "growth_share", "max_missing", "trend_sigmas", "down_interval_s", "zero_after_s")
 _KEPT_STARTS = 20
+_PATIENCE = 10.0
+"""Times to start after which a replica that does not run is not waited for: there may be no room for it."""
 _MOST = 1e6
 """Replicas; beyond it a figure is an error."""
 _LONGEST_START_S = 3600.0
@@ -69,6 +73,18 @@ class ScalingConfig:
     stale_after: float = 3.0  # report intervals, beyond 2 s
     max_missing: float = 0.2  # share of the running replicas without a report
     shadow: bool = False  # decide and report, but leave the target alone
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name == "shadow":
+                right = isinstance(value, bool)
+            else:
+                least = 0.0 if one.name in _MAY_BE_ZERO else 1e-6
+                most = 1.0 if one.name in _SHARES else 1e6
+                right = _number(value) is not None and least <= value <= most
+            if not right:
+                raise ValueError(f"{one.name} is {value!r}, out of range for a scaling option")
 
     @property
     def stale_s(self) -> float:
@@ -124,9 +140,11 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     low, high = snapshot.minimum, max(snapshot.minimum, snapshot.maximum)
     _learn_starts(snapshot, state)
     if not snapshot.running:
-        if not target and snapshot.queued:
-            return Decision(max(low, 1), "cold start")
-        return Decision(target, "hold", held_by="no replica runs")
+        if target or not snapshot.queued:
+            return Decision(target, "hold", held_by="no replica runs")
+        _started_up(state, now, max(low, 1))
+        state.last_work = now
+        return Decision(max(low, 1), "cold start")
     reporting = len(snapshot.replicas)
     if reporting < (1.0 - config.max_missing) * snapshot.running or not reporting:
         state.since = None
@@ -168,18 +186,15 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     def decision(count: int, reason: str, held_by: str = "") -> Decision:
         return Decision(count, reason, need_kv, need_prefill, need_decode, held_by)
 
+    if not low <= target <= high:
+        return decision(min(max(target, low), high), "maximum" if target > high else "minimum")
     wanted = math.ceil(need + reserve - _ROUNDING)
     if wanted > target:
         count = min(wanted, max(2 * target, target + 4), high)
-        if count > target:
-            state.last_up = now
-            state.awaited.append((now, count))
-            return decision(count, _largest(need_kv, need_prefill, need_decode))
-        return decision(target, "hold", "maximum")
-    if target > high:
-        return decision(high, "maximum")
-    if target < low:
-        return decision(low, "minimum")
+        if count == target:
+            return decision(target, "hold", "maximum")
+        _started_up(state, now, count)
+        return decision(count, _largest(need_kv, need_prefill, need_decode))
 
     floor = max(low, 0 if not low and now - state.last_work >= config.zero_after_s else 1)
     fewer = max(math.ceil(state.lows[0][1] - _ROUNDING), floor)
@@ -191,6 +206,11 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     count = max(fewer, target - max(1, int(config.down_share * target)))
     state.last_down = now
     return decision(count, "less needed")
+
+
+def _started_up(state: ScalingState, now: float, count: int) -> None:
+    state.last_up = now
+    state.awaited.append((now, count))
 
 
 def _over(amount: float, unit: float) -> float:
@@ -215,7 +235,8 @@ def _sums(stats: Any, config: ScalingConfig) -> tuple[float, float, float, float
 def _arrived(snapshot: Snapshot, state: ScalingState, now: float) -> float:
     """Tokens that came since the last decision, by the replicas that both know."""
     came = 0.0
-    counters: dict[Any, tuple[float, float]] = {}
+    # One that misses a report is still known; of those that have gone there are as many as run, at most.
+    counters = state.counters if len(state.counters) <= 2 * snapshot.running else {}
     for name, one in snapshot.replicas.items():
         known = state.counters.get(name)
         counters[name] = (one.arrived_tokens, one.preemptions)
@@ -279,7 +300,7 @@ def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
 def _held(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, start: float, slowest: float) -> str:
     """Why no replica is stopped now although fewer would do; empty if nothing speaks against it."""
     now = snapshot.now
-    if snapshot.running < snapshot.target:
+    if snapshot.running < snapshot.target and now - state.last_up < _PATIENCE * start:
         return "replicas start"
     if len(snapshot.replicas) < snapshot.running:
         return "reports missing"
@@ -330,7 +351,7 @@ class KvDemandPolicy:
     """The policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
 
     An exception in a policy would stall every application of the cluster, so whatever goes wrong is logged and
-    holds the target. It decides on new data only, and answers from memory in between.
+    holds the target. It decides once for each interval of reports, and answers from memory in between.
     """
 
     def __init__(self, **options: Any) -> None:

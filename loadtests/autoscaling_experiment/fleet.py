@@ -232,6 +232,9 @@ class Fleet:
         np.add.at(used, slot, take / self.service.prefill_rate)
         over = requests[ends]
         when = self.now + seconds * (before[ends] + left[ends]) / budget[slot[ends]]
+        # All of a tick's arrivals are there at its start, but nobody is served before he comes.
+        alone = left[ends] / (self.service.prefill_rate * share[slot[ends]])
+        when = np.maximum(when, self.workload.arrival[over] + alone)
         # The first token of one that computes its prompt anew was long before.
         self.first[over] = np.minimum(self.first[over], when)
         self.made[over] += 1

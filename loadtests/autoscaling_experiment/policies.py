@@ -98,9 +98,7 @@ class Saturation:
         if not view.reports or view.running < view.target:
             return view.target
         occupied = [one.referenced_blocks / one.num_blocks for one in view.reports.values()]
-        queues = [
-            max(one.waiting_blocks > 0, 0) * one.backlog_tokens / 1_000.0 for one in view.reports.values()
-        ]
+        queues = [one.backlog_tokens / 1_000.0 if one.waiting_blocks else 0.0 for one in view.reports.values()]
         loose = [
             (0.8 - used, 5.0 - queue)
             for used, queue in zip(occupied, queues, strict=True)

@@ -40,7 +40,6 @@ class Outcome:
     ups: int
     downs: int
     reversals: int
-    most_stopped: float  # by one decision, of the fleet then
     worst_step: int  # replicas stopped by one decision beyond what is allowed
     preemptions: int
     mean_replicas: float
@@ -62,7 +61,7 @@ def simulate(
     late: deque[tuple[float, dict[int, ReplicaStats]]] = deque()
     series: dict[str, list[float]] = {"demand": [], "target": [], "running": []}
     moves: list[int] = []
-    worst_share, worst_step = 0.0, 0
+    worst_step = 0
     ticks = round(REPORT_EVERY_S / TICK_S)
     count = 0
     hours = 0.0
@@ -88,7 +87,6 @@ def simulate(
                 if fleet.now < workload.seconds:
                     moves.append(1 if change > 0 else -1)
                 if change < 0:
-                    worst_share = max(worst_share, -change / fleet.target)
                     worst_step = max(worst_step, -change - max(1, int(0.1 * fleet.target)))
                 fleet.set_target(target)
             pool = fleet.service.pool_tokens
@@ -113,7 +111,6 @@ def simulate(
         moves.count(1),
         moves.count(-1),
         sum(a != b for a, b in itertools.pairwise(moves)),
-        worst_share,
         worst_step,
         fleet.preemptions,
         float(np.mean(series["running"])),

@@ -28,9 +28,6 @@ class Workload:
     seconds: float
     hit_share: float = 0.0  # of each prompt, found in the prefix cache
 
-    def __len__(self) -> int:
-        return len(self.arrival)
-
 
 def poisson(
     name: str,
@@ -92,7 +89,7 @@ def burst(seed: int, rate: float = 60.0, seconds: float = 1_800.0) -> Workload:
 
 
 def long_decode(seed: int, rate: float = 10.0, seconds: float = 1_800.0) -> Workload:
-    """Short prompts and long answers: KV-bound. The rate doubles and falls back."""
+    """Short prompts and long answers: KV-bound. The rate doubles and falls back to where it was."""
     at = np.linspace(0.0, 1.0, 60)
     return poisson("long decode", rate * (0.6 + 0.6 * np.sin(np.pi * at)), seconds, *LONG_DECODE, seed)
 
@@ -103,7 +100,7 @@ def many(seed: int, replicas: int, seconds: float) -> Workload:
 
 
 def long_prompts(seed: int, rate: float = 6.0, seconds: float = 1_800.0) -> Workload:
-    """Long prompts and short answers: prefill-bound. The rate doubles and falls back."""
+    """Long prompts and short answers: prefill-bound. The rate nearly triples and falls back."""
     at = np.linspace(0.0, 1.0, 60)
     return poisson("long prompts", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *LONG_PROMPTS, seed)
 

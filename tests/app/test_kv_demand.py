@@ -58,7 +58,7 @@ def test_demand_beyond_the_pool_asks_for_as_many_as_it_fills() -> None:
     assert decision.need_kv == pytest.approx(4.0)
 
 
-def test_cached_blocks_are_no_demand() -> None:
+def test_pools_without_work_are_no_demand() -> None:
     assert settled(2, stats(0.0), stats(0.0), config=ScalingConfig(reserve=0.0)).target == 1
 
 
@@ -158,7 +158,7 @@ def test_stops_a_tenth_at_most_and_waits_in_between() -> None:
 @pytest.mark.parametrize(
     ("change", "held"),
     [
-        ({"running": 4}, "replicas start"),
+        ({"running": 4, "started": 0}, "replicas start"),
         ({"drop": 1}, "reports missing"),
         ({"preempt": True}, "preemptions"),
         ({"step_seconds": 0.06}, "slow steps"),
@@ -175,11 +175,51 @@ def test_what_holds_a_fleet_that_could_be_smaller(change: dict[str, Any], held: 
         if "drop" in change:
             del reports[5]
         running = change.get("running", 6)
+        if second == change.get("started"):
+            state.last_up = float(second)
         reports = {place: one for place, one in reports.items() if place < running}
         decision = decide(Snapshot(float(second), 6, running, 1, 100, reports), config, state)
         assert decision.target == 6
     assert decision is not None
     assert decision.held_by == held
+
+
+def test_a_fleet_that_cannot_reach_its_target_shrinks_all_the_same() -> None:
+    config, state = ScalingConfig(startup_s=10.0), ScalingState(last_up=0.0)
+    targets = []
+    for second in range(400):
+        reports = {place: stats(10.0) for place in range(8)}
+        targets.append(decide(Snapshot(float(second), 10, 8, 1, 100, reports), config, state).target)
+    assert targets[299] == 10
+    assert targets[300] == 9
+
+
+def test_a_missed_report_loses_no_arrivals() -> None:
+    config, state, decision = ScalingConfig(), ScalingState(), None
+    for second in range(31):
+        reports = {place: stats(10.0, arrived_tokens=6_000.0 * second) for place in range(10)}
+        if second % 2:
+            del reports[3]
+        decision = decide(Snapshot(float(second), 40, 10, 1, 100, reports), config, state)
+    assert decision is not None
+    # 10 x 6,000 a second over 6,000; the nine of the odd seconds stand for ten.
+    assert decision.need_prefill == pytest.approx(10.0, rel=0.06)
+
+
+def test_a_target_above_the_maximum_comes_down_under_any_load() -> None:
+    busy = [stats(900.0, waiting_blocks=9_000.0)] * 5
+    decision = decide(snapshot(0.0, 5, *busy, maximum=4), ScalingConfig(), ScalingState())
+    assert (decision.target, decision.reason) == (4, "maximum")
+
+
+def test_a_start_from_zero_counts_as_work_and_teaches_how_long_it_takes() -> None:
+    config, state = ScalingConfig(zero_after_s=600.0), ScalingState()
+    assert decide(Snapshot(0.0, 0, 0, 0, 9, {}, 1.0), config, state).target == 1
+    for second in range(1, 600):
+        running = int(second >= 40)
+        reports = {"a": stats(0.0)} if running else {}
+        assert decide(Snapshot(float(second), 1, running, 0, 9, reports), config, state).target == 1
+    assert list(state.starts) == [40.0]
 
 
 def test_too_few_reports_hold_everything() -> None:
@@ -257,7 +297,7 @@ def test_whatever_comes_the_answer_is_a_number_within_bounds_or_holds(
         )
         decision = decide(view, config, state)
         assert isinstance(decision.target, int)
-        assert minimum <= decision.target <= max(minimum + spread, target)
+        assert minimum <= decision.target <= minimum + spread or decision.held_by
         if decision.target < target:
             assert target - decision.target <= max(1, target // 10)
         target = decision.target
@@ -341,6 +381,12 @@ def test_old_and_partial_reports_are_no_reports() -> None:
     some["sequences"]["b"] = [Stamped(1.0, 3.0)]
     del some["preemptions"]["c"]
     assert list(read_reports(some, ["a", "b", "c", "d"], 5.0, 2.0)) == ["a"]
+
+
+@pytest.mark.parametrize("option", [{"kv_high": 0.0}, {"kv_low": 1.5}, {"startup_s": "60"}, {"shadow": 1}])
+def test_options_out_of_range_are_named(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        KvDemandPolicy(**option)
 
 
 def test_unknown_options_are_named() -> None:

@@ -1,0 +1,163 @@
+"""The simulated fleet of the autoscaling experiment: one replica by hand, and what must hold of any run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import ConfigError
+from loadtests.autoscaling_experiment.constants import SERVICE
+from loadtests.autoscaling_experiment.fleet import Fleet
+from loadtests.autoscaling_experiment.policies import KvDemand, Occupancy, RayDefault, Saturation, View
+from loadtests.autoscaling_experiment.runs import simulate
+from loadtests.autoscaling_experiment.workloads import Workload, constant, long_decode, poisson, trace
+
+
+def load(*requests: tuple[float, float, float], seconds: float = 60.0) -> Workload:
+    arrival, prompt, output = (np.array(column, float) for column in zip(*requests, strict=True))
+    return Workload("by hand", arrival, prompt, output, seconds)
+
+
+def run(fleet: Fleet, seconds: float) -> None:
+    while fleet.now < seconds:
+        fleet.tick()
+
+
+def test_a_request_alone_takes_its_prompt_and_its_steps() -> None:
+    fleet = Fleet(load((1.0, 10_000.0, 101.0)), most=1, first=1, startup_s=0.0)
+    run(fleet, 10.0)
+    assert fleet.first[0] == pytest.approx(1.0 + 10_000.0 / SERVICE.prefill_rate)
+    step = SERVICE.step_base + SERVICE.step_row + SERVICE.step_token * 10_050.0
+    assert (fleet.done[0] - fleet.first[0]) / 100.0 == pytest.approx(step, rel=0.15)  # a tick's end in 2.5 s
+    assert fleet.idle
+
+
+def test_prompts_are_computed_in_the_order_of_their_arrival() -> None:
+    fleet = Fleet(load((0.0, 20_000.0, 10.0), (0.01, 20_000.0, 10.0)), most=1, first=1, startup_s=0.0)
+    run(fleet, 5.0)
+    # The second one's share falls while the first one decodes.
+    assert fleet.first[0] == pytest.approx(1.0)
+    assert 2.0 <= fleet.first[1] <= 2.5
+
+
+def test_nobody_starts_where_his_blocks_do_not_fit() -> None:
+    much = SERVICE.pool_tokens * 0.6
+    fleet = Fleet(load((0.0, much, 400.0), (0.0, much, 10.0)), most=1, first=1, startup_s=0.0)
+    run(fleet, 13.0)
+    assert np.isfinite(fleet.first[0])
+    assert not np.isfinite(fleet.first[1])
+    assert fleet.lacking.sum() == much
+    run(fleet, 60.0)
+    assert fleet.first[1] > fleet.done[0]
+
+
+def test_a_replica_serves_after_the_time_to_start_and_goes_when_its_last_request_ends() -> None:
+    fleet = Fleet(load((0.0, 1_000.0, 2_000.0)), most=3, first=1, startup_s=10.0)
+    fleet.set_target(2)
+    run(fleet, 9.75)
+    assert fleet.running == 1
+    fleet.tick()
+    fleet.tick()
+    assert fleet.running == 2
+    fleet.set_target(1)
+    fleet.tick()
+    assert np.count_nonzero(fleet.exists) == 1  # the newest was idle
+    fleet.set_target(0)
+    fleet.tick()
+    assert (fleet.running, np.count_nonzero(fleet.exists)) == (0, 1)
+    run(fleet, 40.0)
+    assert np.count_nonzero(fleet.exists) == 0
+    assert np.isfinite(fleet.done[0])
+
+
+def test_what_waits_at_a_replica_that_stops_is_served_elsewhere() -> None:
+    much = SERVICE.pool_tokens * 0.9
+    fleet = Fleet(
+        load((0.0, much, 900.0), (0.0, much, 10.0), (0.1, much, 10.0)), most=2, first=2, startup_s=0.0
+    )
+    run(fleet, 1.0)
+    fleet.set_target(1)
+    run(fleet, 120.0)
+    assert np.isfinite(fleet.done).all()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_request_ends_once_after_it_came(seed: int) -> None:
+    workload = poisson("mixed", [4.0, 30.0, 4.0], 300.0, (3_000.0, 1.0), (400.0, 0.8), seed)
+    fleet = Fleet(workload, most=3, first=3, startup_s=5.0)
+    while not fleet.idle:
+        fleet.tick()
+        live = np.concatenate([fleet._waiting, fleet._prefilling, fleet._decoding])
+        assert len(live) == len(set(live.tolist())) == fleet.ongoing - fleet.queued
+        assert (fleet.held <= SERVICE.pool_tokens).all()
+        if 100.0 <= fleet.now < 100.25:
+            fleet.set_target(1)
+        if 150.0 <= fleet.now < 150.25:
+            fleet.set_target(3)
+        assert fleet.now < 4_000.0
+    assert (fleet.first >= workload.arrival).all()
+    assert (fleet.done >= fleet.first).all()
+    assert (fleet.made >= workload.output).all()
+    assert not fleet.held.any()
+
+
+def test_where_decodes_outgrow_the_pool_the_latest_waits_and_computes_all_anew() -> None:
+    half = SERVICE.pool_tokens * 0.499
+    fleet = Fleet(load((0.0, half, 3_000.0), (0.0, half, 3_000.0)), most=1, first=1, startup_s=0.0)
+    while not fleet.idle:
+        fleet.tick()
+    assert fleet.preemptions >= 1
+    assert fleet.done[0] < fleet.done[1]
+
+
+def test_the_same_run_twice_gives_the_same() -> None:
+    one, two = (simulate(constant(3, 20.0, 300.0), KvDemand(), 2) for _ in range(2))
+    assert (one.served, one.replica_hours, one.ttft_p99) == (two.served, two.replica_hours, two.ttft_p99)
+
+
+def test_kv_bound_load_gets_replicas_where_occupancy_sees_none_missing() -> None:
+    ours, theirs = (simulate(long_decode(1, 14.0, 600.0), policy, 2) for policy in (KvDemand(), Occupancy()))
+    assert ours.served > theirs.served
+    assert ours.worst_step == 0
+
+
+def view(now: float, target: int, ongoing: int, fleet: Fleet) -> View:
+    return View(now, target, fleet.running, 40, fleet.reports(), 0, ongoing)
+
+
+def test_ray_s_policy_moves_after_its_delay() -> None:
+    policy = RayDefault(40, 32, 30, 600)
+    fleet = Fleet(load((0.0, 1.0, 1.0)), most=40, first=2, startup_s=0.0)
+    targets = [policy(view(float(second), 2, 320, fleet)) for second in range(40)]
+    assert targets[:30] == [2] * 30
+    assert targets[30] == 10
+
+
+def test_saturation_moves_by_one() -> None:
+    fleet = Fleet(load(*[(0.0, 9_000.0, 500.0)] * 90), most=4, first=2, startup_s=0.0)
+    run(fleet, 1.0)
+    assert Saturation()(view(1.0, 2, 90, fleet)) == 3
+
+
+def test_traces_are_read_and_multiplied(tmp_path: Path) -> None:
+    azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.6805900,396,109\n"
+    )
+    mooncake.write_text('{"timestamp": 500, "input_length": 7, "output_length": 3}\n')
+    one = trace(azure, 1, 1)
+    assert one.arrival.tolist() == pytest.approx([0.0, 4.0])
+    assert (one.prompt.tolist(), one.output.tolist()) == ([374.0, 396.0], [44.0, 109.0])
+    assert len(trace(azure, 5, 1).arrival) == 10
+    assert trace(mooncake, 1, 1).prompt.tolist() == [7.0]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n"])
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.csv"):
+        trace(path, 1, 1)
