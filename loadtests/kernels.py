@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from kernels.cpu import CpuKernels
 from kernels.interface import AttentionMetadata, PackedLinear, kv_pool_shape
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, add_arguments, finish, print_table, save
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
 SCALE = HEAD_DIM**-0.5
@@ -187,25 +187,31 @@ def measure(num_threads: int, rounds: int) -> tuple[list[Measured], float, float
     return results, bandwidth, peak
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, check."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.kernels", description=__doc__)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of both sides")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side; the best counts")
+    cores = os.cpu_count() or 1
+    parser.add_argument("--threads", type=int, help=f"threads of both sides, on the CPU ({cores})")
+    parser.add_argument("--rounds", type=int, help="turns of each side on the CPU; the best counts (5)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.device == "cuda":
+        if arguments.threads is not None or arguments.rounds is not None:
+            parser.error("--threads and --rounds are of --device cpu")
         from loadtests import gpu_kernels
 
+        def keep(figures: list[Figure]) -> None:
+            if arguments.json is not None:
+                save("loadtests.kernels", figures, arguments.json)
+
         with torch.inference_mode():
-            finish("loadtests.kernels", gpu_kernels.measure(), arguments)
+            finish("loadtests.kernels", gpu_kernels.measure(keep), arguments)
         return
+    threads = cores if arguments.threads is None else arguments.threads
     with torch.inference_mode():
-        results, bandwidth, peak = measure(arguments.threads, arguments.rounds)
-    print(
-        f"memory {bandwidth / 1e9:.1f} GB/s, arithmetic {peak / 1e9:.0f} GFLOP/s, {arguments.threads} threads\n"
-    )
+        results, bandwidth, peak = measure(threads, 5 if arguments.rounds is None else arguments.rounds)
+    print(f"memory {bandwidth / 1e9:.1f} GB/s, arithmetic {peak / 1e9:.0f} GFLOP/s, {threads} threads\n")
     print_table(
         ("all 30 layers", "ours ms", "torch ms", "ratio", "ours", "of limit"),
         [result.row() for result in results],
@@ -216,7 +222,7 @@ def main() -> None:
         Figure("arithmetic", peak / 1e9, "GFLOP/s"),
         *(Figure(f"{result.name}: seconds", result.ours, "s") for result in results),
     ]
-    finish("loadtests.kernels", figures, arguments, threads=arguments.threads)
+    finish("loadtests.kernels", figures, arguments, threads=threads)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +76,19 @@ def machine() -> dict[str, Any]:
         present = next(
             (line.split() for line in text.splitlines() if line.startswith(("flags", "Features"))), []
         )
-        flags = " ".join(
-            f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if f in present
-        )
-    return {"cpu": model, "vector": flags, "cores": os.cpu_count(), "python": platform.python_version()}
+        flags = " ".join(flag for flag in VECTOR_FLAGS if flag in present)
+    where = {"cpu": model, "vector": flags, "cores": os.cpu_count(), "python": platform.python_version()}
+    return where | gpu()
+
+
+def gpu() -> dict[str, str]:
+    """The GPU's name and the versions of what compiles for it; empty where there is none."""
+    import torch  # takes seconds, and what is only simulated does not need it
+
+    if not torch.cuda.is_available():
+        return {}
+    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return found | ({"triton": import_module("triton").__version__} if find_spec("triton") else {})
 
 
 def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> None:
@@ -90,7 +101,8 @@ def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> No
 def finish(command: str, figures: Sequence[Figure], arguments: argparse.Namespace, **extra: Any) -> None:
     """Write the JSON file, print a line for each figure with a bar, and exit 1 if ``--check`` fails."""
     where = machine()
-    print(f"\n{command} on {where['cpu']} ({where['vector']}), {where['cores']} cores")
+    beside = f", {where['gpu']}" if "gpu" in where else ""
+    print(f"\n{command} on {where['cpu']} ({where['vector']}), {where['cores']} cores{beside}")
     if arguments.json is not None:
         save(command, figures, arguments.json, **extra)
         print(f"wrote {arguments.json}")
