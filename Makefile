@@ -19,7 +19,7 @@ help:  ## Show the targets.
 
 $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Quire needs Python 3.11 or newer, but $(PYTHON) is {v.major}.{v.minor}; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
-	@echo "Setting up $(VENV) with $(CONSTRAINTS): about 2 GB, a few minutes, once"
+	@echo "Setting up $(VENV) with $(CONSTRAINTS): 2.5 GB, a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	@# torch first, from the index that its constraints name; then everything else needs no second index.
 	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools

@@ -220,5 +220,8 @@ def _one_line(error: ValidationError) -> str:
     parts = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
-        parts.append(f"{name}={item['input']!r}: {item['msg']}")
+        pattern = str(item.get("ctx", {}).get("pattern", ""))
+        choices = pattern.startswith("^(") and pattern.endswith(")$")
+        said = f"must be one of {pattern[2:-2].replace('|', ', ')}" if choices else item["msg"]
+        parts.append(f"{name}={item['input']!r}: {said}")
     return "; ".join(parts)

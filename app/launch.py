@@ -144,9 +144,9 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
             _announce(server, options, fit, say)
         while not stop.wait(1.0):
             pass
-        say("stopping ...")
+        say("stopping (up to half a minute) ...")
     except KeyboardInterrupt:
-        say("stopping ...")
+        say("stopping (up to half a minute) ...")
     finally:
         server.stop()
 
@@ -280,14 +280,17 @@ class Progress:
         self._replicas = replicas
         self._say = say
         self._next = 0.0
+        self._began: float | None = None
 
     def update(self, ready: int, now: float) -> None:
         """``now`` in seconds on any clock; says nothing if it said something in the last few."""
         if now < self._next:
             return
         self._next = now + PROGRESS_EVERY_S
+        self._began = now if self._began is None else self._began
         if ready < self._replicas:
-            self._say(f"  waiting for engine replicas: {ready} of {self._replicas} ready")
+            waited = f" after {now - self._began:.0f} s" if now > self._began else ""
+            self._say(f"  waiting for engine replicas: {ready} of {self._replicas} ready{waited}")
         else:
             self._say("  waiting for the way to them: proxy, ingress, channels")
 

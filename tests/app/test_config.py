@@ -136,3 +136,10 @@ def test_config_file_says_what_the_launcher_does() -> None:
         assert document == expected
     else:
         assert document["applications"] == expected["applications"]
+
+
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"routing='nearest': must be one of prefix, least_tokens, round_robin"
+    ):
+        config.load({"routing": "nearest"}, {})

@@ -168,7 +168,7 @@ def test_progress_is_told_every_few_seconds() -> None:
         progress.update(ready, now)
     assert [line.strip() for line in said] == [
         "waiting for engine replicas: 0 of 2 ready",
-        "waiting for engine replicas: 1 of 2 ready",
+        "waiting for engine replicas: 1 of 2 ready after 5 s",
         "waiting for the way to them: proxy, ingress, channels",
     ]
 
