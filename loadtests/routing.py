@@ -64,9 +64,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     began = time.monotonic()
     parts = {name: Part(name, SCENARIOS[name]()) for name in arguments.only or SCENARIOS}
+    if arguments.seeds is not None and arguments.seeds < 1:
+        parser.error("--seeds must be at least 1")
     if arguments.seeds is not None:
         for part in parts.values():
-            part.scenario.runs = [run for run in part.scenario.runs if run.seed <= max(1, arguments.seeds)]
+            part.scenario.runs = [run for run in part.scenario.runs if run.seed <= arguments.seeds]
     total = sum(len(part.scenario.runs) for part in parts.values())
     with tqdm(total=total, desc="routing", unit="run", disable=None) as bar:
         for part, run, summary, more in simulate_parts(parts, max(1, arguments.workers)):
