@@ -14,6 +14,9 @@ LOOKED_UP = 32
 MOST_CHANGES = 1024
 """Blocks found or lost after which the rest of these waits for the next time: about a millisecond."""
 
+MOST_NEW = 2048
+"""Blocks of newcomers after which the rest of these waits for the next time: about a millisecond or two."""
+
 _RUNS = (RequestState.RUNNING, RequestState.SWAPPING_IN)
 
 
@@ -38,7 +41,8 @@ class Backlog:
     With order left out of account: blocks that only waiting sequences miss count once, those that running or
     swapped-out ones are computing count there. The last block of a text is each sequence's own, since its last
     token must be run to get logits. Exact while at most ``LOOKED_UP`` sequences wait and few blocks change;
-    beyond it, blocks that have become findable, or ceased to be, are seen some steps later.
+    beyond it, blocks that have become findable, or ceased to be, are seen some steps later, and newcomers count
+    as if they shared nothing until it is their turn.
 
     Changes are noted as they happen and worked in when somebody asks, so that whoever starts and ends in one
     step costs nothing. Keys are chains of hashes: equal for equal texts of one root, and a collision would only
@@ -73,14 +77,24 @@ class Backlog:
 
     def tokens(self) -> int:
         """How many are to be computed before all that is here decodes."""
+        self._place_changed()
+        self._advance()
+        self._look_up()
+        left = sum(len(entry.request.token_ids) - entry.request.computed for entry in self._changed)
+        return self._own + (len(self._wanted) - self._both) * self._size + left
+
+    def _place_changed(self) -> None:
         changed = [*self._changed, *self._held]
         self._changed.clear()
         self._held.clear()
+        blocks = 0
         for entry in changed:
+            if entry not in self._parts:  # its keys are to be made; those of others are there, and counted
+                if blocks >= MOST_NEW:
+                    self._changed[entry] = None
+                    continue
+                blocks += len(entry.request.token_ids) // self._size
             self._place(entry)
-        self._advance()
-        self._look_up()
-        return self._own + (len(self._wanted) - self._both) * self._size
 
     def _place(self, entry: Entry) -> None:
         """Count a sequence anew, as what it is now."""
@@ -143,8 +157,8 @@ class Backlog:
         for _ in range(min(LOOKED_UP, len(waiting))):
             self._next = self._next + 1 if self._next + 1 < len(waiting) else 0
             entry = waiting[self._next]
-            part = self._parts[entry]
-            if not part.finds:
+            part = self._parts.get(entry)
+            if part is None or not part.finds:  # none: a newcomer that is not placed yet
                 continue
             first, found = part.first, self._found(entry)
             if found > first:

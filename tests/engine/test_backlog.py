@@ -196,6 +196,25 @@ def test_report_changes_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) 
     assert [load.tokens() for _ in range(4)] == [40 + 8, 40 + 8, 40 + 8, 8]
 
 
+def test_report_hashes_so_many_blocks_of_newcomers_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "MOST_NEW", 15)
+    scheduler, model = make_scheduler(num_blocks=2000, max_num_seqs=1, token_budget=64), KVSimulation(4)
+    load = of(scheduler)
+    for name in range(7):
+        scheduler.add(make_request(f"r{name}", [*range(40), 40], max_tokens=1, arrival=1.0 + name))
+    # Two of ten blocks each time, the first of which count once; the others count as if they shared nothing.
+    assert load.tokens() == 40 + 2 + 5 * 41
+    assert load.tokens() == 40 + 4 + 3 * 41
+    scheduler.abort("r6")
+    assert load.tokens() == 40 + 6
+    for name in range(7, 13):
+        scheduler.add(make_request(f"r{name}", [*range(40), 40], max_tokens=1, arrival=1.0 + name))
+    step(scheduler, model)  # r0 has ended
+    assert load.tokens() == 5 + 2 + 4 * 41
+    assert load.tokens() == 5 + 4 + 2 * 41
+    assert load.tokens() == counted(scheduler) == 5 + 6
+
+
 def test_nothing_is_kept_of_what_comes_and_goes_without_being_asked() -> None:
     scheduler, model = make_scheduler(num_blocks=64), KVSimulation(4)
     load = of(scheduler)
