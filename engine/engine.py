@@ -218,7 +218,8 @@ class Engine:
         if self.runner.memory.host_blocks:
             out, back = swap_costs(self.runner.kv_cache)
             rates = Rates(calibration.prefill_rate, out.rate, back.rate, out.call_seconds, back.call_seconds)
-        return RecoveryPolicy(RecoveryMode(self.config.recovery), self.limits.block_size, rates)
+        mode, refit = RecoveryMode(self.config.recovery), self.runner.device.type == "cpu"  # see CopyClock
+        return RecoveryPolicy(mode, self.limits.block_size, rates, refit_calls=refit)
 
     def _calibrate(self, offline: bool) -> Calibration:
         """Choose the token budget; measure the prefill rate if that, a router or a recovery needs it."""

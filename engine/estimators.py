@@ -154,11 +154,13 @@ class CallCost:
     Args:
         rate: units a second beside the fixed part, as calibrated; 0 where unknown.
         call_seconds: the fixed part, as calibrated; it means nothing without ``rate``.
+        refit: ``False`` keeps the fixed part as it is, for measurements that do not show it.
     """
 
-    def __init__(self, rate: float, call_seconds: float = 0.0) -> None:
+    def __init__(self, rate: float, call_seconds: float = 0.0, *, refit: bool = True) -> None:
         self._unit = UnitCost(rate)
         self._calibrated = self._fixed = call_seconds * max(rate, 0.0)
+        self._refit = refit
         self._line = _Line()
 
     @property
@@ -188,6 +190,8 @@ class CallCost:
         if units <= 0 or seconds <= 0:
             return
         self._unit.measure(units + self._fixed, seconds, decisions)
+        if not self._refit:
+            return
         unit = self._unit.likely
         assert unit is not None, "it was measured"
         # In units, not seconds: when all was believed to be faster than it is, that must not weigh more.

@@ -113,16 +113,18 @@ class RecoveryPolicy:
     Args:
         block_size: tokens of one KV block.
         rates: calibrated at start; an unknown swap rate makes ``auto`` recompute.
+        refit_calls: whether the seconds of copies show their fixed parts. ``False`` where they are a pace times
+            blocks: a line through them would lose what the calibration found.
     """
 
-    def __init__(self, mode: RecoveryMode, block_size: int, rates: Rates) -> None:
+    def __init__(self, mode: RecoveryMode, block_size: int, rates: Rates, *, refit_calls: bool = True) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size} but must be at least 1")
         self.mode = RecoveryMode(mode)
         self._block_size = block_size
         self._prefill = CallCost(rates.prefill)
-        self._out = CallCost(rates.swap_out, rates.out_call)
-        self._in = CallCost(rates.swap_in, rates.in_call)
+        self._out = CallCost(rates.swap_out, rates.out_call, refit=refit_calls)
+        self._in = CallCost(rates.swap_in, rates.in_call, refit=refit_calls)
         self._survival = _SURVIVAL_START
         self._lessons = 0
         self._typical = RunningMedian(_KEPT_LESSONS)

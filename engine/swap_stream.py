@@ -116,7 +116,10 @@ class Moment(Protocol):
 
 
 class CopyClock:
-    """What a block's copy takes, from events that the device has passed: asking never waits."""
+    """What a block's copy takes, from events that the device has passed: asking never waits.
+
+    It tells a pace times blocks, so that its answers do not show what a copy takes beside its blocks.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[tuple[Moment, Moment, int]] = deque()

@@ -74,3 +74,16 @@ def test_each_prompt_teaches_what_its_tokens_took() -> None:
     decoding = StepPlan([chunk for chunk in chunks if chunk.length == 1], 2, 2)
     preemption.account(decoding, StepTiming(0.8))
     assert policy.rates == before
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_copies_told_as_a_pace_keep_the_calibrated_fixed_part(refit: bool) -> None:
+    """Each is charged what a block of the one before it took, so that a line would go through the origin."""
+    chooser = RecoveryPolicy(RecoveryMode.AUTO, 16, Rates(1000.0, 100.0, 200.0, 0.02, 0.01), refit_calls=refit)
+    sizes, before = [2, 4, 8, 3, 6], 4
+    for blocks in sizes * 40:
+        chooser.saw_swap_out(blocks, blocks * (0.02 / before + 1 / 100.0))
+        chooser.saw_swap_in(blocks, blocks * (0.01 / before + 1 / 200.0))
+        before = blocks
+    fixed = [chooser.rates.out_call / 0.02, chooser.rates.in_call / 0.01]
+    assert all(share < 0.25 if refit else 0.75 < share < 1.25 for share in fixed), fixed
