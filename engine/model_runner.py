@@ -28,6 +28,8 @@ from kernels import AttentionMetadata, get_kernels
 
 _log = logging.getLogger("quire.engine")
 
+_MANY_ROWS = 17  # float32 products on a GPU have a kernel of their own from here on
+
 LogitsHook = Callable[[Sequence[Request], Tensor], None]
 """Sees the requests that sample in a step and their logits, float32 ``[S, vocab]``, before sampling."""
 
@@ -167,10 +169,13 @@ class ModelRunner:
         """Take each kind of step once: a GPU's kernels are compiled at first use, for seconds.
 
         A long prompt, and the first and last token of the longest sequence; for a start with an empty pool.
+        Then the output head for more rows than any kernel takes to be few: each of these steps samples one.
         """
         most = min(self.max_model_len, self.memory.tokens)
         for tokens, start in ((min(most, 256), 0), (1, 0), (1, most - 1)):
             self.forward_alone([0] * tokens, self.kv_cache, start)
+        rows = torch.zeros((_MANY_ROWS, self.model.hidden_size), dtype=self.dtype, device=self.device)
+        self.decoder.kernels.linear(rows, self.decoder.head)
 
     def forward_alone(self, token_ids: list[int], cache: KVCache, start: int = 0) -> Tensor:
         """Logits ``[1, vocab]`` after ``token_ids``, which come after ``start`` tokens.

@@ -21,7 +21,7 @@ from engine.random import sequence_seed
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.step_plan import Candidates, Transfers
-from kernels import AttentionMetadata
+from kernels import AttentionMetadata, PackedLinear
 
 PROMPT = [5, 17, 42, 8, 61, 33, 90, 12, 4]
 SEED = 77
@@ -119,15 +119,24 @@ def test_a_beam_gets_the_likeliest_tokens(runner: ModelRunner, spread: bool) -> 
 def test_warming_up_takes_each_kind_of_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     seen = []
-    forward = runner.decoder.forward
+    rows_seen: dict[tuple[int, int], set[int]] = {}  # by features in and out: what a kernel is compiled for
+    forward, linear = runner.decoder.forward, runner.decoder.kernels.linear
 
     def kept(tokens: Tensor, pool: Tensor, metadata: AttentionMetadata, rows: Tensor) -> Tensor:
         seen.append((metadata.max_query_len, metadata.max_context_len))
         return forward(tokens, pool, metadata, rows)
 
+    def counted(x: Tensor, packed: PackedLinear) -> Tensor:
+        rows_seen.setdefault((packed.in_features, packed.out_features), set()).add(x.shape[0])
+        return linear(x, packed)
+
     monkeypatch.setattr(runner.decoder, "forward", kept)
+    monkeypatch.setattr(runner.decoder.kernels, "linear", counted)
     runner.warm_up()
     assert seen == [(64, 64), (1, 1), (1, 64)]  # as many as the pool holds
+    assert (runner.model.hidden_size, runner.model.vocab_size) in rows_seen
+    for rows in rows_seen.values():  # of every product, both kinds that float32 has on a GPU
+        assert min(rows) <= 16 < max(rows)
 
 
 def test_tokens_alone_follow_those_before(runner: ModelRunner) -> None:
