@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from enum import StrEnum
 
+from app.config import ROUTERS
+
 
 class LiveArm(StrEnum):
-    """By the option's value."""
+    """By the option's value: all that the application has."""
 
     PREFIX = "prefix"
     LEAST_TOKENS = "least_tokens"
@@ -22,10 +24,8 @@ COMPARED = (LiveArm.PREFIX, LiveArm.POWER_OF_TWO)
 
 def missing(arm: LiveArm) -> str | None:
     """Why an arm cannot run in this environment; ``None`` if it can."""
-    if arm is not LiveArm.PREFIX_AFFINITY:
-        return None
     try:
-        importlib.import_module("app.routing.ray_policies")
+        importlib.import_module(ROUTERS[arm].partition(":")[0])
     except ImportError as error:
-        return f"Ray's PrefixCacheAffinityRouter cannot be imported: {error}"
+        return f"its router cannot be imported: {error}"
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 import time
@@ -24,8 +25,8 @@ from app.model_store import resolve
 from loadtests.report import add_arguments, finish, print_table
 from loadtests.routing_live.arms import COMPARED, LiveArm, missing
 from loadtests.routing_live.judge import HEADER, figures, rows
-from loadtests.routing_live.oracle import cached_share, replay
-from loadtests.routing_live.recording import Recording, write
+from loadtests.routing_live.oracle import replay
+from loadtests.routing_live.recording import Recording, cached_share, write
 from loadtests.routing_live.stage import HELD, MAX_NUM_SEQS, Plan, Stage
 from loadtests.routing_live.traffic import Shape, Traffic
 from loadtests.streams import MODEL
@@ -33,6 +34,14 @@ from loadtests.streams import MODEL
 COMMAND = "loadtests.routing --live"
 LOAD = 0.65
 """Of the calibrated capacity: above what is served without regard to prefixes, below what is with it."""
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, but is {text}")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,8 +56,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(LiveArm)} (default: {' '.join(COMPARED)})",
     )  # fmt: skip
     made.add_argument("--replicas", type=int, default=2, choices=(2, 3, 4), help="engine replicas (2)")
-    made.add_argument("--rate", type=float, metavar="R", help="requests per second, instead of a calibration")
-    made.add_argument("--load", type=float, default=LOAD, help=f"share of the calibrated capacity ({LOAD})")
+    made.add_argument(
+        "--rate", type=above_zero, metavar="R", help="requests per second, instead of a calibration"
+    )
+    made.add_argument(
+        "--load", type=above_zero, default=LOAD, help=f"share of the calibrated capacity ({LOAD})"
+    )
     made.add_argument(
         "--requests",
         type=int,
@@ -67,8 +80,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Run the arms by turns, print their table, hold the figures to their bars."""
     arguments = parser().parse_args(argv)
-    if min(arguments.seeds, arguments.requests) < 1 or min(arguments.load, arguments.rate or 1.0) <= 0.0:
-        parser().error("--seeds and --requests must be at least 1, --rate and --load above 0")
+    if min(arguments.seeds, arguments.requests) < 1:
+        parser().error("--seeds and --requests must be at least 1")
     began = time.monotonic()
     absent = {arm: why for arm in arguments.arms if (why := missing(arm))}
     arms = [arm for arm in dict.fromkeys(arguments.arms) if arm not in absent]
@@ -104,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
         f"{rate:.2f} requests/s for {plan.counted / rate:.0f} s"
     )
     for one in runs.get(LiveArm.PREFIX, []):
-        oracle.append(cached_share(one, replay(one)))
+        oracle.append(cached_share(one.fleet.counted(replay(one))))
         print(
             f"seed {one.fleet.seed}: the oracle finds {oracle[-1]:.1%} of these arrivals' prompts cached, "
             f"prefix found {one.cached_share:.1%}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from loadtests.report import Figure
 from loadtests.routing_live.arms import LiveArm
-from loadtests.routing_live.recording import OK, Recording
+from loadtests.routing_live.recording import OK, Arrival, Recording, cached_share, quantile, ttfts
 
 Runs = Mapping[LiveArm, Sequence[Recording]]
 """The recordings of each arm, one for each seed."""
@@ -39,9 +39,9 @@ def _row(arm: LiveArm, recordings: Sequence[Recording]) -> list[str]:
         arm.value,
         f"{throughput(recordings):.1f}",
         " ".join(f"{one.throughput:.0f}" for one in recordings),
-        f"{100 * cached_share(recordings):.1f}",
-        f"{_quantile(times, 0.5):.2f}",
-        f"{_quantile(times, 0.99):.2f}",
+        f"{100 * cached_share(counted(recordings)):.1f}",
+        f"{quantile(times, 0.5):.2f}",
+        f"{quantile(times, 0.99):.2f}",
         f"{statistics.fmean(one.balance for one in recordings):.2f}",
         str(sum(len(one.arrivals) for one in recordings)),
         str(sum(arrival.status != OK for one in recordings for arrival in one.arrivals)),
@@ -54,17 +54,9 @@ def throughput(recordings: Sequence[Recording]) -> float:
     return statistics.fmean(one.throughput for one in recordings)
 
 
-def cached_share(recordings: Sequence[Recording]) -> float:
-    """Of the prompt tokens of all seeds, what was found cached."""
-    counted = [arrival for one in recordings for arrival in one.counted]
-    prompt = sum(arrival.prompt_tokens for arrival in counted)
-    return sum(arrival.cached for arrival in counted) / prompt if prompt else 0.0
-
-
-def ttfts(recordings: Sequence[Recording]) -> list[float]:
-    """Seconds to the first token of the counted requests of all seeds, sorted; infinite where none came."""
-    counted = [arrival for one in recordings for arrival in one.counted]
-    return sorted(float("inf") if arrival.ttft is None else arrival.ttft for arrival in counted)
+def counted(recordings: Sequence[Recording]) -> list[Arrival]:
+    """The requests of all seeds that figures are of."""
+    return [arrival for one in recordings for arrival in one.counted]
 
 
 def figures(runs: Runs, oracle: Sequence[float] = ()) -> list[Figure]:
@@ -79,17 +71,13 @@ def figures(runs: Runs, oracle: Sequence[float] = ()) -> list[Figure]:
     ours, two = runs.get(LiveArm.PREFIX), runs.get(LiveArm.POWER_OF_TWO)
     if ours and oracle:
         # Seeds have about as many prompt tokens each.
-        share = cached_share(ours) / statistics.fmean(oracle)
+        share = cached_share(counted(ours)) / statistics.fmean(oracle)
         made.append(Figure("prefix: cached share of prompt tokens, of the oracle's", share, "", CACHED_BAR))
     if ours and two:
         rate = throughput(ours) / max(throughput(two), 1e-9)
-        ratio = _quantile(ttfts(ours), 0.5) / _quantile(ttfts(two), 0.5)
+        ratio = quantile(ttfts(ours), 0.5) / quantile(ttfts(two), 0.5)
         made += [
             Figure("prefix: throughput over power of two", rate, "x", THROUGHPUT_BAR),
             Figure("prefix: median TTFT, of power of two's", ratio, "x", TTFT_BAR, at_most=True),
         ]
     return made
-
-
-def _quantile(times: Sequence[float], share: float) -> float:
-    return times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")

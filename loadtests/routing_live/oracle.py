@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from loadtests.routing_experiment.arms import Arm
@@ -42,11 +41,3 @@ def replay(recording: Recording, arm: Arm = Arm.ORACLE) -> list[Record]:
         arm, Workload(jobs), replicas=fleet.replicas, blocks=fleet.num_blocks, seed=fleet.seed, make=make
     )
     return simulated.run().records
-
-
-def cached_share(recording: Recording, records: Sequence[Record]) -> float:
-    """Of the prompt tokens of what arrived in the recording's window."""
-    fleet = recording.fleet
-    counted = [record for record in records if fleet.warm_up <= record.arrival < fleet.until]
-    prompt = sum(record.prompt for record in counted)
-    return sum(record.cached for record in counted) / prompt if prompt else 0.0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from loadtests.routing_experiment.fleet import Record
 
 OK = 200
 
@@ -34,6 +36,10 @@ class LiveFleet:
     step_per_kv_token: float
     warm_up: float  # seconds
     until: float  # seconds
+
+    def counted(self, records: Iterable[Record]) -> list[Record]:
+        """Of simulated requests, those that arrived in the window that figures are of."""
+        return [one for one in records if self.warm_up <= one.arrival < self.until]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +94,12 @@ class Recording:
     @property
     def cached_share(self) -> float:
         """Of the prompt tokens of the counted requests, what engines found cached."""
-        prompt = sum(one.prompt_tokens for one in self.counted)
-        return sum(one.cached for one in self.counted) / prompt if prompt else 0.0
+        return cached_share(self.counted)
 
     @property
     def ttft(self) -> float:
-        """Median seconds to the first token of the counted requests."""
-        times = [one.ttft for one in self.counted if one.ttft is not None]
-        return statistics.median(times) if times else float("inf")
+        """Median seconds to the first token of the counted requests; one without a token waits for ever."""
+        return quantile(ttfts([self]), 0.5)
 
     @property
     def balance(self) -> float:
@@ -105,6 +109,23 @@ class Recording:
             if one.replica:
                 counts[one.replica] = counts.get(one.replica, 0) + 1
         return max(counts.values()) * self.fleet.replicas / sum(counts.values()) if counts else float("nan")
+
+
+def cached_share(requests: Sequence[Arrival | Record]) -> float:
+    """Of these requests' prompt tokens, what was found cached."""
+    prompt = sum(one.prompt_tokens if isinstance(one, Arrival) else one.prompt for one in requests)
+    return sum(one.cached for one in requests) / prompt if prompt else 0.0
+
+
+def ttfts(recordings: Iterable[Recording]) -> list[float]:
+    """Seconds to the first token of the counted requests of all, sorted; infinite where none came."""
+    counted = [arrival for one in recordings for arrival in one.counted]
+    return sorted(math.inf if arrival.ttft is None else arrival.ttft for arrival in counted)
+
+
+def quantile(times: Sequence[float], share: float) -> float:
+    """Of sorted times; not a number where there are none."""
+    return times[min(len(times) - 1, int(share * len(times)))] if times else math.nan
 
 
 def write(recording: Recording, path: Path) -> None:

@@ -12,8 +12,8 @@ from tqdm import tqdm
 from loadtests.report import Figure, add_arguments, finish, print_table
 from loadtests.routing_experiment.arms import Arm
 from loadtests.routing_experiment.fleet import Record
-from loadtests.routing_live.oracle import cached_share, replay
-from loadtests.routing_live.recording import Recording, read
+from loadtests.routing_live.oracle import replay
+from loadtests.routing_live.recording import Recording, cached_share, read
 
 COMMAND = "loadtests.routing --replay"
 HEADER = ("recording", "routed by", "cached %", "TTFT p50 s", "last end s")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
             records = replay(recording, arm)
             rows.append((path.name, f"simulated: {arm.value}", *simulated(recording, records)))
             if arm is Arm.ORACLE:
-                share = cached_share(recording, records)
+                share = cached_share(recording.fleet.counted(records))
                 of = recording.cached_share / share if share else 0.0
                 figures.append(Figure(f"{path.name}: cached share of prompt tokens, of the oracle's", of))
     print_table(HEADER, rows)
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> None:
 
 def simulated(recording: Recording, records: Sequence[Record]) -> tuple[str, str, str]:
     """The last cells of a line of the table."""
-    fleet = recording.fleet
-    times = [one.ttft for one in records if fleet.warm_up <= one.arrival < fleet.until]
+    counted = recording.fleet.counted(records)
+    times = [one.ttft for one in counted]
     return (
-        f"{100 * cached_share(recording, records):.1f}",
+        f"{100 * cached_share(counted):.1f}",
         f"{statistics.median(times):.2f}" if times else "-",
         f"{max((one.last for one in records), default=0.0):.1f}",
     )

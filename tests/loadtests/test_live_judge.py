@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from app.config import ROUTERS
 from loadtests.routing_live.arms import LiveArm
 from loadtests.routing_live.client import Reply
 from loadtests.routing_live.command import parser
@@ -75,3 +76,14 @@ def test_the_command_takes_arms_by_name() -> None:
     assert parser().parse_args(["--arms", "round_robin"]).arms == [LiveArm.ROUND_ROBIN]
     with pytest.raises(SystemExit):
         parser().parse_args(["--arms", "nothing"])
+
+
+@pytest.mark.parametrize("option", ["--rate", "--load"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "fast"])
+def test_rates_and_loads_that_no_run_can_have_are_refused(option: str, value: str) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([option, value])
+
+
+def test_every_routing_of_the_application_is_an_arm() -> None:
+    assert list(LiveArm) == list(ROUTERS)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_live.oracle import cached_share, replay
-from loadtests.routing_live.recording import Arrival, LiveFleet, Recording
+from loadtests.routing_live.oracle import replay
+from loadtests.routing_live.recording import Arrival, LiveFleet, Recording, cached_share
 
 FLEET = LiveFleet("prefix", 1, 2, 168, 16, 8, 64, 400, 220.0, 0.03, 0.005, 1e-6, 10.0, 40.0)
 
@@ -31,19 +31,19 @@ def test_every_request_comes_at_its_time_and_with_its_lengths() -> None:
 
 def test_with_room_for_all_the_oracle_finds_every_system_prompt() -> None:
     given = recording(8, num_blocks=1000)
-    assert cached_share(given, replay(given)) == pytest.approx(400 / 445)
+    assert cached_share(FLEET.counted(replay(given))) == pytest.approx(400 / 445)
 
 
 def test_no_group_finds_anothers_system_prompt() -> None:
     given = recording(160, num_blocks=10_000)
-    assert cached_share(given, replay(given)) == 0.0
+    assert cached_share(FLEET.counted(replay(given))) == 0.0
 
 
 def test_pools_bound_what_is_found() -> None:
     """In turns, each of two replicas is asked about all seven system prompts, and has room for fewer."""
     given = recording(7)
-    oracle = cached_share(given, replay(given))
-    turns = cached_share(given, replay(given, Arm.ROUND_ROBIN))
+    oracle = cached_share(FLEET.counted(replay(given)))
+    turns = cached_share(FLEET.counted(replay(given, Arm.ROUND_ROBIN)))
     assert 0.8 < oracle <= 400 / 445
     assert turns < oracle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def test_figures_are_of_the_window() -> None:
     assert recording.throughput == 3 * 24 / 10  # the one that came before ended within, the last one did not
     assert recording.cached_share == 800 / (440 + 460 + 440)
     assert recording.ttft == 1.5
+    assert replace(recording, arrivals=(FIRST, REFUSED, REFUSED)).ttft == math.inf  # two never got a token
     assert recording.balance == pytest.approx(2 * 2 / 3)
     assert recording.failed == 0
 
