@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.backlog import LOOKED_UP
 from engine.prefix_index import PrefixIndex
 from loadtests.routing_experiment.constants import BLOCK_SIZE, MAX_NUM_SEQS, SERVICE, TOKEN_BUDGET, Service
 from loadtests.routing_experiment.event_pool import EventPool
@@ -57,9 +58,8 @@ class Replica:
         self.started: list[Row] = []
         self.generated = 0
         self.prefilled = 0
-        self.query_tokens = 0
-        """Prompt tokens of all that were started; ``hit_tokens`` of them were found."""
-        self.hit_tokens = 0
+        self.query_tokens = self.hit_tokens = 0
+        """Prompt tokens of all that were started, and how many of them were found."""
         self._budget = token_budget
         self.max_running = max_num_seqs
         self._growth = 1.0
@@ -68,7 +68,7 @@ class Replica:
         """Waiting rows that a new one could not pass at the last admission, for want of seats or blocks."""
         self._promises: set[int] = set()  # keys that rows here are going to compute
         self.waiting_tokens = 0
-        """Prompt tokens to be computed for those here: not cached, each block counted once."""
+        """Tokens to be computed for those here: not cached, each block of a prompt counted once."""
 
     def deliver(self, row: Row, now: float) -> float | None:
         """Queue a row; a run of decodes in progress ends with the step it is in: returns when, if sooner."""
@@ -155,6 +155,8 @@ class Replica:
             self.pool.release(row.table)
             row.table = []
             self._retry = True
+        for row in [one for one in self.waiting[:LOOKED_UP] if one.cached is not None]:
+            self._match(row)  # others take its blocks
 
     @property
     def kv_tokens(self) -> int:
@@ -209,7 +211,7 @@ class Replica:
         self.pool.release(row.table)
         row.table = []
         row.computed = row.findable = 0
-        self._owe(row, 0)
+        self._match(row)
         self.preemptions += 1
         arrival = row.job.arrival
         place = next((i for i, other in enumerate(self.waiting) if other.job.arrival > arrival), None)
@@ -260,12 +262,19 @@ class Replica:
 
     def _needed(self, row: Row) -> int:
         """Blocks that a start takes out of the available ones."""
-        row.node = self.index.match(_ROOT, row.tokens, len(row.tokens) - 1, row.node)
+        self._match(row)
         # A block that a row holds has all those before it held, too.
         held = row.node
         while held is not None and held.parent is not None and not self.pool.references(held.block):
             held = held.parent
         return max(1, self._most(row) - (held.depth if held is not None else 0))
+
+    def _match(self, row: Row) -> None:
+        """Look up what a waiting row would find; one that was preempted will compute all the rest again."""
+        row.node = self.index.match(_ROOT, row.tokens, len(row.tokens) - 1, row.node)
+        if row.cached is not None:
+            depth = row.node.depth if row.node is not None else 0
+            self._owe(row, len(row.tokens) - depth * BLOCK_SIZE)
 
     def _most(self, row: Row) -> int:
         return -(-(len(row.tokens) + 1) // BLOCK_SIZE)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from engine import admission, step_planner
+from engine.scheduler import Scheduler
+from loadtests.routing_experiment import replica as simulated
 from loadtests.routing_experiment.arms import report
 from loadtests.routing_experiment.constants import Service
 from loadtests.routing_experiment.replica import Replica
@@ -125,6 +130,33 @@ def test_full_pool_preempts_the_youngest_and_all_end() -> None:
     assert rows[0].last < rows[1].last
     assert [one.generated for one in rows] == [60, 60]
     assert replica.waiting_tokens == 0
+
+
+def test_a_preempted_row_owes_what_it_does_not_find() -> None:
+    replica, source = make(blocks=8), Source(1)
+    rows = [row(i, source.prompt(30), 60, arrival=i / 1000) for i in (1, 2)]
+    for one in rows:
+        replica.deliver(one, one.job.arrival)
+    now = owed = 0.0
+    while rows[0].left:
+        plan = replica.plan(now)
+        assert plan is not None
+        now = plan.end
+        replica.settle(now)
+        if replica.waiting == [rows[1]]:
+            owed = replica.waiting_tokens
+            found = rows[1].node.depth if rows[1].node is not None else 0
+            assert owed == len(rows[1].tokens) - 16 * found > 0
+    assert owed >= 64 - 2 * 16  # by then the other one has six of the eight blocks
+
+
+def test_admission_has_the_engines_limits() -> None:
+    defaults = inspect.signature(Scheduler.__init__).parameters
+    assert (
+        defaults["look_ahead"].default,
+        defaults["max_overtakes"].default,
+    ) == (simulated._LOOK_AHEAD, simulated._MAX_OVERTAKES)
+    assert (simulated._MAX_SHARERS, simulated._MAX_GROWTH) == (admission._MAX_SHARERS, step_planner._MAX_GROWTH)
 
 
 def test_waiting_tokens_count_each_block_once() -> None:
