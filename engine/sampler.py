@@ -6,7 +6,8 @@ three filters keep tokens by a threshold, so tokens that tie with the last one k
 The draw takes two exact steps (the group's probability times the token's within the group): the vocabulary
 is cut into ``GROUPS_OF`` interleaved groups, a race of exponentials (the Gumbel-max trick) chooses a group by
 its summed weight, then a token within it. So a row costs some hundred random numbers instead of one per
-token of the vocabulary. Sums are explicit trees, so a row's bits do not depend on the other rows.
+token of the vocabulary. The sums of the draw are explicit trees, so its bits do not depend on the other rows;
+on a GPU top-p goes by torch's running sums, whose order of additions may depend on the number of rows.
 """
 
 from __future__ import annotations
