@@ -26,7 +26,7 @@ from kernels.triton.attention import SPLIT, tile_for
 from kernels.triton.attention_kernels import merge_splits_kernel, paged_attention_kernel
 from kernels.triton.jit import interpreting
 from kernels.triton.kv_write import BLOCK_HEADS, rope_and_write_kv_kernel
-from kernels.triton.linear import BLOCK_K, FEW, MANY, linear_kernel
+from kernels.triton.linear import BLOCK_K, FEW, MANY, linear_kernel, options
 from kernels.triton.norm import norm_warps, rms_norm_kernel
 
 TARGETS: dict[str, GPUTarget] = {
@@ -113,7 +113,7 @@ def variants(hip: bool, *, full: bool = False) -> list[Variant]:
         found.append(_attention(dtype, 4, 128, 0, hip, short=True, partial=False))
         found.append(_merge(dtype, 4, 128))
     found += [_rope(bf16, 128, True), _rope(fp32, 64, False), _norm(bf16, 4096), _norm(fp32, 8192), _silu(bf16)]
-    return [*found, _linear("few", *FEW), _linear("many", *MANY)]
+    return [*found, _linear("few", *FEW, hip), _linear("many", *MANY, hip)]
 
 
 def compile_all(target: str, *, full: bool = False) -> list[Resources]:
@@ -190,13 +190,22 @@ def _silu(dtype: torch.dtype) -> Variant:
     return Variant("silu mul", silu_mul_kernel, dtype, {"WIDTH": 14336, "BLOCK": BLOCK}, {"num_warps": 4})
 
 
-def _linear(kind: str, block_m: int, block_n: int, num_warps: int) -> Variant:
+def _linear(kind: str, block_m: int, block_n: int, num_warps: int, hip: bool) -> Variant:
     constants: dict[str, object] = {"IN": 4096, "OUT": 14336, "BIAS": True}
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}
-    return Variant(f"linear {kind} rows", linear_kernel, torch.float32, constants, {"num_warps": num_warps})
+    return Variant(f"linear {kind} rows", linear_kernel, torch.float32, constants, options(num_warps, hip=hip))
 
 
 def _compile(variant: Variant, target: str) -> Resources:
+    compiled = compile_variant(variant, target)
+    usage = _rocm_usage if TARGETS[target].backend == "hip" else _cuda_usage
+    registers, spilled = usage(compiled)
+    name = f"{variant.name} {ELEMENT[variant.dtype]}"
+    return Resources(target, name, registers, spilled, compiled.metadata.shared)
+
+
+def compile_variant(variant: Variant, target: str) -> Any:
+    """What Triton makes of ``variant`` for ``target``; ``asm`` has every stage by name."""
     element = ELEMENT[variant.dtype]
     signature: dict[str, str] = {}
     aligned: dict[tuple[int], list[list[object]]] = {}
@@ -210,10 +219,7 @@ def _compile(variant: Variant, target: str) -> Resources:
         if not parameter.do_not_specialize and signature[name] != "fp32":
             aligned[(parameter.num,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, variant.constants, aligned)
-    compiled = triton.compile(source, target=TARGETS[target], options=variant.options)
-    usage = _rocm_usage if TARGETS[target].backend == "hip" else _cuda_usage
-    registers, spilled = usage(compiled)
-    return Resources(target, f"{variant.name} {element}", registers, spilled, compiled.metadata.shared)
+    return triton.compile(source, target=TARGETS[target], options=variant.options)
 
 
 def _cuda_usage(compiled: Any) -> tuple[int, int]:

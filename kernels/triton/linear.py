@@ -14,6 +14,11 @@ FEW_ROWS = 16
 FEW, MANY = (16, 32, 4), (64, 64, 4)  # rows and columns of a tile, warps
 
 
+def options(num_warps: int, *, hip: bool) -> dict[str, int]:
+    """For a launch. On AMD all tiles take one shape of matrix instruction: each adds in an order of its own."""
+    return {"num_warps": num_warps, "matrix_instr_nonkdim": 16} if hip else {"num_warps": num_warps}
+
+
 @jit(varying=("rows",))
 def linear_kernel(
     out: tl.tensor,
@@ -31,7 +36,8 @@ def linear_kernel(
 ) -> None:
     """Grid ``(column tiles, row tiles)``. Each element is one chain of multiply-adds over ascending k.
 
-    So it does not matter how large the tile is that computes it, and which other rows are in it.
+    On NVIDIA, that is; see :func:`options` for AMD. So it does not matter how large the tile is that computes
+    it, and which other rows are in it.
     """
     m = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -68,6 +74,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=BLOCK_K,
-        num_warps=num_warps,
+        **options(num_warps, hip=torch.version.hip is not None),
     )
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from kernels.triton.aot import TARGETS, Resources, compile_all
+from kernels.triton.aot import TARGETS, Resources, compile_all, compile_variant, variants
 from kernels.triton.attention import SPLIT, tile_for
+from kernels.triton.linear import linear_kernel
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -36,6 +38,19 @@ def test_what_does_not_fit_is_told() -> None:
     assert not Resources("sm_90", "x", 256, 0, 0).fits
     assert not Resources("gfx942", "x", 64, 0, 64 * 1024 + 1).fits
     assert "DOES NOT FIT" in str(Resources("gfx942", "x", 64, 1, 0))
+
+
+def test_products_of_few_and_many_rows_take_one_instruction_on_amd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each adds up several products in an order of its own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    few, many = (variant for variant in variants(hip=True) if variant.kernel is linear_kernel)
+    taken = [
+        set(re.findall(r"v_mfma\w+", compile_variant(kind, "gfx942").asm["amdgcn"])) for kind in (few, many)
+    ]
+    assert taken[0] == taken[1]
+    assert len(taken[0]) == 1
 
 
 @pytest.mark.parametrize("hip", [False, True])
