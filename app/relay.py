@@ -127,8 +127,8 @@ class EngineClient:
             # Drawn here, so that the draws go on the same on another replica.
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
-        live = LiveRequest(request, await self._keys(request))
-        if self._stopped:  # meanwhile, perhaps
+        live = LiveRequest(request)
+        if self._stopped:
             raise UnavailableError(STOPPING)
         self._requests.add(live)
         # An empty context: Serve must not take the attempts for children of one HTTP request.
@@ -206,7 +206,11 @@ class EngineClient:
     async def _drive(self, live: LiveRequest) -> None:
         """Attempt after attempt until the request has ended."""
         for count in range(1, MAX_ATTEMPTS + 1):
-            if live.ended or not await self._routable(live) or live.ended:
+            if live.ended or not await self._routable(live):
+                return
+            if not live.keys:  # only now: the first replica to open its channel says how they are made
+                live.keys = await self._keys(live.request)
+            if live.ended:
                 return
             live.interrupt.clear()
             live.typical = self._ledger.typical_output

@@ -96,7 +96,7 @@ class ReuseShare:
         self._lost = 0.0
         self._made = 1.0
         self._known: OrderedDict[int, None] = OrderedDict()
-        """Every 16th key of prompts computed here, the last ones asked for at the end."""
+        """Keys of prompts computed here, those that ``learn`` samples; the last ones asked for at the end."""
 
     @property
     def share(self) -> float:
@@ -104,19 +104,24 @@ class ReuseShare:
         return self._lost / self._made
 
     def learn(self, keys: Sequence[int], held: int, output: int) -> None:
-        """One request: its keys, of which the best replica holds so many; blocks that its output makes."""
-        known, lost = self._known, 0
-        for place in range(-(-held // SAMPLED) * SAMPLED, len(keys), SAMPLED):
-            key = keys[place]
+        """One request, once: its keys, of which the best replica holds so many; blocks that its output makes.
+
+        The first key that is missing and each later one at a multiple of 16 are sampled: each stands for the
+        blocks up to the next.
+        """
+        known, lost, place, end = self._known, 0, held, len(keys)
+        while place < end:
+            key, after = keys[place], min(place - place % SAMPLED + SAMPLED, end)
             if key in known:
-                lost += SAMPLED
+                lost += after - place
                 known.move_to_end(key)
             else:
                 known[key] = None
                 if len(known) > REMEMBERED:
                     known.popitem(last=False)
-        made = len(keys) - held + output
-        self._lost += min(lost, made) - self._lost / 512
+            place = after
+        made = end - held + output
+        self._lost += lost - self._lost / 512
         self._made += made - self._made / 512
 
 

@@ -1,7 +1,7 @@
 """What a request would cost on each replica, in seconds: one sum, the same for every replica and load.
 
     wait        prompt tokens that are to be computed there before it, over the prefill rate, less the time
-                since they were reported
+                since they were reported, 3 s at most
   + compute     its own uncached tokens over the prefill rate, once as its own delay and once as time of the
                 machine that whoever comes next waits for: a sibling that waits for a prefix costs the fleet
                 less than one that computes it again
@@ -40,6 +40,9 @@ MACHINE = 1.0
 
 PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
+
+SILENT_S = 3.0
+"""Reported work passes with time for so long after a report: an engine that hangs does not empty itself."""
 
 PLENTY = 1 << 40
 """Free blocks, or seats, of a replica of which nothing is known."""
@@ -80,7 +83,7 @@ class Terms(NamedTuple):
     wait: float
     """Seconds, as of the report."""
     started: float
-    """How much of it passes with time."""
+    """How much of it passes with time, ``SILENT_S`` at most."""
     reported: float
     """When that was, in monotonic seconds."""
     per_token: float
@@ -143,7 +146,7 @@ def terms(
     missing = turn / (held if held > block_size else block_size)
     return Terms(
         ahead / rate,
-        0.0 if held_up else load.waiting_tokens / rate,
+        0.0 if held_up else min(load.waiting_tokens / rate, SILENT_S),
         reported,
         per_token,
         drag,

@@ -176,6 +176,7 @@ class Ledger:
         with self._lock:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
+            again = avoid != "" or attempt in self._entries
             if attempt in self._entries:
                 self._release(attempt)
             standings = self._candidates
@@ -185,7 +186,7 @@ class Ledger:
                 raise NoRouteError("no engine replica has an open channel")
             if avoid:
                 standings = [standing for standing in standings if standing.replica != avoid] or standings
-            wanted = Wanted(request_id, prefill, decode, sequences, keys)
+            wanted = Wanted(request_id, prefill, decode, sequences, keys, again)
             now = self._clock()
             place, blocks = self._choose(standings, wanted, now)
             return self._book(attempt, wanted, standings[place], blocks, now)

@@ -25,13 +25,17 @@ class Policy(StrEnum):
 
 
 class Wanted(NamedTuple):
-    """What a choice knows of a request. ``output`` bounds the tokens of all its ``sequences`` together."""
+    """What a choice knows of a request. ``output`` bounds the tokens of all its ``sequences`` together.
+
+    ``again``: it has been placed before, so that there is nothing new to learn from its keys.
+    """
 
     request_id: str
     tokens: int
     output: int
     sequences: int = 1
     keys: Sequence[int] = ()
+    again: bool = False
 
 
 class Chooser:
@@ -85,7 +89,7 @@ class Chooser:
 
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
         output = self.expected_output(wanted)
-        candidates = self._terms(standings)
+        candidates = self._terms(standings, now)
         tokens, size, deepest = wanted.tokens, self.block_size, max(held)
         most, due, cached = 0, 0.0, held
         if deepest:
@@ -105,11 +109,15 @@ class Chooser:
         margin = 1.01 * (size if size > share else share) * candidates[best].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
-        self.reuse.learn(wanted.keys, deepest, int(wanted.sequences * output) // size)
+        if not wanted.again:
+            self.reuse.learn(wanted.keys, deepest, int(wanted.sequences * output) // size)
         return ties[0] if len(ties) == 1 else least_booked(standings, ties, wanted, deepest)
 
-    def _terms(self, standings: Sequence[Standing]) -> list[cost.Terms]:
-        """Of each; one that has not reported yet, or no rate, is taken for the average of the others here."""
+    def _terms(self, standings: Sequence[Standing], now: float) -> list[cost.Terms]:
+        """Of each; one that has not reported yet, or no rate, is taken for the average of the others here.
+
+        An average is as of ``now``: nothing of it has been done since.
+        """
         made = [standing.terms for standing in standings]
         neutral: LoadReport | None = None
         while None in made:
@@ -117,6 +125,7 @@ class Chooser:
             standing = standings[place]
             load = standing.load
             average = load is None or not load.prefill_rate
+            reported = standing.reported if load is not None else now
             if load is None or not load.prefill_rate:
                 neutral = neutral or _average([other.load for other in standings if other.load is not None])
                 load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
@@ -127,7 +136,7 @@ class Chooser:
                 standing.speed,
                 self.block_size,
                 self.outputs.tokens / 2,
-                standing.reported,
+                reported,
             )
             if not average:
                 standing.terms = at

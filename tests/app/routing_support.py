@@ -32,7 +32,7 @@ class Fleet:
     def __init__(
         self, size: int, policy: Policy = Policy.PREFIX, reported: bool = True, synced: bool = True
     ) -> None:
-        self.now = 0.0
+        self.now = 1000.0  # as of a process that has not just started
         self.index = KvIndex()
         self.ledger = Ledger(policy, self.index, lambda: self.now)
         self.routes = [Route(f"r{place}", place + 1) for place in range(size)]

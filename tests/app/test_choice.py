@@ -75,7 +75,7 @@ def plain(
     missing = max(over - room, 0) * max(turn / held, 1 / load.prefill_rate) if over else 0.0
     started = 0.0 if load.held_up else load.waiting_tokens / load.prefill_rate
     return Parts(
-        wait=ahead / load.prefill_rate - min(age, started),
+        wait=ahead / load.prefill_rate - min(age, started, cost.SILENT_S),
         compute=charged * per_token,
         streaming=streaming,
         eviction=max(min(over, room), 0) * per_token * reuse,

@@ -288,6 +288,18 @@ def test_reuse_is_the_share_of_what_is_made_again() -> None:
     assert 0.0 <= reuse.share < 0.01
 
 
+def test_reuse_of_short_prompts_and_short_rests() -> None:
+    for held in (0, 4, 9, 17, 40):  # a system prompt that stays cached, and a few blocks of one's own
+        reuse = ReuseShare()
+        for _ in range(200):
+            for name in range(20):
+                reuse.learn([*range(-held, 0), *range(100 * name, 100 * name + 3)], held, 9)
+        assert math.isclose(reuse.share, 3 / 12, rel_tol=0.05), held
+    for name in range(2000):  # siblings do not pass for each other
+        reuse.learn([*range(-held, 0), *range(10_000 + 100 * name, 10_003 + 100 * name)], held, 9)
+    assert reuse.share < 0.01
+
+
 def test_what_reuse_remembers_is_bounded() -> None:
     reuse = ReuseShare()
     for start in range(0, 40_000_000, 16_000):
@@ -302,6 +314,9 @@ def test_reported_work_is_done_as_time_passes() -> None:
     now, later, long_after = (price(waiting, age=age) for age in (0.0, 400 / rate, 5_000 / rate))
     assert math.isclose(now - later, 400 / rate)
     assert math.isclose(now - long_after, 1_000 / rate)
+    # A replica that falls silent does not empty itself.
+    long = replace(IDLE, waiting_tokens=100_000)
+    assert math.isclose(price(long) - price(long, age=60.0), cost.SILENT_S)
     # What was sent there since then has not begun, and those without a seat do not.
     sent = Booked(prefill=1_000)
     assert price(IDLE, booked=sent, age=1.0) == price(IDLE, booked=sent)

@@ -247,11 +247,11 @@ def test_what_a_closed_replica_reported_is_forgotten() -> None:
 def test_outputs_teach_what_to_expect_and_the_bound_stays_booked() -> None:
     ledger = ledger_of(A)
     for attempt in range(300):
-        booking = book(ledger, attempt, 10, 4000)
-        assert booking == "a"
+        assert book(ledger, attempt, 10, 4000) == "a"
         assert ledger.load() == {"a": 4010}
         ledger.release(attempt, made=20)
     assert ledger.load() == {"a": 0}
+    assert ledger.typical_output == pytest.approx(20, rel=0.2)
 
 
 def test_cached_tokens_are_not_booked() -> None:

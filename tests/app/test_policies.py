@@ -227,6 +227,29 @@ def test_replica_without_a_report_is_taken_for_an_average_one() -> None:
     assert "r2" in {fleet.send(*prompt(prefix(name, 90), 1, 100 + name)) for name in range(20, 24)}
 
 
+def test_an_average_is_as_of_now_whatever_an_older_route_reported() -> None:
+    fleet = Fleet(2)
+    fleet.now += 60.0
+    newer = Route("r1", 9)
+    fleet.open(newer, reported=False)
+    for place in (0, 1):
+        assert fleet.ledger._standings[f"r{place}"].reported == 1000.0
+    fleet.report(fleet.routes[0], replace(IDLE, waiting_tokens=10_000))
+    chosen = Counter(fleet.send(*prompt(prefix(name, 9), 1, 100 + name)) for name in range(10, 30))
+    assert min(chosen["r0"], chosen["r1"]) >= 8, "it would look empty"
+
+
+def test_a_request_that_is_placed_again_does_not_find_its_own_blocks_lost() -> None:
+    fleet, (tokens, keys) = Fleet(2), prompt(prefix(1, 40), 5, 2)
+    first = fleet.send(tokens, keys)
+    fleet.ledger.release(fleet.attempts)  # nothing of it was computed
+    assert fleet.send(tokens, keys, avoid=first) != first
+    fleet.ledger.release(fleet.attempts)
+    assert fleet.ledger._chooser.reuse.share == 0.0
+    fleet.send(tokens, keys)  # another request for the same
+    assert fleet.ledger._chooser.reuse.share > 0.0
+
+
 def test_the_only_replica_that_may_take_it_does_even_if_it_is_full() -> None:
     fleet = Fleet(2)
     fleet.report(fleet.routes[0], replace(IDLE, waiting_tokens=10**6, free=0, referenced=4000, num_blocks=4000))

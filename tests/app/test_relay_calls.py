@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_loopback import SCHEME, KvReplica
 from loopback import LoopbackHandle, expected_tokens, stepping
 from relay_setting import collect, quiet, request, run, started, until
 
 from app.relay import EngineClient, GenerationError
 from app.routing.fleet import NotAcceptedError
+from engine.request import CacheNamespace
 
 
 def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +126,30 @@ def test_a_replica_that_comes_back_is_used_at_once() -> None:
     run(test)
 
 
+def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
+    async def test() -> None:
+        handle, prompt = LoopbackHandle(0), list(range(40))
+        client = EngineClient(handle)
+        job = asyncio.ensure_future(collect(client, request(prompt)))
+        await until(lambda: client.status()["live_requests"] == 1)
+        send, sent = handle.generate.remote, []
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            sent.append(list(kwargs["meta"]["keys"]))
+            return send(*args, **kwargs)
+
+        # The client has the handle's method already.
+        client._calls._generate = SimpleNamespace(remote=remote)
+        handle.replicas["kv"] = KvReplica("kv")
+        handle.announce("kv")
+        async with stepping(handle):
+            assert await job == expected_tokens(prompt, 30)
+        assert sent == [SCHEME.keys(prompt, CacheNamespace())]
+        await client.stop()
+
+    run(test)
+
+
 def test_a_client_accounts_for_itself() -> None:
     async def test() -> None:
         handle, client = await started(2)
@@ -132,7 +159,9 @@ def test_a_client_accounts_for_itself() -> None:
         account = client.inspect()
         assert account["index"].keys() == account["channels"].keys() == handle.replicas.keys()
         assert [state["digest"] for state in account["index"].values()] == [None, None], "they cache nothing"
-        assert (account["live_requests"], account["cordoned"]) == (0, [])
+        assert (account["live_requests"], account["cordoned"], account["faults"]) == (0, [], 0)
+        assert account["running"].keys() <= handle.replicas.keys()
+        assert account["index_counters"]["gaps"] == 0
         await client.stop()
         assert client.inspect()["index"] == {}
 

@@ -77,7 +77,7 @@ def test_a_sibling_joins_the_first_one_however_long_that_has_to_wait() -> None:
     first = fleet.send(*prompt(cold, 1, 900))
     assert fleet.cached == 0
     # Three seconds of prompts are before it: no event can have come yet.
-    fleet.now = 4.0
+    fleet.now += 4.0
     assert fleet.send(*prompt(cold, 1, 901)) == first
     assert fleet.cached == 100 * BLOCK
 
@@ -86,7 +86,7 @@ def test_blocks_that_never_come_stop_to_count() -> None:
     fleet = Fleet(4)
     cold = prefix(1, 100)
     fleet.send(*prompt(cold, 1, 900))
-    fleet.now = 10.1
+    fleet.now += 10.1
     fleet.send(*prompt(cold, 1, 901))
     assert fleet.cached == 0
 
