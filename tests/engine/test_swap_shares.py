@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from kv_simulation import make_request
+from tiny_engines import tiny_engine_config
 
 from engine.block_pool import BlockPool
+from engine.calibration import Calibration
+from engine.engine import Engine
 from engine.host_pool import HostPool
 from engine.preemption import Preemption
 from engine.prefix_index import PrefixIndex
@@ -87,3 +93,18 @@ def test_copies_told_as_a_pace_keep_the_calibrated_fixed_part(refit: bool) -> No
         before = blocks
     fixed = [chooser.rates.out_call / 0.02, chooser.rates.in_call / 0.01]
     assert all(share < 0.25 if refit else 0.75 < share < 1.25 for share in fixed), fixed
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_on_cuda_takes_its_copies_to_be_told_as_a_pace(
+    tiny_models: dict[str, Path], device: str
+) -> None:
+    engine = Engine(tiny_engine_config(tiny_models["Llama"], swap_space=1 << 20), offline=True)
+    engine.runner.device = torch.device(device)
+    policy = engine._recovery_policy(Calibration(1000.0, 64))
+    before = policy.rates
+    each = 1.0 / before.swap_out + before.out_call
+    for blocks in [1, 2, 4, 8] * 40:  # a fixed part that was not calibrated
+        policy.saw_swap_out(blocks, (blocks + 10.0) * each)
+    fixed = policy.rates.out_call * policy.rates.swap_out
+    assert (fixed == pytest.approx(before.out_call * before.swap_out)) == (device == "cuda")
