@@ -42,7 +42,7 @@ check: $(READY)  ## Lint and type-check.
 loadtest: $(READY)  ## 60 s of streaming chat by 16 users with Locust; report in loadtests/reports/.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)
 
-bench: $(READY)  ## Run every measuring command with its checks.
+bench: $(READY)  ## Run every measuring command with its checks, an hour or more (some: make bench ARGS="--only kernels memory").
 	$(BIN)/python -m loadtests.bench $(ARGS)
 
 clean:  ## Remove the environment, caches and reports (the model cache in your home stays).

@@ -1,4 +1,4 @@
-"""``make bench``: every measuring command with its checks, one after the other."""
+"""``make bench``: every measuring command that needs no GPU, with its checks, one after the other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ COMMANDS: dict[str, list[str]] = {
     "routing_faults": ["loadtests.routing_faults"],
     "recovery": ["loadtests.recovery"],
     "pressure": ["loadtests.recovery", "--http"],
+    "autoscaling": ["loadtests.autoscaling"],
+    "routing": ["loadtests.routing"],
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,12 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each module that is run, with the options that are written behind it in the same piece of code."""
-    for code in re.findall(r"`([^`\n]+)`|^(\$ .+)$", text, flags=re.MULTILINE):
+    """Each module that is run, with the options that are written behind it in the same piece of code.
+
+    Code is what stands between backticks, behind a prompt, or on a line of its own in a block.
+    """
+    line = r"(?:    )?(?:\w+=\S+ )*(?:\S*/)?python3? -m .+"
+    for code in re.findall(rf"`([^`\n]+)`|^(\$ .+|{line})$", text, flags=re.MULTILINE):
         for module, rest in re.findall(r"python3? -m ([\w.]+)([^|;&#]*)", "".join(code)):
             yield module, re.findall(r"--[a-z][a-z-]*", rest)
 
@@ -29,6 +34,26 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def source_of(module: str) -> Path | None:
     path = ROOT / module.replace(".", "/")
     return next((found for found in (path.with_suffix(".py"), path / "__main__.py") if found.exists()), None)
+
+
+def imported(source: Path) -> Iterator[Path]:
+    """Files of the same top folder that a file imports from."""
+    package = source.relative_to(ROOT).parts[0]
+    for node in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}", *(f"{node.module}.{name}" for name in names)]
+        for name in names:
+            path = (ROOT / name.replace(".", "/")).with_suffix(".py")
+            if name.partition(".")[0] == package and path.exists():
+                yield path
+
+
+def takes(source: Path, option: str) -> bool:
+    """Whether a command has an option: it adds it, or a module that it imports does."""
+    return any(f'"{option}"' in path.read_text() for path in {source, *imported(source)})
 
 
 def defined_tests() -> set[str]:
@@ -49,9 +74,7 @@ def test_commands_exist_and_take_their_options(page: Path) -> None:
         if source is None:
             wrong.append(module)
             continue
-        near = [source, *(ROOT / module.split(".")[0]).rglob("*.py")]
-        code = "".join(path.read_text() for path in near)
-        wrong += [f"{module} {option}" for option in options if f'"{option}"' not in code]
+        wrong += [f"{module} {option}" for option in options if not takes(source, option)]
     assert wrong == []
 
 
@@ -77,6 +100,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not whole.exists() or (heading and heading not in headings(whole)):
             wrong.append(target)
     assert wrong == []
+
+
+def test_every_page_is_linked_from_another() -> None:
+    linked = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+        if (page.parent / target).resolve() != page
+    }
+    assert [page.name for page in PAGES[1:] if page not in linked] == []
 
 
 def headings(page: Path) -> set[str]:
@@ -111,11 +144,20 @@ def test_settings_exist(page: Path) -> None:
 
 
 def test_the_checks_see_what_is_wrong() -> None:
-    text = "`python -m loadtests.no --check` and\n$ .venv/bin/python -m engine.plan --model x --memery 4 # y\n"
+    text = (
+        "`python -m loadtests.no --check` and\n$ .venv/bin/python -m engine.plan --model x --memery 4 # y\n"
+        "\n    A=1 python -m loadtests.kernels --bad\n\n```\npython -m app.model_store pull --no  # x\n```\n"
+    )
     assert list(commands(text)) == [
         ("loadtests.no", ["--check"]),
         ("engine.plan", ["--model", "--memery"]),
+        ("loadtests.kernels", ["--bad"]),
+        ("app.model_store", ["--no"]),
     ]
+    kernels = ROOT / "loadtests" / "kernels.py"
+    assert takes(kernels, "--device")
+    assert takes(kernels, "--check"), "report.py adds it"
+    assert not takes(kernels, "--workloads"), "other commands have it"
     assert source_of("loadtests.no") is None
     assert source_of("app") == ROOT / "app" / "__main__.py"
     assert "test_the_checks_see_what_is_wrong" in defined_tests()
