@@ -178,7 +178,7 @@ def fleets(draw: st.DrawFn) -> list[Standing]:
     standings = []
     for number in range(draw(st.integers(1, 8))):
         load, booked = kinds[draw(st.integers(0, len(kinds) - 1))]
-        standing = Standing(f"r{number}", None, load, replace(booked))
+        standing = Standing(f"r{number}", None, load, booked=replace(booked))
         standing.speed = draw(st.sampled_from([1.0, 1.0, 1.5]))
         standing.reported = draw(st.sampled_from([NOW, NOW - 0.04, 0.0]))
         standing.tokens, standing.count = draw(st.sampled_from([(0, 0), (500, 1), (500, 2)]))
