@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from app import wire
@@ -54,11 +55,11 @@ class KvFeed:
         window = hello.window
         blocks = None if window is None else max(-(-(window - 1) // hello.limits.block_size), 1)
 
-        def step(index: KvIndex) -> bool:
-            index.window_blocks = blocks
+        def step() -> bool:
+            self._index.window_blocks = blocks
             return True
 
-        self._do(step)
+        self._do(route.replica, step)
 
     def update(self, route: Route, section: KvSection) -> bool:
         """Take a part of a snapshot or a change; false if only a snapshot can help."""
@@ -70,11 +71,16 @@ class KvFeed:
             fits = self._load(place, section)
         else:
             fits = self._do(
-                lambda index: (
-                    index.apply(*place, section.stored, section.removed, section.cleared)
-                    and index.verify(route.replica, section.sequence, section.xor, section.count)
-                )
+                route.replica,
+                lambda: (
+                    self._index.apply(*place, section.stored, section.removed, section.cleared)
+                    and self._index.verify(route.replica, section.sequence, section.xor, section.count)
+                ),
             )
+        if not fits and not self._do(route.replica, lambda: route.replica in self._index.replicas):
+            # A defect took it out: no snapshot can help, so none is asked for.
+            self._trusted.discard(route)
+            return True
         opening = self._openings.get(route)
         if fits and opening is not None and opening.synced is None and self._synced(route.replica):
             opening.synced = time.monotonic()
@@ -85,16 +91,17 @@ class KvFeed:
         self._trusted.discard(route)
         self._openings.pop(route, None)
 
+    def counters(self) -> dict[str, int]:
+        """What went wrong with events so far, see ``KvIndexCounters``."""
+        return asdict(self._index.counters)
+
     def state(self) -> dict[str, dict[str, Any]]:
         """For tests and debugging: of each replica its ``Opening``, and the digest of its blocks.
 
         That is (sequence, XOR of the keys, number of keys), ``None`` while the replica's blocks do not count.
         """
-        digests = self._ledger.with_index(
-            lambda _: {route.replica: self._index.digest(route.replica) for route in self._openings}
-        )
         return {
-            route.replica: {**asdict(opening), "digest": (digests or {}).get(route.replica)}
+            route.replica: {**asdict(opening), "digest": self._digest(route.replica)}
             for route, opening in self._openings.items()
         }
 
@@ -104,14 +111,17 @@ class KvFeed:
         for begin in range(0, max(len(section.keys), 1), PIECE_KEYS):
             keys = section.keys[begin : begin + PIECE_KEYS]
             complete = last and begin + PIECE_KEYS >= len(section.keys)
-            if not self._do(lambda index, keys=keys, complete=complete: index.snapshot(*place, keys, complete)):  # type: ignore[misc]
+            if not self._do(place[0], partial(self._index.snapshot, *place, keys, complete)):
                 return False
         return not last or self._do(
-            lambda index: index.verify(place[0], section.sequence, section.xor, section.count)
+            place[0], lambda: self._index.verify(place[0], section.sequence, section.xor, section.count)
         )
 
     def _synced(self, replica: str) -> bool:
-        return bool(self._ledger.with_index(lambda _: self._index.synced(replica)))
+        return self._do(replica, lambda: self._index.synced(replica))
+
+    def _digest(self, replica: str) -> tuple[int, int, int] | None:
+        return self._ledger.with_index(replica, lambda: self._index.digest(replica))
 
     def _distrust(self, replica: str, hello: wire.Hello) -> None:
         """What the replica holds says nothing here, nor what it is about to hold."""
@@ -123,11 +133,12 @@ class KvFeed:
                 replica,
             )
 
-        def step(index: KvIndex) -> bool:
-            index.remove(replica)
+        def step() -> bool:
+            self._index.remove(replica)
             return True
 
-        self._do(step)
+        self._do(replica, step)
 
-    def _do(self, step: Callable[[KvIndex], bool]) -> bool:
-        return self._ledger.with_index(lambda _: step(self._index)) is not False
+    def _do(self, replica: str, step: Callable[[], bool]) -> bool:
+        """False after a defect, too."""
+        return self._ledger.with_index(replica, step) is True

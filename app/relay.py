@@ -66,7 +66,6 @@ class EngineClient:
         self._attempts = itertools.count(1)
         self._live: dict[int, LiveRequest] = {}  # by attempt
         self._requests: set[LiveRequest] = set()
-        self._reports: dict[str, LoadReport] = {}
         self._limits: ModelLimits | None = None
         self._routes_changed = asyncio.Event()
         self._started: ChannelSet | None = None
@@ -180,7 +179,8 @@ class EngineClient:
             "cid": self._channels.cid,
             "routed": dict(self._channels.fleet.routed),
             "index": self._kv.state(),
-            "running": {replica: report.running for replica, report in self._reports.items()},
+            "index_counters": self._kv.counters(),
+            **self._ledger.state(),
         }
 
     async def _keys(self, request: GenerateRequest) -> list[int]:
@@ -243,7 +243,7 @@ class EngineClient:
         booking = self._ledger.booking(attempt)
         if booking is not None:
             live.avoid = booking.route.replica
-        self._ledger.release(attempt, live.num_tokens if live.complete else None)
+        self._ledger.release(attempt, live.num_tokens / live.request.params.n if live.complete else None)
         self._channels.settle()
 
     async def _routable(self, live: LiveRequest) -> bool:
@@ -294,7 +294,6 @@ class EngineClient:
     def on_load(self, route: Route, load: LoadReport) -> None:
         """See ``ChannelEvents``."""
         self._ledger.report(route, load)
-        self._reports[route.replica] = load
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """See ``ChannelEvents``."""
@@ -306,7 +305,6 @@ class EngineClient:
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there go on elsewhere."""
         self._kv.close(route)
-        self._reports.pop(route.replica, None)
         for attempt in self._ledger.close(route):
             live = self._live.get(attempt)
             if live is not None and not live.ended:

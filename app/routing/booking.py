@@ -64,6 +64,26 @@ class Entry:
     prefilled: bool = False
     acknowledged: bool = False
 
+    def acknowledge(self) -> None:
+        """The engine's reports have it from now on."""
+        booked = self.standing.booked
+        self.acknowledged = True
+        if not self.prefilled:
+            booked.prefill -= self.booking.prefill
+        booked.rows -= self.rows
+        booked.kv -= self.kv
+        booked.seen_rows += self.rows
+        booked.seen_kv += self.kv
+
+    def release_prefill(self) -> None:
+        """The prompt is computed; once only."""
+        self.prefilled = True
+        self.keys = ()
+        self.standing.tokens -= self.booking.prefill
+        if not self.acknowledged:
+            self.standing.booked.prefill -= self.booking.prefill
+        self.standing.terms = None
+
 
 def name_key(name: str) -> int:
     """64 bits of a name, the same in every process."""

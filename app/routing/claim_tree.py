@@ -89,7 +89,10 @@ class ClaimTree:
             run = child
 
     def insert(self, path: Path, begin: int) -> None:
-        """Add a path of which the blocks before ``begin`` are there; the one at ``begin`` is not."""
+        """Add a path of which the blocks before ``begin`` are there; the one at ``begin`` is not.
+
+        One whose key there is, by a collision, that of a block at another place is left out.
+        """
         keys, base = path.keys, path.base
         above, siblings = None, self.roots
         while True:
@@ -98,6 +101,9 @@ class ClaimTree:
                 run = siblings[keys[begin - base]] = Run(path, begin, above)
                 if above is None:
                     self._count(run.first)
+                return
+            if run.begin != begin:
+                path.run = None
                 return
             begin = run.common(keys, base)
             if begin < run.end:
@@ -128,6 +134,11 @@ class ClaimTree:
                 heir = next(at.all_paths())
                 at.keys, at.base = heir.keys, heir.base
             at = at.parent
+
+    def clear(self) -> None:
+        """Forget all trees; their paths are the caller's to mark."""
+        for key in list(self.roots):
+            self._pop(key)
 
     def arrive(self, key: int, there: Callable[[int], bool]) -> None:
         """The first block of a tree is there; so are, in each run behind it, those up to one that is not."""

@@ -105,8 +105,8 @@ class KvIndex:
         """Forget a replica at once; memory comes back as sweeps go on."""
         feed = self._feeds.pop(replica, None)
         if feed is not None:
-            self._speculation.detach(replica)
             self._disuse(feed)
+            self._speculation.detach(replica)
 
     def synced(self, replica: str) -> bool:
         """Whether the replica's blocks count."""

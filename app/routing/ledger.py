@@ -7,11 +7,13 @@ a route closes (and returned by ``close``) or not at all, and the next choice of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from app.routing.booking import Booking, Entry, Route, Standing
 from app.routing.cost import PREFILL_RATE
@@ -64,7 +66,7 @@ class Ledger:
 
     @property
     def faults(self) -> int:
-        """Choices that failed and fell back to the least booked replica; above 0 is a defect."""
+        """Choices and changes of the index that failed; above 0 is a defect."""
         return self._faults
 
     @property
@@ -81,10 +83,13 @@ class Ledger:
                 for route in self._routes.values():
                     index.add(route.replica, route.epoch)
 
-    def with_index(self, step: Callable[[PrefixIndex], T]) -> T | None:
-        """Run ``step`` on the index under the lock, as any change to it must; ``None`` without an index."""
+    def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
+        """Run what reads or changes the index's part of a replica under the lock, as all of that must.
+
+        ``None`` if there is a defect in it: then the index has the replica no more until its next route.
+        """
         with self._lock:
-            return step(self._index) if self._index is not None else None
+            return self._guarded(replica, step)
 
     def open(self, route: Route) -> None:
         """Make a replica routable."""
@@ -96,15 +101,14 @@ class Ledger:
             self._unacknowledged.setdefault(route, {})
             self._list_candidates()
             if self._index is not None:
-                self._index.add(route.replica, route.epoch)
+                self._guarded(route.replica, partial(self._index.add, *route))
 
     def close(self, route: Route) -> list[int]:
         """End a route; release and return the attempts that were booked on it."""
         with self._lock:
-            if self._routes.get(route.replica) == route:
+            ends = self._routes.get(route.replica) == route
+            if ends:
                 del self._routes[route.replica]
-                if self._index is not None:
-                    self._index.remove(route.replica)
                 self._suspects.discard(route.replica)
             attempts = [at for at, entry in self._entries.items() if entry.booking.route == route]
             for attempt in attempts:
@@ -113,6 +117,8 @@ class Ledger:
             self._unacknowledged.pop(route, None)
             self._forget(route.replica)
             self._list_candidates()
+            if ends and self._index is not None:
+                self._guarded(route.replica, partial(self._index.remove, route.replica))
             return attempts
 
     def suspect(self, replica: str, suspected: bool) -> None:
@@ -142,7 +148,7 @@ class Ledger:
             standing = self._standings[route.replica]
             waiting = self._unacknowledged.get(route, {})
             for attempt in [attempt for attempt in waiting if attempt <= load.acknowledged]:
-                self._acknowledge(waiting.pop(attempt))
+                waiting.pop(attempt).acknowledge()
             if self._chooser.learn(standing, load, self._clock()):
                 for other in self._standings.values():
                     other.terms = None
@@ -196,18 +202,19 @@ class Ledger:
         with self._lock:
             entry = self._entries.get(attempt)
             if entry is not None and not entry.prefilled:
-                self._release_prefill(entry)
+                entry.release_prefill()
 
-    def release(self, attempt: int, made: int | None = None) -> bool:
+    def release(self, attempt: int, made: float | None = None) -> bool:
         """End a booking; false if it has ended already.
 
-        ``made``: tokens of all its sequences, where it ended by itself or at its limit; teaches what to expect.
+        ``made``: tokens of each sequence of its request, on average, where they ended by themselves or at their
+        limit; teaches what to expect.
         """
         with self._lock:
             self._expected.discard(attempt)
             entry = self._entries.get(attempt)
             if entry is not None and made is not None:
-                self._chooser.outputs.learn(made / entry.rows)
+                self._chooser.outputs.learn(made)
             return self._release(attempt)
 
     def booking(self, attempt: int) -> Booking | None:
@@ -220,6 +227,13 @@ class Ledger:
         """Booked tokens of each replica that has any booking or an open route."""
         with self._lock:
             return {replica: standing.tokens for replica, standing in self._standings.items()}
+
+    def state(self) -> dict[str, Any]:
+        """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""
+        with self._lock:
+            loads = {replica: self._standings[replica].load for replica in self._routes}
+            running = {replica: load.running for replica, load in loads.items() if load is not None}
+            return {"faults": self._faults, "running": running}
 
     def _list_candidates(self) -> None:
         self._candidates = [
@@ -241,14 +255,23 @@ class Ledger:
             self._fault()
             return least_booked(standings, range(len(standings)), wanted._replace(keys=()), 0), 0
 
+    def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:
+        """A replica about whose blocks the index may be wrong is routed to by its load alone."""
+        try:
+            return step()
+        except Exception:  # noqa: BLE001  (as in _choose)
+            self._fault()
+            if self._index is not None:
+                with contextlib.suppress(Exception):
+                    self._index.remove(replica)
+            return None
+
     def _fault(self) -> None:
         self._faults += 1
         now = self._clock()
         if now - self._said_at >= 1.0:
             self._said_at = now
-            logger.exception(
-                "choosing a replica failed (%d times so far); taking the least booked", self._faults
-            )
+            logger.exception("choosing by prefixes failed (%d times so far); going by load alone", self._faults)
 
     def _book(self, attempt: int, wanted: Wanted, standing: Standing, blocks: int, now: float) -> Booking:
         route = standing.route
@@ -291,24 +314,6 @@ class Ledger:
         except Exception:  # noqa: BLE001  (as in _choose)
             self._fault()
 
-    def _acknowledge(self, entry: Entry) -> None:
-        booked = entry.standing.booked
-        entry.acknowledged = True
-        if not entry.prefilled:
-            booked.prefill -= entry.booking.prefill
-        booked.rows -= entry.rows
-        booked.kv -= entry.kv
-        booked.seen_rows += entry.rows
-        booked.seen_kv += entry.kv
-
-    def _release_prefill(self, entry: Entry) -> None:
-        entry.prefilled = True
-        entry.keys = ()
-        entry.standing.tokens -= entry.booking.prefill
-        if not entry.acknowledged:
-            entry.standing.booked.prefill -= entry.booking.prefill
-        entry.standing.terms = None
-
     def _release(self, attempt: int) -> bool:
         entry = self._entries.pop(attempt, None)
         if entry is None:
@@ -316,7 +321,7 @@ class Ledger:
         booking, standing = entry.booking, entry.standing
         if not entry.prefilled:
             self._withdraw(entry)
-            self._release_prefill(entry)
+            entry.release_prefill()
         if entry.acknowledged:
             standing.booked.seen_rows -= entry.rows
             standing.booked.seen_kv -= entry.kv

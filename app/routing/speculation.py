@@ -47,8 +47,6 @@ class Speculation:
     def __init__(self, max_keys: int) -> None:
         self.starts: dict[int, int] = {}
         """Keys of blocks that are the first of some claim that its replica lacks, and for how many replicas."""
-        self.dropped = 0
-        """Claims ended before their deadline because there were too many."""
         self._max_keys = max_keys
         self._replicas: dict[str, _Replica] = {}
         self._deadlines: list[tuple[float, int, Claim]] = []
@@ -72,8 +70,11 @@ class Speculation:
 
     def clear(self, replica: str) -> None:
         """End all claims on a replica."""
-        for claims in list(self._replicas[replica].claims.values()):
+        known = self._replicas[replica]
+        known.tree.clear()
+        for claims in list(known.claims.values()):
             for claim in list(claims):
+                claim.run = None
                 self._end(claim)
 
     def deepen(self, depths: dict[str, int], begin: int, keys: Sequence[int]) -> None:
@@ -84,7 +85,7 @@ class Speculation:
         first = keys[begin]
         for replica, known in self._replicas.items():
             run = known.tree.roots.get(first)
-            if run is not None and depths[replica] == begin:
+            if run is not None and run.begin == begin and depths.get(replica) == begin:
                 depth = known.tree.reach(run, keys)
                 if len(known.tree.roots) > 1:
                     depth = self._further(known.tree, keys, begin, depth)
@@ -105,7 +106,6 @@ class Speculation:
             nearest = heapq.heappop(self._deadlines)[2]
             if nearest.live:
                 self._end(nearest)
-                self.dropped += 1
         known = self._replicas[replica]
         name = (keys[-1], len(keys))
         claim = Claim(replica, name, missing, held)
@@ -184,7 +184,8 @@ class Speculation:
             ]
             others.sort(key=itemgetter(0))
         else:
-            others = [(place, roots[keys[place]]) for place in range(begin + 1, count) if keys[place] in roots]
+            ahead = ((place, roots.get(keys[place])) for place in range(begin + 1, count))
+            others = [(place, run) for place, run in ahead if run is not None and run.begin == place]
         for place, run in others:
             if place > depth:
                 break

@@ -284,18 +284,6 @@ def test_request_given_up_before_its_first_token_leaves_no_speculation() -> None
     assert index.longest([1, 2, 3, 4]) == {"a": 4}  # computed: its event is on the way
 
 
-def test_index_follows_the_routes() -> None:
-    index = KvIndex()
-    ledger = ledger_of(A)
-    ledger.configure(index=index)
-    assert index.replicas == ["a"]
-    ledger.open(B)
-    assert ledger.with_index(lambda index: index.longest([1])) == {"a": 0, "b": 0}
-    ledger.close(Route("a", 99))
-    ledger.close(A)
-    assert index.replicas == ["b"]
-
-
 @pytest.mark.parametrize(("policy", "count"), [(Policy.PREFIX, 10_000), (Policy.LEAST_TOKENS, 100_000)])
 def test_random_aborts_leave_no_booking(policy: Policy, count: int) -> None:
     index, draw = KvIndex(), random.Random(7)

@@ -159,7 +159,9 @@ def test_a_client_accounts_for_itself() -> None:
         account = client.inspect()
         assert account["index"].keys() == account["channels"].keys() == handle.replicas.keys()
         assert [state["digest"] for state in account["index"].values()] == [None, None], "they cache nothing"
-        assert (account["live_requests"], account["cordoned"]) == (0, [])
+        assert (account["live_requests"], account["cordoned"], account["faults"]) == (0, [], 0)
+        assert account["running"].keys() <= handle.replicas.keys()
+        assert account["index_counters"]["gaps"] == 0
         await client.stop()
         assert client.inspect()["index"] == {}
 

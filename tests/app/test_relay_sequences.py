@@ -15,6 +15,7 @@ from app import wire
 from app.generation import GenerateRequest, GenerationError
 from app.live_request import EXPECTED_TOKENS, LiveRequest
 from app.relay import EngineClient, UnavailableError
+from app.routing.calibration import OutputLength
 from app.routing.ledger import Ledger, Route
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason, TokenDelta
@@ -31,6 +32,14 @@ def expected(prompt: list[int], n: int, max_tokens: int = 30) -> list[list[int]]
 
 def busy(handle: LoopbackHandle) -> LoopbackReplica:
     return next(replica for replica in handle.replicas.values() if replica.engine.live and not replica.dead)
+
+
+def assert_learned(handle: LoopbackHandle, outputs: list[list[int]]) -> None:
+    """One request has ended: what comes of a sequence is learned from all of its own, whoever made them."""
+    before, learned = Ledger().typical_output, OutputLength()
+    learned.learn(sum(map(len, outputs)) / len(outputs))
+    assert handle.fleet.ledger.typical_output == pytest.approx(learned.tokens)
+    assert learned.tokens != before
 
 
 async def until_busy(handle: LoopbackHandle) -> LoopbackReplica:
@@ -70,6 +79,7 @@ def test_every_unfinished_sequence_goes_on_after_a_kill_and_ended_ones_do_not_ru
         async with stepping(handle):
             assert await job == expected([5], 4, 20)
             await until(lambda: quiet(handle, client))
+        assert_learned(handle, expected([5], 4, 20))
         await client.stop()
 
     run(test)
@@ -92,6 +102,7 @@ def test_ranked_requests_begin_again() -> None:
         async with stepping(handle):
             assert await job == expected([7], 2, 40)
             await until(lambda: quiet(handle, client))
+        assert_learned(handle, expected([7], 2, 40))
         await client.stop()
 
     run(test)
