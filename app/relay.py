@@ -310,6 +310,7 @@ class EngineClient:
             if live is not None and not live.ended:
                 if self._channels.known(route.replica):
                     live.fault(reason)
+                live.avoid = route.replica
                 live.interrupt.set()
                 logger.info("request %s moves on: %s", live.request.request_id, reason)
         self._channels.settle()

@@ -126,6 +126,23 @@ def test_a_replica_that_comes_back_is_used_at_once() -> None:
     run(test)
 
 
+def test_the_replica_whose_channel_broke_is_avoided() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        jobs = [asyncio.ensure_future(collect(client, request([index], 50))) for index in range(4)]
+        victim, other = handle.replicas.values()
+        await until(lambda: len(victim.engine.live) == 2)
+        victim.kill()
+        await until(lambda: len(other.engine.live) == 4)
+        avoided = [live.avoid for live in client._live.values()]
+        assert sorted(avoided) == ["", "", victim.name, victim.name]
+        async with stepping(handle):
+            await asyncio.gather(*jobs)
+        await client.stop()
+
+    run(test)
+
+
 def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
     async def test() -> None:
         handle, prompt = LoopbackHandle(0), list(range(40))
