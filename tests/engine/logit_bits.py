@@ -108,3 +108,19 @@ def run_interrupted(engine: Engine, request: Request, urgent: int, after: int = 
         deltas += [delta for delta in engine.step() if delta.request_id == request.request_id]
     assert interruption.num_preemptions == 0
     return deltas
+
+
+def run_preempting(engine: Engine) -> Bits:
+    """Each request is preempted by the next, and their blocks are handed on at once."""
+    names = [f"request{number}" for number in range(6)]
+    seen = record(engine, *names)
+    for number, name in enumerate(names):
+        request = make_request(name, PROMPT[number:] + PROMPT[:number], max_tokens=14, ignore_eos=True)
+        request.priority = -number
+        engine.add(request)
+        for _ in range(3):
+            engine.step()
+    while engine.has_work():
+        engine.step()
+    assert len(seen) == 6 * 14
+    return seen

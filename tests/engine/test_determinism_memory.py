@@ -19,6 +19,7 @@ from logit_bits import (
     record,
     run,
     run_interrupted,
+    run_preempting,
     same_bits,
     target,
 )
@@ -104,16 +105,7 @@ def test_after_swap(model: str, make_engine: MakeEngine) -> None:
 def test_after_many_swaps_among_others(model: str, make_engine: MakeEngine) -> None:
     """Each request is preempted by the next: whose host blocks are whose must not be mixed up."""
     engine = memory_engine(make_engine, model, Recovery.SWAP, num_blocks=17, token_budget=48)
-    names = [f"request{number}" for number in range(6)]
-    seen = record(engine, *names)
-    for number, name in enumerate(names):
-        request = make_request(name, PROMPT[number:] + PROMPT[:number], max_tokens=14, ignore_eos=True)
-        request.priority = -number
-        engine.add(request)
-        for _ in range(3):
-            engine.step()
-    while engine.has_work():
-        engine.step()
+    seen = run_preempting(engine)
     assert engine.stats().scheduler.preemptions >= 4
     assert recovered_only_by(engine, Recovery.SWAP)
     assert len(seen) == 6 * 14

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_engines import GPU, delay, gpu_config, gpu_engine
-from logit_bits import PROMPT, assert_plain, record
+from logit_bits import PROMPT, assert_plain, run_preempting
 from test_kv_cache import contents, numbered
 from tiny_engines import TINY_MODELS, make_request
 
 import engine.kv_cache as kv_cache
 import engine.model_runner as model_runner
-from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache
@@ -124,21 +123,6 @@ def test_many_swaps_among_others(model: str, tiny_models: dict[str, Path]) -> No
     assert_plain(engine, seen)
     stats = engine.stats().scheduler
     assert (stats.referenced_blocks, stats.host_blocks_used) == (0, 0)
-
-
-def run_preempting(engine: Engine) -> dict:  # type: ignore[type-arg]
-    names = [f"request{number}" for number in range(6)]
-    seen = record(engine, *names)
-    for number, name in enumerate(names):
-        request = make_request(name, PROMPT[number:] + PROMPT[:number], max_tokens=14, ignore_eos=True)
-        request.priority = -number
-        engine.add(request)
-        for _ in range(3):
-            engine.step()
-    while engine.has_work():
-        engine.step()
-    assert len(seen) == 6 * 14
-    return seen
 
 
 def test_a_fence_that_is_missing_shows(

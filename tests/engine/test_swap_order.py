@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from logit_bits import PROMPT, Bits, assert_plain, record
+from logit_bits import assert_plain, run_preempting
 from stream_simulation import Device, simulate
 from test_kv_cache import contents, numbered
-from tiny_engines import TINY_MODELS, make_request
+from tiny_engines import TINY_MODELS
 
 from engine.engine import Engine
 from engine.kv_cache import KVCache
@@ -120,22 +120,6 @@ def test_a_step_waits_only_for_blocks_that_it_writes(monkeypatch: pytest.MonkeyP
     assert write(2) == [-1, 3, -3, -4]
     assert write(2) == [-1, 3, -3, -4]
     assert write(3) == [2, 3, 4, -4]
-
-
-def run_preempting(engine: Engine) -> Bits:
-    """Each request is preempted by the next, and their blocks are handed on at once."""
-    names = [f"request{number}" for number in range(6)]
-    seen = record(engine, *names)
-    for number, name in enumerate(names):
-        request = make_request(name, PROMPT[number:] + PROMPT[:number], max_tokens=14, ignore_eos=True)
-        request.priority = -number
-        engine.add(request)
-        for _ in range(3):
-            engine.step()
-    while engine.has_work():
-        engine.step()
-    assert len(seen) == 6 * 14
-    return seen
 
 
 def late_engine(make_engine: Callable[..., Engine], model: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
