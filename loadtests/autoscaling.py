@@ -11,8 +11,6 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,6 +18,7 @@ from tqdm import tqdm
 from engine.errors import ConfigError
 from loadtests.autoscaling_experiment.runs import Outcome
 from loadtests.autoscaling_experiment.scenarios import TRACE_TIMES, Run, scenarios
+from loadtests.in_processes import in_processes
 from loadtests.report import Figure, add_arguments, finish, print_table
 
 PARTS = tuple(scenarios(None, 1))
@@ -64,10 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     began = time.monotonic()
     runs = [run for part in chosen.values() for run in part.runs]
     outcomes: list[Outcome | None] = [None] * len(runs)
+    ended = in_processes(Run.run, runs, min(arguments.workers, len(runs)))
     try:
-        for place, outcome in tqdm(
-            simulate_all(runs, min(arguments.workers, len(runs))), total=len(runs), unit="run", disable=None
-        ):
+        for place, outcome in tqdm(ended, total=len(runs), unit="run", disable=None):
             outcomes[place] = outcome
     except ConfigError as error:
         sys.exit(str(error))
@@ -90,19 +88,6 @@ def main(argv: list[str] | None = None) -> None:
             print(f"wrote {path}")
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.autoscaling", figures, arguments)
-
-
-def simulate_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[int, Outcome]]:
-    """Run all, several at a time; yield the place of each that has ended and what came of it."""
-    if workers == 1:
-        yield from map(_numbered, enumerate(runs))
-        return
-    with get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(_numbered, enumerate(runs), chunksize=1)
-
-
-def _numbered(place: tuple[int, Run]) -> tuple[int, Outcome]:
-    return place[0], place[1].run()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.autograd import DeviceType
 from engine import LLM, SamplingParams
 from engine.request import Request
 from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.throughput import PEER_BATCH, run_ours, run_peer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -50,7 +51,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 VOCAB = 128_256
-PEER_BATCH = 32
 PROFILED_STEPS = 10
 Prompts = list[list[int]]
 
@@ -113,29 +113,6 @@ def timed(run: Callable[[], int]) -> float:
     made = run()
     torch.cuda.synchronize()
     return made / (time.perf_counter() - began)
-
-
-def run_ours(llm: LLM, prompts: Prompts, output: int) -> int:
-    """Generate exactly ``output`` tokens for each prompt; return the number of tokens made."""
-    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    return sum(len(result.token_ids) for result in llm.generate(prompts, params, progress=False))
-
-
-def run_peer(model: Any, prompts: Prompts, output: int) -> int:
-    """The same with ``transformers.generate``; all prompts are of one length, so nothing is padded."""
-    made = 0
-    for start in range(0, len(prompts), PEER_BATCH):
-        ids = torch.tensor(prompts[start : start + PEER_BATCH], device="cuda")
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output,
-            min_new_tokens=output,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        made += generated.numel() - ids.numel()
-    return made
 
 
 def gpu_seconds(events: Iterable[Any]) -> float:

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -67,12 +68,12 @@ def run_ours(llm: LLM, prompts: list[list[int]], output: int) -> int:
     return sum(len(result.token_ids) for result in llm.generate(prompts, params, progress=False))
 
 
-def run_peer(model: torch.nn.Module, prompts: list[list[int]], output: int) -> int:
+def run_peer(model: Any, prompts: list[list[int]], output: int) -> int:
     """The same with ``transformers.generate`` in static batches (all prompts are of one length: no padding)."""
     made = 0
     for start in range(0, len(prompts), PEER_BATCH):
-        ids = torch.tensor(prompts[start : start + PEER_BATCH])
-        generated = model.generate(  # type: ignore[operator]
+        ids = torch.tensor(prompts[start : start + PEER_BATCH], device=model.device)
+        generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=output,

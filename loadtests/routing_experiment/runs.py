@@ -7,10 +7,10 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from random import Random
 from statistics import fmean
 
+from loadtests.in_processes import in_processes
 from loadtests.routing_experiment.arms import Arm
 from loadtests.routing_experiment.constants import RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Served, Shape
 from loadtests.routing_experiment.fleet import Fleet, Mark, Outcome, Record
@@ -139,16 +139,7 @@ def simulate(run: Run) -> Summary:
 
 def simulate_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[int, Summary]]:
     """Run all, several at a time; yield the place of each that has ended and what came of it."""
-    places = list(enumerate(runs))
-    if workers == 1:
-        yield from map(_numbered, places)
-        return
-    with get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(_numbered, places, chunksize=1)
-
-
-def _numbered(place: tuple[int, Run]) -> tuple[int, Summary]:
-    return place[0], simulate(place[1])
+    return in_processes(simulate, runs, workers)
 
 
 def merge(summaries: Sequence[Summary]) -> Summary:
