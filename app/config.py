@@ -8,11 +8,12 @@ and from ``QUIRE_<NAME>`` in the environment, which wins. Words are accepted for
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from app.routing.policies import Policy
 from engine.config import EngineConfig
@@ -56,6 +57,9 @@ ROUTERS = {
 }
 """Choices of a replica, and the router class of each."""
 
+SCALING_POLICIES = ("kv_demand", "occupancy")
+"""Ways to set the number of engine replicas; see ``app/autoscaling``."""
+
 
 class LiveOptions(BaseModel):
     """Options that change without a restart, by ``user_config`` of a deployment in the Serve config file."""
@@ -95,8 +99,24 @@ class AppConfig(BaseModel):
     check_at_idle: bool = False
 
     routing: str = Field("prefix", pattern=f"^({'|'.join(ROUTERS)})$")
-    engine_replicas: int = Field(2, ge=1)
+    engine_replicas: int = Field(2, ge=1)  # with max_replicas only how many there are at first
     ingress_replicas: int = Field(1, ge=1)
+    max_replicas: OptionalInt = Field(None, ge=1)  # engine replicas follow demand up to this many
+    min_replicas: OptionalInt = Field(None, ge=0)  # else 1; 0 lets the last one go
+    scaling_policy: str = Field("kv_demand", pattern=f"^({'|'.join(SCALING_POLICIES)})$")
+    ttft_target_s: float = Field(2.0, gt=0)
+    tpot_target_s: float = Field(0.05, gt=0)
+    scaling_reserve: float = Field(1.0, ge=0)  # replicas beyond the need
+    occupancy_target: float = Field(0.7, gt=0, le=1)  # of KV blocks, for the policy of that name
+    scale_down_after_s: float = Field(300.0, gt=0)  # of less need
+    startup_s: float = Field(60.0, gt=0)  # of a replica, until starts have been seen
+    scaling_shadow: bool = False  # decide and report, but leave the number alone
+    max_wait_s: OptionalFloat = Field(
+        None,
+        gt=0,
+        description="requests are refused with a 429 once new ones have had to wait longer than this for so "
+        "long with as many replicas as there may be; unless given, ttft_target_s with max_replicas, else never",
+    )
     engine_cpus: OptionalFloat = Field(
         None, ge=0
     )  # Ray's num_cpus of one replica; else cores / replicas on a node
@@ -117,6 +137,16 @@ class AppConfig(BaseModel):
         description="serve POST /admin/reset_prefix_cache to whoever reaches the port; keep clients from it",
     )
 
+    @model_validator(mode="after")
+    def _bounds(self) -> AppConfig:
+        if self.max_replicas is None:
+            if self.min_replicas is not None:
+                raise ValueError("min_replicas needs max_replicas: without it their number is engine_replicas")
+        elif self.least_replicas > self.max_replicas:
+            least, most = self.least_replicas, self.max_replicas
+            raise ValueError(f"min_replicas={least} is more than max_replicas={most}")
+        return self
+
     @property
     def model_name(self) -> str:
         """What clients write in ``model``."""
@@ -126,6 +156,43 @@ class AppConfig(BaseModel):
     def policy(self) -> Policy:
         """How the ledger chooses; where Serve's own router does, the ledger has one candidate."""
         return Policy(self.routing) if self.routing in list(Policy) else Policy.LEAST_TOKENS
+
+    @property
+    def scales(self) -> bool:
+        """Whether the number of engine replicas follows demand."""
+        return self.max_replicas is not None
+
+    @property
+    def most_replicas(self) -> int:
+        """Engine replicas that there may be at a time, starting and stopping ones left out."""
+        return self.engine_replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def least_replicas(self) -> int:
+        """Engine replicas that there are without any work."""
+        if self.max_replicas is None:
+            return self.engine_replicas
+        return 1 if self.min_replicas is None else self.min_replicas
+
+    @property
+    def first_replicas(self) -> int:
+        """Engine replicas that a deployment starts with."""
+        least = max(self.least_replicas, 1)
+        if self.scales and "engine_replicas" not in self.model_fields_set:
+            return least
+        return min(max(self.engine_replicas, least), self.most_replicas)
+
+    @property
+    def replicas_option(self) -> str:
+        """The option that says how many engine replicas there may be."""
+        return "engine_replicas" if self.max_replicas is None else "max_replicas"
+
+    @property
+    def longest_wait_s(self) -> float:
+        """What admission lets a new request wait; infinite if it refuses none."""
+        if self.max_wait_s is not None:
+            return self.max_wait_s
+        return self.ttft_target_s if self.scales else math.inf
 
     @property
     def live(self) -> LiveOptions:
@@ -148,7 +215,7 @@ class AppConfig(BaseModel):
             block_size=self.block_size,
             kv_memory=self.kv_memory,
             num_blocks=self.num_blocks,
-            memory_sharers=replicas_on_a_node or self.engine_replicas,
+            memory_sharers=replicas_on_a_node or self.most_replicas,
             memory_fraction=self.memory_fraction,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -223,5 +290,5 @@ def _one_line(error: ValidationError) -> str:
         pattern = str(item.get("ctx", {}).get("pattern", ""))
         choices = pattern.startswith("^(") and pattern.endswith(")$")
         said = f"must be one of {pattern[2:-2].replace('|', ', ')}" if choices else item["msg"]
-        parts.append(f"{name}={item['input']!r}: {said}")
+        parts.append(f"{name}={item['input']!r}: {said}" if name else said.removeprefix("Value error, "))
     return "; ".join(parts)
