@@ -1,7 +1,4 @@
-"""How many replicas KV demand needs: the decision, and the policy that Serve's controller runs.
-
-The controller unpickles the policy in its own environment, where Quire need not be installed, so this module
-holds both and imports the standard library only.
+"""How many replicas KV demand needs.
 
 Demand is counted in KV blocks: those referenced, those that waiting and preempted sequences still lack, and a
 share of what the running ones will grow by. It can exceed the pool, so unlike occupancy it does not saturate.
@@ -12,109 +9,24 @@ not against what runs already; down by the largest need of a window, a little at
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-logger = logging.getLogger("ray.serve")
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import Decision, Snapshot
 
 _ROUNDING = 0.1
 """Replicas: a need this little above a whole number does not ask for one more."""
 _HEAVY_TAIL = 2.0
 """Variance of requests' sizes: the mean of squares over the square of the mean."""
-_SHARES = ("kv_high", "kv_low", "prefill_high", "prefill_low", "growth_share", "down_share", "max_missing")
-_MAY_BE_ZERO = ("reserve", "growth_share", "max_missing", "trend_sigmas", "down_interval_s", "zero_after_s")
 _KEPT_STARTS = 20
 _PATIENCE = 10.0
 """Times to start after which a replica that does not run is not waited for: there may be no room for it."""
 _MOST = 1e6
 """Replicas; beyond it a figure is an error."""
 _LONGEST_START_S = 3600.0
-
-
-class ReplicaStats(NamedTuple):
-    """What one engine replica reports; every field is finite and not negative."""
-
-    num_blocks: float
-    referenced_blocks: float
-    waiting_blocks: float  # that waiting and preempted sequences still lack, beyond their prefix hits
-    growth_blocks: float  # that running sequences are expected to grow by
-    sequences: float  # running and waiting
-    backlog_tokens: float  # uncached prompt tokens of waiting and running sequences
-    arrived_tokens: float  # such tokens of all that ever came; only grows
-    prefill_rate: float  # tokens per second, calibrated
-    step_seconds: float  # of a decode step
-    preemptions: float  # since the start; only grows
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingConfig:
-    """How to decide; times in seconds."""
-
-    ttft_target_s: float = 2.0
-    tpot_target_s: float = 0.05
-    reserve: float = 1.0  # replicas beyond the need
-    kv_high: float = 0.75  # of the pool: more is too much
-    kv_low: float = 0.60  # of the pool: a smaller fleet must stay below
-    prefill_high: float = 0.60  # of the time: prompts share it with decodes
-    prefill_low: float = 0.50
-    growth_share: float = 0.5
-    startup_s: float = 60.0  # until starts have been seen
-    trend_window_s: float = 30.0
-    trend_sigmas: float = 3.0
-    down_window_s: float = 300.0
-    down_share: float = 0.1  # most of the fleet that one decision stops, but at least one replica
-    down_interval_s: float = 10.0
-    zero_after_s: float = 600.0
-    report_interval_s: float = 0.5
-    stale_after: float = 3.0  # report intervals, beyond 2 s
-    max_missing: float = 0.2  # share of the running replicas without a report
-    shadow: bool = False  # decide and report, but leave the target alone
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name == "shadow":
-                right = isinstance(value, bool)
-            else:
-                least = 0.0 if one.name in _MAY_BE_ZERO else 1e-6
-                most = 1.0 if one.name in _SHARES else 1e6
-                right = _number(value) is not None and least <= value <= most
-            if not right:
-                raise ValueError(f"{one.name} is {value!r}, out of range for a scaling option")
-
-    @property
-    def stale_s(self) -> float:
-        """A report that is older counts as missing."""
-        return max(2.0, self.stale_after * self.report_interval_s) + self.report_interval_s
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is known at ``now``. ``replicas`` has the fresh reports of running replicas, by their ids."""
-
-    now: float
-    target: int
-    running: int
-    minimum: int
-    maximum: int
-    replicas: Mapping[Any, ReplicaStats]
-    queued: float = 0.0  # requests that wait for a replica outside of all of them
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The new target, the needs behind it in replicas, and what held it back."""
-
-    target: int
-    reason: str
-    need_kv: float = 0.0
-    need_prefill: float = 0.0
-    need_decode: float = 0.0
-    held_by: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -345,86 +257,3 @@ def _slide_max(window: deque[tuple[float, float]], now: float, value: float, wid
 def _largest(kv: float, prefill: float, decode: float) -> str:
     most = max(kv, prefill, decode)
     return "kv" if most == kv else "prefill" if most == prefill else "decode"
-
-
-class KvDemandPolicy:
-    """The policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
-
-    An exception in a policy would stall every application of the cluster, so whatever goes wrong is logged and
-    holds the target. It decides once for each interval of reports, and answers from memory in between.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        known = {one.name for one in fields(ScalingConfig)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(
-                f"unknown scaling options {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
-            )
-        self.config = ScalingConfig(**options)
-        self.state = ScalingState()
-        self.faults = 0
-        self.last: Decision | None = None
-        self._decided_at = -math.inf
-
-    def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
-        """The target, and Serve's own state untouched."""
-        try:
-            now = float(ctx.current_time)
-            if now - self._decided_at >= self.config.report_interval_s or self.last is None:
-                self._decided_at = now
-                self._decide(ctx, now)
-            wanted = self.last.target if self.last is not None else ctx.target_num_replicas
-            if self.config.shadow or (self.last is not None and self.last.reason == "hold"):
-                wanted = ctx.target_num_replicas
-            return wanted, dict(ctx.policy_state or {})
-        except Exception:
-            self.faults += 1
-            if self.faults & (self.faults - 1) == 0:
-                logger.exception(
-                    "autoscaling failed (%d times so far); the number of replicas stays", self.faults
-                )
-            return ctx.target_num_replicas, dict(ctx.policy_state or {})
-
-    def _decide(self, ctx: Any, now: float) -> None:
-        running = list(ctx.running_replicas or ())
-        snapshot = Snapshot(
-            now=now,
-            target=int(ctx.target_num_replicas),
-            running=int(ctx.current_num_replicas),
-            minimum=int(ctx.capacity_adjusted_min_replicas),
-            maximum=int(ctx.capacity_adjusted_max_replicas),
-            replicas=read_reports(ctx.raw_metrics or {}, running, now, self.config.stale_s),
-            queued=_number(ctx.total_queued_requests or 0.0) or 0.0,
-        )
-        decision = decide(snapshot, self.config, self.state)
-        if self.last is None or (decision.target, decision.held_by) != (self.last.target, self.last.held_by):
-            logger.info("autoscaling %s: %s", "(shadow)" if self.config.shadow else "", asdict(decision))
-        self.last = decision
-
-
-def read_reports(
-    metrics: Mapping[str, Mapping[Any, Any]], running: list[Any], now: float, stale_s: float
-) -> dict[Any, ReplicaStats]:
-    """The last report of each running replica that is whole, finite and fresh."""
-    reports: dict[Any, ReplicaStats] = {}
-    columns = [metrics.get(name) or {} for name in ReplicaStats._fields]
-    for replica in running:
-        values = []
-        for column in columns:
-            series = column.get(replica)
-            if not series or now - series[-1].timestamp > stale_s:
-                break
-            value = _number(series[-1].value)
-            if value is None:
-                break
-            values.append(value)
-        else:
-            reports[replica] = ReplicaStats(*values)
-    return reports
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) and value >= 0 else None

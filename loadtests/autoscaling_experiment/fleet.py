@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from app.autoscaling.kv_demand import ReplicaStats
+from app.autoscaling.snapshot import ReplicaStats
 from loadtests.autoscaling_experiment.constants import BLOCK_SIZE, SERVICE, TICK_S, Service
 from loadtests.autoscaling_experiment.workloads import Workload
 

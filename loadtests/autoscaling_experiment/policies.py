@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.autoscaling.kv_demand import Decision, ReplicaStats, ScalingConfig, ScalingState, Snapshot, decide
+from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
 from loadtests.autoscaling_experiment.constants import STARTUP_S, TPOT_TARGET_S, TTFT_TARGET_S
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.autoscaling.kv_demand import ReplicaStats
+from app.autoscaling.snapshot import ReplicaStats
 from loadtests.autoscaling_experiment.constants import (
     MAX_REPLICAS,
     REPORT_DELAY_S,

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from app.autoscaling.kv_demand import ReplicaStats, ScalingConfig, ScalingState, Snapshot, decide
+from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import ReplicaStats, Snapshot
 from loadtests.autoscaling_experiment import policies, workloads
 from loadtests.autoscaling_experiment.constants import MAX_REPLICAS, STARTUP_S
 from loadtests.autoscaling_experiment.policies import ScalingPolicy

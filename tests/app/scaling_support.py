@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.autoscaling.kv_demand import ReplicaStats
+from app.autoscaling.snapshot import ReplicaStats
 
 BLOCKS = 1_000.0
 RATE = 10_000.0

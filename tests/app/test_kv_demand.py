@@ -11,13 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_support import stats
 
-from app.autoscaling.kv_demand import (
-    ReplicaStats,
-    ScalingConfig,
-    ScalingState,
-    Snapshot,
-    decide,
-)
+from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import ReplicaStats, Snapshot
 
 
 def snapshot(now: float, target: int, *reports: ReplicaStats, **more: Any) -> Snapshot:
@@ -257,7 +253,7 @@ finite = st.floats(0.0, 1e9, allow_nan=False)
         st.tuples(
             st.integers(0, 12),
             st.integers(0, 12),
-            st.lists(st.builds(ReplicaStats, *[finite] * 10), max_size=12),
+            st.lists(st.builds(ReplicaStats, *[finite] * len(ReplicaStats._fields)), max_size=12),
         ),
         min_size=1,
         max_size=30,

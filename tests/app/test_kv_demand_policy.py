@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from scaling_support import stats
 
-from app.autoscaling.kv_demand import KvDemandPolicy, ReplicaStats, read_reports
+from app.autoscaling.policy import KvDemandPolicy, read_reports
+from app.autoscaling.snapshot import ReplicaStats
 
 
 @dataclass
@@ -108,13 +109,13 @@ def test_unknown_options_are_named() -> None:
 def test_the_controller_can_load_it_without_quire() -> None:
     from ray import cloudpickle
 
-    from app.autoscaling import kv_demand
+    import app.autoscaling
 
-    cloudpickle.register_pickle_by_value(kv_demand)
+    cloudpickle.register_pickle_by_value(app.autoscaling)
     try:
         blob = cloudpickle.dumps(KvDemandPolicy)
     finally:
-        cloudpickle.unregister_pickle_by_value(kv_demand)
+        cloudpickle.unregister_pickle_by_value(app.autoscaling)
     script = """
 import pickle, sys
 

@@ -1,0 +1,93 @@
+"""The policies that Serve's controller runs.
+
+The controller unpickles them in its own environment, where Quire need not be installed: this package is pickled
+by value, so its modules import the standard library and each other only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot, figure
+
+logger = logging.getLogger("ray.serve")
+
+
+class KvDemandPolicy:
+    """The policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
+
+    An exception in a policy would stall every application of the cluster, so whatever goes wrong is logged and
+    holds the target. It decides once for each interval of reports, and answers from memory in between.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.config = ScalingConfig.from_options(options)
+        self.state = ScalingState()
+        self.faults = 0
+        self.last: Decision | None = None
+        self._decided_at = -math.inf
+
+    def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
+        """The target, and Serve's own state untouched."""
+        try:
+            now = float(ctx.current_time)
+            if now - self._decided_at >= self.config.report_interval_s or self.last is None:
+                self._decided_at = now
+                self._decide(ctx, now)
+            wanted = self.last.target if self.last is not None else ctx.target_num_replicas
+            if self.config.shadow or (self.last is not None and self.last.reason == "hold"):
+                wanted = ctx.target_num_replicas
+            return wanted, dict(ctx.policy_state or {})
+        except Exception:
+            self.faults += 1
+            if self.faults & (self.faults - 1) == 0:
+                logger.exception(
+                    "autoscaling failed (%d times so far); the number of replicas stays", self.faults
+                )
+            return ctx.target_num_replicas, dict(ctx.policy_state or {})
+
+    def _decide(self, ctx: Any, now: float) -> None:
+        running = list(ctx.running_replicas or ())
+        snapshot = Snapshot(
+            now=now,
+            target=int(ctx.target_num_replicas),
+            running=int(ctx.current_num_replicas),
+            minimum=int(ctx.capacity_adjusted_min_replicas),
+            maximum=int(ctx.capacity_adjusted_max_replicas),
+            replicas=read_reports(ctx.raw_metrics or {}, running, now, self.config.stale_s),
+            queued=figure(ctx.total_queued_requests or 0.0) or 0.0,
+        )
+        decision = decide(snapshot, self.config, self.state)
+        if self.last is None or (decision.target, decision.held_by) != (self.last.target, self.last.held_by):
+            logger.info("autoscaling %s: %s", "(shadow)" if self.config.shadow else "", asdict(decision))
+        self.last = decision
+
+
+def read_reports(
+    metrics: Mapping[str, Mapping[Any, Any]], running: list[Any], now: float, stale_s: float
+) -> dict[Any, ReplicaStats]:
+    """The last report of each running replica that is whole, finite and fresh."""
+    reports: dict[Any, ReplicaStats] = {}
+    columns = [
+        (metrics.get(name) or {}, ReplicaStats._field_defaults.get(name)) for name in ReplicaStats._fields
+    ]
+    for replica in running:
+        values = []
+        for column, default in columns:
+            series = column.get(replica)
+            fresh = series and now - series[-1].timestamp <= stale_s
+            value = figure(series[-1].value) if series and fresh else None
+            if value is None:
+                value = default
+            if value is None:
+                break
+            values.append(value)
+        else:
+            reports[replica] = ReplicaStats(*values)
+    return reports

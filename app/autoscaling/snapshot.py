@@ -1,0 +1,58 @@
+"""What is known of a fleet at one moment, and what was decided from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class ReplicaStats(NamedTuple):
+    """What one engine replica reports; every field is finite and not negative."""
+
+    num_blocks: float
+    referenced_blocks: float
+    waiting_blocks: float  # that waiting and preempted sequences still lack, beyond their prefix hits
+    growth_blocks: float  # that running sequences are expected to grow by
+    sequences: float  # running and waiting
+    backlog_tokens: float  # uncached prompt tokens of waiting and running sequences
+    arrived_tokens: float  # such tokens of all that ever came; only grows
+    prefill_rate: float  # tokens per second, calibrated
+    step_seconds: float  # of a decode step
+    preemptions: float  # since the start; only grows
+    started_at: float = 0.0  # seconds since the epoch; 0 if not known
+    node: float = 0.0  # a number below 2**48 that stands for its node; 0 if not known
+    on_head: float = 0.0  # 1 on Ray's head node
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is known at ``now``. ``replicas`` has the fresh reports of running replicas, by their ids."""
+
+    now: float
+    target: int
+    running: int
+    minimum: int
+    maximum: int
+    replicas: Mapping[Any, ReplicaStats]
+    queued: float = 0.0  # requests that wait for a replica outside of all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The new target, the needs behind it in replicas, and what held it back."""
+
+    target: int
+    reason: str
+    need_kv: float = 0.0
+    need_prefill: float = 0.0
+    need_decode: float = 0.0
+    held_by: str = ""
+
+
+def figure(value: Any) -> float | None:
+    """The value as a float; None if it is no finite number or negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None
