@@ -10,9 +10,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from app.routing.cordon import Cordon
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
+from app.routing.timed_set import TimedSet
 from engine.errors import QuireError
 
 DEPLOYMENT = "engine"
@@ -31,14 +31,16 @@ class Fleet:
 
     ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
     They are called under the lock, so that they hear of each membership in its order, and must not call back.
-    ``cordon`` names members that get no new requests for a while. ``routed`` counts the attempts that each
+    ``cordon`` names members that get no new requests for a while, ``fading`` those that are expected to be
+    stopped next: they get none that others could take nearly as well. ``routed`` counts the attempts that each
     member was chosen for; the router's thread counts.
     """
 
     def __init__(self) -> None:
         self.index = KvIndex()
         self.ledger = Ledger(index=self.index)
-        self.cordon = Cordon()
+        self.cordon = TimedSet()
+        self.fading = TimedSet()
         self.routed: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._members: frozenset[str] = frozenset()

@@ -9,9 +9,9 @@ from loopback import LoopbackHandle, expected_tokens, stepping
 from relay_setting import collect, quiet, request, run, started, until
 
 from app import hand_over
-from app.routing.cordon import Cordon
 from app.routing.fleet import Fleet
 from app.routing.ledger import Route
+from app.routing.timed_set import TimedSet
 
 
 class Clock:
@@ -36,7 +36,7 @@ def live(handle: LoopbackHandle) -> list[int]:
 
 def test_a_cordon_ends_by_itself_and_goes_on_when_repeated() -> None:
     clock = Clock()
-    cordon = Cordon(clock)
+    cordon = TimedSet(clock)
     assert cordon.names() == frozenset()
     cordon.set({"a", "b"}, 10)
     clock.now += 6

@@ -1,4 +1,4 @@
-"""Replicas that get no new requests for a while, although they run."""
+"""Replicas of which something holds for a while, and then no more unless it is said again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class _Held:
     until: float
 
 
-class Cordon:
+class TimedSet:
     """One set of replicas, replaced as a whole, that ends by itself: whoever sets it repeats it in time.
 
-    So nothing stays cordoned because its publisher died. Any thread may read or set it; times are those of
+    So nothing stays in it because its publisher died. Any thread may read or set it; times are those of
     ``clock``, monotonic seconds.
     """
 
@@ -25,13 +25,13 @@ class Cordon:
         self._held: dict[str, _Held] = {}  # replaced, never changed
 
     def set(self, replicas: Collection[str], lasts_s: float) -> None:
-        """Exactly these are cordoned from now on, for ``lasts_s``; those that were go on where they were.
+        """Exactly these are in it from now on, for ``lasts_s``; those that were go on where they were.
 
         Raises:
             ValueError: ``lasts_s`` is negative or not a number.
         """
         if not lasts_s >= 0:
-            raise ValueError(f"a cordon cannot last {lasts_s} s; 0 or more can be told, 0 ends it")
+            raise ValueError(f"a set of replicas cannot last {lasts_s} s; 0 or more can be told, 0 ends it")
         now = self._clock()
         before = self._held
         self._held = {
@@ -44,7 +44,7 @@ class Cordon:
         }
 
     def names(self) -> frozenset[str]:
-        """Those that are cordoned now."""
+        """Those that are in it now."""
         held = self._held
         if not held:
             return frozenset()
@@ -52,7 +52,7 @@ class Cordon:
         return frozenset(replica for replica, one in held.items() if one.until > now)
 
     def longer_than(self, seconds: float) -> frozenset[str]:
-        """Those that have been so without a break for ``seconds`` or more."""
+        """Those that have been in it without a break for ``seconds`` or more."""
         now = self._clock()
         return frozenset(
             replica for replica, one in self._held.items() if one.until > now and now - one.since >= seconds

@@ -1,0 +1,137 @@
+"""Tells an ingress which replicas Serve's controller will probably stop next.
+
+While fewer replicas are intended, the scaling policy there writes their names into Ray's internal KV, each
+second, with a number that grows. Whatever is read here twice is not news, so that nothing outlives its writer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from app.routing.timed_set import TimedSet
+
+NAMESPACE = b"quire"
+
+LOOK_EVERY_S = 1.0
+
+LONGEST_S = 60.0
+"""News that claim to last longer are taken for malformed."""
+
+logger = logging.getLogger(__name__)
+
+Read = Callable[[bytes], bytes | None]
+"""What is stored under a key, ``None`` if nothing is; may block, and raise whatever it likes."""
+
+
+class Victims(NamedTuple):
+    """One message: these ``replicas`` (unique ids), and no others, for ``lasts_s``; ``seq`` grows with each."""
+
+    seq: int
+    replicas: frozenset[str]
+    lasts_s: float
+
+
+class VictimFeed:
+    """Looks once a second, in a thread of its own, since a look waits for an answer of Ray's head.
+
+    ``fading`` is what it keeps up to date. A message is news if its number is above that of the one before.
+    What is there at the first look is not: it may be what a controller left that died long ago.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        deployment: str,
+        fading: TimedSet,
+        read: Read | None = None,
+        every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        self.key = f"victims:{app}:{deployment}".encode()
+        self.taken = 0
+        self.faults = 0
+        self._fading = fading
+        self._read = read or _read_internal_kv
+        self._every_s = every_s
+        self._first = True
+        self._value: bytes | None = None
+        self._seq = -1
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look from now on; later calls do nothing."""
+        if self._thread is None:
+            # A daemon: a look that Ray does not answer must not keep the process from ending.
+            self._thread = threading.Thread(target=self._run, name="victim-feed", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; waits for nothing."""
+        self._stopped.set()
+
+    def state(self) -> dict[str, Any]:
+        """For tests and debugging: messages taken, looks and messages that failed, replicas that fade now."""
+        return {"taken": self.taken, "faults": self.faults, "fading": sorted(self._fading.names())}
+
+    def look(self) -> None:
+        """Read once and take what is news; never raises."""
+        try:
+            value = self._read(self.key)
+            if value == self._value and not self._first:
+                return
+            self._value = value
+            first, self._first = self._first, False
+            if value is not None:
+                self._take(parse(value), first)
+        except Exception as error:  # noqa: BLE001  (Ray raises many kinds; routing goes on without the news)
+            self.faults += 1
+            if self.faults & (self.faults - 1) == 0:
+                logger.warning(
+                    "cannot learn which replicas may be stopped next (%d times so far): %s: %s",
+                    self.faults,
+                    type(error).__name__,
+                    error,
+                )
+
+    def _take(self, victims: Victims, first: bool) -> None:
+        if victims.seq <= self._seq:
+            return
+        self._seq = victims.seq
+        if not first:
+            self._fading.set(victims.replicas, victims.lasts_s)
+            self.taken += 1
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self.look()
+            self._stopped.wait(self._every_s)
+
+
+def parse(value: bytes) -> Victims:
+    """A message as it is stored.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    message = json.loads(value)
+    if not isinstance(message, Mapping):
+        raise ValueError(f"no JSON object: {value[:80]!r}")
+    seq, replicas, lasts_s = message.get("seq"), message.get("replicas"), message.get("lasts_s")
+    if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
+        raise ValueError(f"seq must be an integer, 0 or more, not {seq!r:.80}")
+    if not isinstance(replicas, list) or not all(isinstance(replica, str) for replica in replicas):
+        raise ValueError(f"replicas must be a list of names, not {replicas!r:.80}")
+    if isinstance(lasts_s, bool) or not isinstance(lasts_s, int | float) or not 0 <= lasts_s <= LONGEST_S:
+        raise ValueError(f"lasts_s must be 0 to {LONGEST_S:g}, not {lasts_s!r:.80}")
+    return Victims(seq, frozenset(replicas), float(lasts_s))
+
+
+def _read_internal_kv(key: bytes) -> bytes | None:
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    value: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
+    return value
