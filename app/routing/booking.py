@@ -9,6 +9,11 @@ from typing import NamedTuple
 
 from app.routing import cost
 from app.routing.load import LoadReport
+from engine.errors import QuireError
+
+
+class NoRouteError(QuireError):
+    """No replica has an open channel at the moment, or the attempt to be routed is over."""
 
 
 class Route(NamedTuple):

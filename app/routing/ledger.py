@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from app.routing.booking import Booking, Entry, Route, Standing
+from app.routing.booking import Booking, Entry, NoRouteError, Route, Standing
 from app.routing.cost import PREFILL_RATE
 from app.routing.load import LoadReport, sane
 from app.routing.policies import Chooser, Policy, Wanted, least_booked
 from app.routing.residency import PrefixIndex
-from engine.errors import QuireError
+from app.routing.waiting import ExpectedWait, expected_wait
 
 __all__ = ["Booking", "Ledger", "NoRouteError", "PrefixIndex", "Route"]
 
@@ -32,10 +32,6 @@ BLOCK_SIZE = 16
 SHORTEST_SPECULATION_S, LONGEST_SPECULATION_S = 0.5, 10.0
 
 logger = logging.getLogger(__name__)
-
-
-class NoRouteError(QuireError):
-    """No replica has an open channel at the moment, or the attempt to be routed is over."""
 
 
 class Ledger:
@@ -170,11 +166,12 @@ class Ledger:
         *,
         keys: Sequence[int] = (),
         sequences: int = 1,
+        fading: Collection[str] = (),
     ) -> Booking:
         """Choose a replica and book there; an earlier booking of the attempt is released.
 
         ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode``
-        is the most that its ``sequences`` may make together. ``avoid`` is taken only if there is no other.
+        is the most that its ``sequences`` may make together. ``avoid`` is taken last; ``fading``: see ``Wanted``.
 
         Raises:
             NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
@@ -192,7 +189,7 @@ class Ledger:
                 raise NoRouteError("no engine replica has an open channel")
             if avoid:
                 standings = [standing for standing in standings if standing.replica != avoid] or standings
-            wanted = Wanted(request_id, prefill, decode, sequences, keys, again)
+            wanted = Wanted(request_id, prefill, decode, sequences, keys, again, fading)
             now = self._clock()
             place, blocks = self._choose(standings, wanted, now)
             return self._book(attempt, wanted, standings[place], blocks, now)
@@ -227,6 +224,12 @@ class Ledger:
         """Booked tokens of each replica that has any booking or an open route."""
         with self._lock:
             return {replica: standing.tokens for replica, standing in self._standings.items()}
+
+    def expected_wait(self, members: Collection[str]) -> ExpectedWait | None:
+        """Of a new request like the last ones, on routable ``members``; ``None`` before any has reported."""
+        with self._lock:
+            standings = [standing for standing in self._candidates if standing.replica in members]
+            return expected_wait(standings, reversed(self._entries.values()), self._chooser, self._clock())
 
     def state(self) -> dict[str, Any]:
         """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""
