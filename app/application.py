@@ -11,6 +11,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app import config, placement, serving
+from app.autoscaling.deployment import replicas_options
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 
@@ -86,7 +87,7 @@ def engine_deployment(options: config.AppConfig, replica_class: type | None = No
 
     return serve.deployment(replica_class).options(
         name=DEPLOYMENT,
-        num_replicas=options.engine_replicas,
+        **replicas_options(options),
         ray_actor_options=placement.actor_options(options, placement.cluster_nodes()),
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=options.drain_timeout_s,
