@@ -171,7 +171,7 @@ class Ledger:
         """Choose a replica and book there; an earlier booking of the attempt is released.
 
         ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode``
-        is the most that its ``sequences`` may make together. ``avoid`` is taken last; ``fading``: see ``Wanted``.
+        is the most that its ``sequences`` make together. ``avoid`` is taken last; ``fading``: see ``Wanted``.
 
         Raises:
             NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
@@ -204,8 +204,7 @@ class Ledger:
     def release(self, attempt: int, made: float | None = None) -> bool:
         """End a booking; false if it has ended already.
 
-        ``made``: tokens of each sequence of its request, on average, where they ended by themselves or at their
-        limit; teaches what to expect.
+        ``made``: tokens of each sequence, on average, where all ended by themselves or at their limit; teaches.
         """
         with self._lock:
             self._expected.discard(attempt)
@@ -228,8 +227,7 @@ class Ledger:
     def expected_wait(self, members: Collection[str]) -> ExpectedWait | None:
         """Of a new request like the last ones, on routable ``members``; ``None`` before any has reported."""
         with self._lock:
-            standings = [standing for standing in self._candidates if standing.replica in members]
-            return expected_wait(standings, reversed(self._entries.values()), self._chooser, self._clock())
+            return expected_wait(self._candidates, members, self._entries, self._chooser, self._clock())
 
     def state(self) -> dict[str, Any]:
         """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""

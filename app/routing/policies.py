@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple, cast
@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 from app.routing import cost
 from app.routing.booking import Standing, name_key
 from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
+from app.routing.fading import NEAR_S, lasting
 from app.routing.load import LoadReport
 
 _SPEED_SHARE = 1 / 32
@@ -27,7 +28,8 @@ class Policy(StrEnum):
 class Wanted(NamedTuple):
     """What a choice knows of a request. ``output`` bounds the tokens of all its ``sequences`` together.
 
-    ``again``: it has been placed before, so that there is nothing new to learn from its keys.
+    ``again``: it has been placed before, so that there is nothing new to learn from its keys. ``fading`` names
+    replicas that it goes to only where all others cost much more.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class Wanted(NamedTuple):
     sequences: int = 1
     keys: Sequence[int] = ()
     again: bool = False
+    fading: Collection[str] = ()
 
 
 class Chooser:
@@ -84,7 +87,11 @@ class Chooser:
             order = sorted(range(len(standings)), key=lambda place: standings[place].replica)
             return order[self._turn % len(order)]
         if self.policy is Policy.LEAST_TOKENS:
-            return least_booked(standings, range(len(standings)), wanted, 0)
+            places: Sequence[int] = range(len(standings))
+            if wanted.fading:
+                names, tokens = [at.replica for at in standings], [at.tokens for at in standings]
+                places = lasting(names, tokens, wanted.fading, NEAR_S * cost.PREFILL_RATE) or places
+            return least_booked(standings, places, wanted, 0)
         return self._cheapest(standings, held, wanted, now)
 
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
@@ -109,6 +116,8 @@ class Chooser:
         margin = 1.01 * (size if size > share else share) * candidates[best].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
+        if wanted.fading:
+            ties = lasting([at.replica for at in standings], costs, wanted.fading, NEAR_S, margin) or ties
         if not wanted.again:
             self.reuse.learn(wanted.keys, deepest, int(wanted.sequences * output) // size)
         return ties[0] if len(ties) == 1 else least_booked(standings, ties, wanted, deepest)
