@@ -6,7 +6,7 @@ those booked last. Its prefixes are unknown, so that it is taken to find none of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
