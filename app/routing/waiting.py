@@ -43,15 +43,21 @@ def typical(last: Iterable[Entry], output: float) -> Typical:
 
 
 def expected_wait(
-    standings: Sequence[Standing], last: Iterable[Entry], chooser: Chooser, now: float
+    standings: Sequence[Standing],
+    members: Collection[str],
+    entries: dict[int, Entry],
+    chooser: Chooser,
+    now: float,
 ) -> ExpectedWait | None:
-    """On ``standings`` at ``now``, in monotonic seconds, of a request like the ``last`` ones, latest first.
+    """On ``members`` of ``standings`` at ``now`` (monotonic seconds), of a request like the last of ``entries``.
 
     ``None`` if none has reported. One that has not is left out: its report is a moment away.
     """
-    request = typical(last, chooser.outputs.tokens)
+    request = typical(reversed(entries.values()), chooser.outputs.tokens)
     waits = [
-        _seconds(standing, standing.load, request, chooser, now) for standing in standings if standing.load
+        _seconds(standing, standing.load, request, chooser, now)
+        for standing in standings
+        if standing.load is not None and standing.replica in members
     ]
     return ExpectedWait(min(waits), len(waits)) if waits else None
 
