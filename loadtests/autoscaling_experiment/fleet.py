@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ class Fleet:
         self._waiting = _EMPTY  # requests, each replica's in their order
         self._prefilling = _EMPTY
         self._decoding = _EMPTY
+        # Columns of those that decode, in their order: what every tick reads and a gather would cost more.
+        self._decode_slot = _EMPTY
+        self._decode_prompt: Floats = np.zeros(0)
+        self._decode_made: Floats = np.zeros(0)
+        self._decode_output: Floats = np.zeros(0)
 
         self.exists = np.zeros(slots, bool)
         self.serving = np.zeros(slots, bool)
@@ -60,6 +66,7 @@ class Fleet:
         self.lacking: Amounts = np.zeros(slots)  # tokens that waiting ones need
         self.backlog: Amounts = np.zeros(slots)  # uncached prompt tokens
         self.rows: Ints = np.zeros(slots, np.int64)
+        self.decode_rows: Ints = np.zeros(slots, np.int64)
         self.queue: Ints = np.zeros(slots, np.int64)
         self.step = np.zeros(slots)
         self.arrived = np.zeros(slots)
@@ -129,24 +136,23 @@ class Fleet:
         slots = np.flatnonzero(self.serving & ~self.stopping)
         blocks = self.service.pool_tokens // BLOCK_SIZE
         columns = zip(
-            self.names[slots].tolist(),
+            repeat(blocks),
             (self.held[slots] / BLOCK_SIZE).tolist(),
             (self.lacking[slots] / BLOCK_SIZE).tolist(),
             (self.growth[slots] / BLOCK_SIZE).tolist(),
             (self.rows[slots] + self.queue[slots]).tolist(),
             self.backlog[slots].tolist(),
             self.arrived[slots].tolist(),
+            repeat(self.service.prefill_rate),
             self.step[slots].tolist(),
             self.preempted[slots].tolist(),
-            strict=True,
+            repeat(0.0),
+            repeat(0.0),
+            repeat(0.0),
         )
-        rate = self.service.prefill_rate
-        return {
-            name: ReplicaStats(
-                blocks, held, lacking, growth, sequences, backlog, arrived, rate, step, preempted
-            )
-            for name, held, lacking, growth, sequences, backlog, arrived, step, preempted in columns
-        }
+        # A thousand a second are made; the class itself would take three times as long.
+        made = map(tuple.__new__, repeat(ReplicaStats), columns)
+        return dict(zip(self.names[slots].tolist(), made, strict=True))
 
     def _start(self, slot: int) -> None:
         self._made_so_far += 1
@@ -184,16 +190,21 @@ class Fleet:
             return
         rate, pool = self.service.prefill_rate, self.service.pool_tokens
         demand = (self.held[slots] + self.lacking[slots]) / pool + self.backlog[slots] / rate
+        if len(new) < len(slots):  # at most so many get one: those with the least
+            low = demand <= np.partition(demand, len(new) - 1)[len(new) - 1]
+            demand, slots = demand[low], slots[low]
         heap = list(zip(demand.tolist(), slots.tolist(), strict=True))
         heapq.heapify(heap)
-        prompt, uncached = self.workload.prompt, self.uncached
-        for request in new:
+        requests = np.array(new, np.int64)
+        more = (self.workload.prompt[requests] + self.made[requests]) / pool + self.uncached[requests] / rate
+        chosen = []
+        for one in more.tolist():
             load, slot = heap[0]
-            more = (prompt[request] + self.made[request]) / pool + uncached[request] / rate
-            heapq.heapreplace(heap, (load + more, slot))
-            self.place[request] = slot
-        self._waiting = np.concatenate([self._waiting, np.array(new, np.int64)])
-        np.add.at(self.arrived, self.place[new], self.left[new])
+            heapq.heapreplace(heap, (load + one, slot))
+            chosen.append(slot)
+        self.place[requests] = chosen
+        self._waiting = np.concatenate([self._waiting, requests])
+        np.add.at(self.arrived, chosen, self.left[requests])
 
     def _admit(self) -> None:
         if not len(self._waiting):
@@ -220,9 +231,7 @@ class Fleet:
         order = np.argsort(self.place[self._prefilling], kind="stable")
         requests = self._prefilling[order]
         slot = self.place[requests]
-        decodes = np.zeros(len(self.exists), bool)
-        decodes[self.place[self._decoding]] = True
-        share = np.where(decodes, self.service.shared_prefill, 1.0)
+        share = np.where(self.decode_rows > 0, self.service.shared_prefill, 1.0)
         budget = self.service.prefill_rate * seconds * share
         left = self.left[requests]
         _, before = _within(slot, left)
@@ -241,39 +250,55 @@ class Fleet:
         ended = self.made[over] >= self.workload.output[over]
         self.done[over[ended]] = when[ended]
         self._prefilling = requests[~ends]
-        self._decoding = np.concatenate([self._decoding, over[~ended]])
+        self._start_decoding(over[~ended])
         return used
 
+    def _start_decoding(self, requests: Ints) -> None:
+        slot = self.place[requests]
+        self.decode_rows = self.decode_rows + np.bincount(slot, minlength=len(self.exists))
+        self._decoding = np.concatenate([self._decoding, requests])
+        self._decode_slot = np.concatenate([self._decode_slot, slot])
+        self._decode_prompt = np.concatenate([self._decode_prompt, self.workload.prompt[requests]])
+        self._decode_made = np.concatenate([self._decode_made, self.made[requests]])
+        self._decode_output = np.concatenate([self._decode_output, self.workload.output[requests]])
+
+    def _keep_decoding(self, keep: Ints) -> None:
+        """Drop all others."""
+        self._decoding = self._decoding[keep]
+        self._decode_slot = self._decode_slot[keep]
+        self._decode_prompt = self._decode_prompt[keep]
+        self._decode_made = self._decode_made[keep]
+        self._decode_output = self._decode_output[keep]
+
     def _decode(self, seconds: float, used: Floats) -> None:
-        decoding = self._decoding
-        size = len(self.exists)
-        if not len(decoding):
+        if not len(self._decoding):
             self.step[:] = 0.0
             return
-        slot = self.place[decoding]
+        slot, rows = self._decode_slot, self.decode_rows
         service = self.service
-        tokens = self.workload.prompt[decoding] + self.made[decoding]
-        rows = np.bincount(slot, minlength=size)
-        read = np.bincount(slot, tokens, minlength=size)
+        read = np.bincount(slot, self._decode_prompt + self._decode_made, minlength=len(rows))
         step = service.step_base + service.step_row * rows + service.step_token * read
         self.step = np.where(rows > 0, step, 0.0)
         grown = (seconds - used) / step
-        more = grown[slot]
-        made = self.made[decoding] + more
-        output = self.workload.output[decoding]
-        ends = made >= output
-        over = decoding[ends]
-        self.done[over] = self.now + seconds * (1.0 - (made[ends] - output[ends]) / more[ends])
-        self.made[decoding] = np.minimum(made, output)
-        if len(over):
-            self.mean_output += (float(output[ends].mean()) - self.mean_output) * min(1.0, len(over) / 200)
-        self._decoding = decoding[~ends]
+        self._decode_made += grown[slot]
+        ends = self._decode_made >= self._decode_output
+        ended = np.flatnonzero(ends)
+        if not len(ended):
+            return
+        over, output = self._decoding[ended], self._decode_output[ended]
+        late = (self._decode_made[ended] - output) / grown[slot[ended]]
+        self.done[over] = self.now + seconds * (1.0 - late)
+        self.made[over] = output
+        self.mean_output += (float(output.mean()) - self.mean_output) * min(1.0, len(over) / 200)
+        self._keep_decoding(np.flatnonzero(~ends))
 
     def _relieve(self) -> None:
         """Preempt the latest where decodes have outgrown the pool."""
         self._hold()
         for slot in np.flatnonzero(self.held > self.service.pool_tokens):
-            mine = self._decoding[self.place[self._decoding] == slot]
+            places = np.flatnonzero(self._decode_slot == slot)
+            mine = self._decoding[places]
+            self.made[mine] = self._decode_made[places]
             held = self.held[slot]
             back = []
             for request in mine[np.argsort(self.workload.arrival[mine])][::-1][:-1]:
@@ -285,18 +310,20 @@ class Fleet:
             lost = np.array(back, np.int64)
             self.preemptions += len(back)
             self.preempted[slot] += len(back)
-            self._decoding = self._decoding[~np.isin(self._decoding, lost)]
+            self._keep_decoding(np.flatnonzero(~np.isin(self._decoding, lost)))
             self._waiting = np.concatenate([lost[::-1], self._waiting])
             self._hold()
 
     def _hold(self) -> None:
-        running = np.concatenate([self._prefilling, self._decoding])
-        slot = self.place[running]
-        tokens = self.workload.prompt[running] + self.made[running]
-        self.held = np.bincount(slot, tokens, minlength=len(self.exists))
-        self.rows = np.bincount(slot, minlength=len(self.exists))
-        more = np.maximum(self.mean_output - self.made[running], 0.0)
-        self.growth = np.bincount(slot, more, minlength=len(self.exists))
+        size, prefilling = len(self.exists), self._prefilling
+        place = self.place[prefilling]
+        made = np.concatenate([self.made[prefilling], self._decode_made])
+        slot = np.concatenate([place, self._decode_slot])
+        prompt = np.concatenate([self.workload.prompt[prefilling], self._decode_prompt])
+        self.held = np.bincount(slot, prompt + made, minlength=size)
+        self.decode_rows = np.bincount(self._decode_slot, minlength=size)
+        self.rows = np.bincount(place, minlength=size) + self.decode_rows
+        self.growth = np.bincount(slot, np.maximum(self.mean_output - made, 0.0), minlength=size)
 
     def _count(self) -> None:
         size = len(self.exists)

@@ -77,7 +77,7 @@ def simulate(
                 fleet.target,
                 fleet.running,
                 most,
-                {name: one for name, one in reports.items() if name in names},
+                reports if reports.keys() <= names else {n: r for n, r in reports.items() if n in names},
                 fleet.queued,
                 fleet.ongoing,
             )
