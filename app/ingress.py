@@ -28,7 +28,9 @@ from app.model_store import resolve
 from app.openai_service import OpenAIService
 from app.relay import EngineClient
 from app.request_body import read_json_object
+from app.routing import fleet
 from app.tenant import tenant_of
+from app.victim_feed import VictimFeed
 
 
 async def health(request: Request) -> Response:
@@ -106,6 +108,10 @@ class IngressReplica:
     def __init__(self, options: AppConfig, engine: Any) -> None:
         folder = resolve(options.model)
         self._client = EngineClient(engine, options.unavailable_after_s, options.policy)
+        self._victims: VictimFeed | None = None
+        if options.scales:
+            of = engine.deployment_id
+            self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).fading)
         self.service = OpenAIService(
             self._client,
             PromptTokenizer(folder),
@@ -123,6 +129,8 @@ class IngressReplica:
         config.set_log_level(live.log_level)
         self.service.max_live_requests = live.max_live_requests
         await self._client.start()
+        if self._victims is not None:
+            self._victims.start()
 
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
@@ -130,10 +138,13 @@ class IngressReplica:
 
     async def inspect(self) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only."""
-        return {"pid": os.getpid(), **self._client.inspect()}
+        victims = {} if self._victims is None else self._victims.state()
+        return {"pid": os.getpid(), "victims": victims, **self._client.inspect()}
 
     async def __del__(self) -> None:
         """Serve calls this after the drain, also if ``__init__`` failed."""
+        if hasattr(self, "_victims") and self._victims is not None:
+            self._victims.stop()
         if hasattr(self, "_client"):
             await self._client.stop()
 
