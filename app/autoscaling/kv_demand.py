@@ -10,63 +10,32 @@ not against what runs already; down by the largest need of a window, a little at
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.scaling_state import ROUNDING, ScalingState
 from app.autoscaling.snapshot import Decision, Snapshot
 
-_ROUNDING = 0.1
-"""Replicas: a need this little above a whole number does not ask for one more."""
+__all__ = ["ScalingState", "decide"]
+
 _HEAVY_TAIL = 2.0
 """Variance of requests' sizes: the mean of squares over the square of the mean."""
-_KEPT_STARTS = 20
-_PATIENCE = 10.0
-"""Times to start after which a replica that does not run is not waited for: there may be no room for it."""
 _MOST = 1e6
 """Replicas; beyond it a figure is an error."""
-_LONGEST_START_S = 3600.0
-
-
-@dataclass(slots=True, eq=False)
-class ScalingState:
-    """What earlier decisions leave behind."""
-
-    demand: deque[tuple[float, float]] = field(default_factory=deque)  # (time, blocks)
-    arrivals: deque[tuple[float, float]] = field(default_factory=deque)  # (time, tokens that came since)
-    lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
-    counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
-    starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
-    awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of an up, the target then)
-    since: float | None = None  # the first decision with enough reports
-    last_up: float = -math.inf
-    last_down: float = -math.inf
-    last_preemption: float = -math.inf
-    last_work: float = -math.inf
 
 
 def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
     """Decide how many replicas there should be; changes nothing but ``state``. O(replicas)."""
     now, target = snapshot.now, snapshot.target
-    low, high = snapshot.minimum, max(snapshot.minimum, snapshot.maximum)
-    _learn_starts(snapshot, state)
-    if not snapshot.running:
-        if target or not snapshot.queued:
-            return Decision(target, "hold", held_by="no replica runs")
-        _started_up(state, now, max(low, 1))
-        state.last_work = now
-        return Decision(max(low, 1), "cold start")
-    reporting = len(snapshot.replicas)
-    if reporting < (1.0 - config.max_missing) * snapshot.running or not reporting:
-        state.since = None
-        return Decision(min(max(target, low), high), "hold", held_by="reports missing")
-    if state.since is None:
-        state.since = now
+    low, high = snapshot.minimum, snapshot.most
+    unknown = state.hold_or_start(snapshot, config)
+    if unknown is not None:
+        return unknown
 
     stats = snapshot.replicas.values()
     demand, growth, pool, sequences, backlog, rate, slowest, step = _sums(stats, config)
     # Replicas without a report are taken to be like the others.
+    reporting = len(stats)
     scale = snapshot.running / reporting
     demand, sequences, backlog = demand * scale, sequences * scale, backlog * scale
     size = pool / reporting
@@ -74,7 +43,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     demand += growth * scale * config.growth_share + snapshot.queued * each
     arrived = _arrived(snapshot, state, now) * scale
     per_second = _rate_of_arrivals(state, config, now, arrived)
-    start = _startup(config, state)
+    start = state.startup_s(config)
     forecast = _forecast(state, config, now, demand, each, size, start)
 
     capacity = rate / reporting
@@ -88,41 +57,37 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
         need_decode = snapshot.running * _over(step, 0.9 * config.tpot_target_s)
     need = max(need_kv, need_prefill, need_decode)
     busy = demand > 0 or backlog > 0 or snapshot.queued > 0
-    if busy or state.last_work == -math.inf:
-        state.last_work = now
+    state.worked(now, busy)
     reserve = config.reserve if busy or low else 0.0
 
     lowest = max(_over(demand, size * config.kv_low), _over(per_second, capacity * config.prefill_low))
-    _slide_max(state.lows, now, max(lowest + reserve, need_decode), config.down_window_s)
+    state.add_low(now, max(lowest + reserve, need_decode), config.down_window_s)
 
-    def decision(count: int, reason: str, held_by: str = "") -> Decision:
-        return Decision(count, reason, need_kv, need_prefill, need_decode, held_by)
+    filled = _over(demand, size * snapshot.running)
+
+    def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> Decision:
+        return Decision(count, reason, need_kv, need_prefill, need_decode, held_by, filled, intended)
 
     if not low <= target <= high:
         return decision(min(max(target, low), high), "maximum" if target > high else "minimum")
-    wanted = math.ceil(need + reserve - _ROUNDING)
+    wanted = math.ceil(need + reserve - ROUNDING)
     if wanted > target:
         count = min(wanted, max(2 * target, target + 4), high)
         if count == target:
             return decision(target, "hold", "maximum")
-        _started_up(state, now, count)
+        state.started_up(now, count)
         return decision(count, _largest(need_kv, need_prefill, need_decode))
 
-    floor = max(low, 0 if not low and now - state.last_work >= config.zero_after_s else 1)
-    fewer = max(math.ceil(state.lows[0][1] - _ROUNDING), floor)
+    at_once = max(1, int(config.down_share * target))
+    fewer = max(math.ceil(state.lows[0][1] - ROUNDING), state.floor(snapshot, config))
     if fewer >= target:
-        return decision(target, "hold")
+        return decision(target, "hold", intended=state.intended(snapshot, config, wanted, at_once))
     held = _held(snapshot, config, state, start, slowest)
     if held:
-        return decision(target, "hold", held)
-    count = max(fewer, target - max(1, int(config.down_share * target)))
+        return decision(target, "hold", held, state.intended(snapshot, config, wanted, at_once))
+    count = max(fewer, target - at_once)
     state.last_down = now
-    return decision(count, "less needed")
-
-
-def _started_up(state: ScalingState, now: float, count: int) -> None:
-    state.last_up = now
-    state.awaited.append((now, count))
+    return decision(count, "less needed", intended=0 if config.shadow else target - count)
 
 
 def _over(amount: float, unit: float) -> float:
@@ -212,11 +177,10 @@ def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
 def _held(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, start: float, slowest: float) -> str:
     """Why no replica is stopped now although fewer would do; empty if nothing speaks against it."""
     now = snapshot.now
-    if snapshot.running < snapshot.target and now - state.last_up < _PATIENCE * start:
-        return "replicas start"
-    if len(snapshot.replicas) < snapshot.running:
-        return "reports missing"
-    if state.since is None or now - state.since < config.down_window_s:
+    unsettled = state.unsettled(snapshot, config)
+    if unsettled:
+        return unsettled
+    if not state.window_full(now, config):
         return "window not full"
     if now - state.last_up < 2.0 * start:
         return "scaled up lately"
@@ -227,31 +191,6 @@ def _held(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, start:
     if slowest > config.tpot_target_s:
         return "slow steps"
     return ""
-
-
-def _learn_starts(snapshot: Snapshot, state: ScalingState) -> None:
-    awaited = state.awaited
-    while awaited and (snapshot.running >= awaited[0][1] or snapshot.target < awaited[0][1]):
-        began, count = awaited.popleft()
-        if snapshot.running >= count:
-            state.starts.append(min(snapshot.now - began, _LONGEST_START_S))
-
-
-def _startup(config: ScalingConfig, state: ScalingState) -> float:
-    """Seconds from a decision to a serving replica: longer than nine of ten starts took."""
-    if not state.starts:
-        return config.startup_s
-    ordered = sorted(state.starts)
-    return ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
-
-
-def _slide_max(window: deque[tuple[float, float]], now: float, value: float, width: float) -> None:
-    """Add a value to a window whose first entry is then the largest of the last ``width`` seconds."""
-    while window and window[-1][1] <= value:
-        window.pop()
-    window.append((now, value))
-    while window[0][0] < now - width:
-        window.popleft()
 
 
 def _largest(kv: float, prefill: float, decode: float) -> str:

@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.kv_demand import decide
+from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.scaling_state import ScalingState
 from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot, figure
 
 logger = logging.getLogger("ray.serve")
 
 
-class KvDemandPolicy:
-    """The policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
+class ServePolicy:
+    """A policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
 
     An exception in a policy would stall every application of the cluster, so whatever goes wrong is logged and
     holds the target. It decides once for each interval of reports, and answers from memory in between.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self, rule: Callable[[Snapshot, ScalingConfig, ScalingState], Decision], options: dict[str, Any]
+    ) -> None:
         self.config = ScalingConfig.from_options(options)
         self.state = ScalingState()
         self.faults = 0
         self.last: Decision | None = None
+        self._rule = rule
         self._decided_at = -math.inf
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
@@ -63,26 +68,43 @@ class KvDemandPolicy:
             replicas=read_reports(ctx.raw_metrics or {}, running, now, self.config.stale_s),
             queued=figure(ctx.total_queued_requests or 0.0) or 0.0,
         )
-        decision = decide(snapshot, self.config, self.state)
+        decision = self._rule(snapshot, self.config, self.state)
         if self.last is None or (decision.target, decision.held_by) != (self.last.target, self.last.held_by):
             logger.info("autoscaling %s: %s", "(shadow)" if self.config.shadow else "", asdict(decision))
         self.last = decision
 
 
+class KvDemandPolicy(ServePolicy):
+    """As many replicas as KV demand, prompts and decode steps need; ``options`` are ``ScalingConfig``'s."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(decide, options)
+
+
+class OccupancyPolicy(ServePolicy):
+    """As many replicas as the occupancy of KV memory asks for; ``options`` are ``ScalingConfig``'s."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(decide_by_occupancy, options)
+
+
 def read_reports(
     metrics: Mapping[str, Mapping[Any, Any]], running: list[Any], now: float, stale_s: float
 ) -> dict[Any, ReplicaStats]:
-    """The last report of each running replica that is whole, finite and fresh."""
+    """The last report of each running replica that is whole, finite and fresh.
+
+    A figure that has a default may be missing: replicas of an earlier version do not report it.
+    """
     reports: dict[Any, ReplicaStats] = {}
-    columns = [
-        (metrics.get(name) or {}, ReplicaStats._field_defaults.get(name)) for name in ReplicaStats._fields
-    ]
+    defaults = ReplicaStats._field_defaults
+    columns = [(metrics.get(name) or {}, defaults.get(name)) for name in ReplicaStats._fields]
     for replica in running:
         values = []
         for column, default in columns:
             series = column.get(replica)
-            fresh = series and now - series[-1].timestamp <= stale_s
-            value = figure(series[-1].value) if series and fresh else None
+            value = None
+            if series and now - series[-1].timestamp <= stale_s:
+                value = figure(series[-1].value)
             if value is None:
                 value = default
             if value is None:

@@ -38,6 +38,11 @@ class Snapshot:
     replicas: Mapping[Any, ReplicaStats]
     queued: float = 0.0  # requests that wait for a replica outside of all of them
 
+    @property
+    def most(self) -> int:
+        """The maximum; the minimum where they contradict each other."""
+        return max(self.minimum, self.maximum)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -49,6 +54,8 @@ class Decision:
     need_prefill: float = 0.0
     need_decode: float = 0.0
     held_by: str = ""
+    demand: float = 0.0  # share of the running replicas' pools; can exceed 1
+    intended: int = 0  # replicas fewer than the target are intended, or stopped by this decision
 
 
 def figure(value: Any) -> float | None:

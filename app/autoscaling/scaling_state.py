@@ -1,0 +1,130 @@
+"""What decisions about the number of replicas remember, and the guards that all policies share."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import Decision, Snapshot
+
+ROUNDING = 0.1
+"""Replicas: a need this little above a whole number does not ask for one more."""
+_KEPT_STARTS = 20
+_PATIENCE = 10.0
+"""Times to start after which a replica that does not run is not waited for: there may be no room for it."""
+_LONGEST_START_S = 3600.0
+_INTENDED_S = 60.0
+_INTENDED_SHARE = 0.25
+"""A scale-down is intended once fewer have been enough for a minute, or this share of the window."""
+
+
+@dataclass(slots=True, eq=False)
+class ScalingState:
+    """What earlier decisions leave behind."""
+
+    demand: deque[tuple[float, float]] = field(default_factory=deque)  # (time, blocks)
+    arrivals: deque[tuple[float, float]] = field(default_factory=deque)  # (time, tokens that came since)
+    lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
+    counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
+    starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
+    awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of an up, the target then)
+    since: float | None = None  # the first decision with enough reports
+    last_up: float = -math.inf
+    last_down: float = -math.inf
+    last_preemption: float = -math.inf
+    last_work: float = -math.inf
+
+    def hold_or_start(self, snapshot: Snapshot, config: ScalingConfig) -> Decision | None:
+        """The decision where demand is not known: none runs, or too few report. None where it is.
+
+        After its restart the controller knows of no running replica, then of some, and at last of reports.
+        """
+        target = snapshot.target
+        self._learn_starts(snapshot)
+        if not snapshot.running:
+            if target or not snapshot.queued:
+                return Decision(target, "hold", held_by="no replica runs")
+            count = max(snapshot.minimum, 1)
+            self.started_up(snapshot.now, count)
+            self.last_work = snapshot.now
+            return Decision(count, "cold start")
+        reporting = len(snapshot.replicas)
+        if reporting < (1.0 - config.max_missing) * snapshot.running or not reporting:
+            self.since = None
+            return Decision(
+                min(max(target, snapshot.minimum), snapshot.most), "hold", held_by="reports missing"
+            )
+        if self.since is None:
+            self.since = snapshot.now
+        return None
+
+    def started_up(self, now: float, count: int) -> None:
+        """The target rose to ``count``."""
+        self.last_up = now
+        self.awaited.append((now, count))
+
+    def startup_s(self, config: ScalingConfig) -> float:
+        """Seconds from a decision to a serving replica: longer than nine of ten starts took."""
+        if not self.starts:
+            return config.startup_s
+        ordered = sorted(self.starts)
+        return ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
+
+    def worked(self, now: float, busy: bool) -> None:
+        """Remember when there was work last; the first decision counts as work."""
+        if busy or self.last_work == -math.inf:
+            self.last_work = now
+
+    def floor(self, snapshot: Snapshot, config: ScalingConfig) -> int:
+        """The least number of replicas: zero only where it is allowed, and after a long rest."""
+        rested = not snapshot.minimum and snapshot.now - self.last_work >= config.zero_after_s
+        return max(snapshot.minimum, 0 if rested else 1)
+
+    def add_low(self, now: float, need: float, width: float) -> None:
+        """Add a need to the window; the first of ``lows`` is then the largest of the last ``width`` seconds."""
+        lows = self.lows
+        while lows and lows[-1][1] <= need:
+            lows.pop()
+        lows.append((now, need))
+        while lows[0][0] < now - width:
+            lows.popleft()
+
+    def unsettled(self, snapshot: Snapshot, config: ScalingConfig) -> str:
+        """Why a smaller fleet can be neither had nor intended now; empty if nothing speaks against it."""
+        late = snapshot.now - self.last_up >= _PATIENCE * self.startup_s(config)
+        if snapshot.running < snapshot.target and not late:
+            return "replicas start"
+        if len(snapshot.replicas) < snapshot.running:
+            return "reports missing"
+        return ""
+
+    def window_full(self, now: float, config: ScalingConfig) -> bool:
+        """Whether the window of needs goes back as far as it should."""
+        return self.since is not None and now - self.since >= config.down_window_s
+
+    def intended(self, snapshot: Snapshot, config: ScalingConfig, least: int, step: int) -> int:
+        """How many replicas fewer are intended: what the window's last part alone allows.
+
+        At most ``step``, and not below ``least`` replicas. Zero in shadow mode, which stops nothing.
+        """
+        now = snapshot.now
+        recent = min(_INTENDED_S, _INTENDED_SHARE * config.down_window_s)
+        if config.shadow or self.since is None or now - self.since < recent or self.unsettled(snapshot, config):
+            return 0
+        largest = 0.0
+        for time, need in reversed(self.lows):  # needs rise towards the past
+            if time < now - recent:
+                break
+            largest = need
+        fewer = max(math.ceil(largest - ROUNDING), self.floor(snapshot, config), least)
+        return min(max(snapshot.target - fewer, 0), step)
+
+    def _learn_starts(self, snapshot: Snapshot) -> None:
+        awaited = self.awaited
+        while awaited and (snapshot.running >= awaited[0][1] or snapshot.target < awaited[0][1]):
+            began, count = awaited.popleft()
+            if snapshot.running >= count:
+                self.starts.append(min(snapshot.now - began, _LONGEST_START_S))
