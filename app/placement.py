@@ -14,10 +14,17 @@ from engine.errors import ConfigError
 
 Resources = Mapping[str, float]
 
+_HEAD = "node:__internal_head__"
+
 
 def cluster_nodes() -> list[dict[str, float]]:
     """Ray's resources of each living node; none where this process belongs to no cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+
+
+def on_head(node_id: str) -> bool:
+    """Whether that node is the one that Ray's head runs on."""
+    return any(node["NodeID"] == node_id and _HEAD in node["Resources"] for node in ray.nodes())
 
 
 def wants_gpu(options: AppConfig, nodes: Sequence[Resources]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from app import config, metrics, placement, wire
+from app.autoscaling.replica_stats import StatsReporter
 from app.channel_engine import ChannelHub, run_attempt
 from app.model_store import resolve
 from engine.engine_thread import EngineThread, StepOutputs
@@ -44,6 +45,8 @@ class EngineReplica:
         hello = wire.Hello.of(self._engine.limits, self._engine.key_scheme, self._engine.window)
         self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
         self._metrics = metrics.EngineMetrics(self._config.model_name)
+        node = ray.get_runtime_context().get_node_id()
+        self._scaling = StatsReporter(node, placement.on_head(node))
         self._reporter = self._loop.create_task(self._report())
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -85,6 +88,18 @@ class EngineReplica:
         """
         if self._death is not None or not self._engine.is_alive():
             raise EngineDeadError(f"the engine's thread has ended: {self._death}")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve for the scaling policy, every half a second or less often; see ``ReplicaStats``.
+
+        Raises:
+            EngineDeadError: the engine's thread has ended; the policy then misses this report.
+        """
+        return self._scaling.read(self._engine.stats(), self._engine.load())._asdict()
+
+    async def wake(self, *, wait: bool) -> bool:
+        """Nothing but a call that reaches a replica once there is one; see ``app.wake``."""
+        return wait
 
     async def inspect(self, *, target: str | None = None) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only: pool, requests, channels, process."""

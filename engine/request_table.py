@@ -65,6 +65,7 @@ class RequestTable:
         self.running: list[Entry] = []
         self.waiting: list[Entry] = []  # never admitted, or preempted
         self.seats = 0  # of the running ones
+        self.running_limit = 0  # tokens that these may come to together
         self.num_preempted = 0  # waiting to compute their KV again
         self.num_swapped = 0  # waiting with their KV in host blocks
         self.observer: TableObserver | None = None
@@ -95,9 +96,10 @@ class RequestTable:
         ``host_table`` names the host blocks that this step copies its KV to; without, it is lost.
         """
         entry = self.running.pop(position)
-        self.seats -= entry.seats
-        self._drop_blocks(entry)
         request = entry.request
+        self.seats -= entry.seats
+        self.running_limit -= request.max_total_tokens
+        self._drop_blocks(entry)
         request.num_preemptions += 1
         if host_table is None:
             request.computed = 0
@@ -173,6 +175,7 @@ class RequestTable:
         if request.state in _RUNS:
             del self.running[bisect_left(self.running, entry.order, key=_order)]
             self.seats -= entry.seats
+            self.running_limit -= request.max_total_tokens
             self._drop_blocks(entry)
         else:
             del self.waiting[bisect_left(self.waiting, entry.order, key=_order)]
@@ -199,6 +202,7 @@ class RequestTable:
 
     def _run(self, entry: Entry) -> None:
         self.seats += entry.seats
+        self.running_limit += entry.request.max_total_tokens
         insort(self.running, entry, key=_order)
 
     def _count_waiting(self, entry: Entry, change: int) -> None:
@@ -236,6 +240,8 @@ class RequestTable:
             raise InvariantError(f"{self.num_swapped} swapped sequences are counted, but {swapped} wait")
         if self.seats != sum(entry.seats for entry in self.running):
             raise InvariantError(f"{self.seats} seats are counted, wrongly")
+        if self.running_limit != sum(entry.request.max_total_tokens for entry in self.running):
+            raise InvariantError(f"running sequences are taken to come to {self.running_limit} tokens, wrongly")
         for key, entry in self.entries.items():
             if key != entry.request.key:
                 raise InvariantError(f"the sequence {entry.request.key} is known as {key}")

@@ -17,6 +17,7 @@ from engine.request import FinishReason, ModelLimits, Request, RequestState, Tok
 from engine.request_table import Entry, RequestTable
 from engine.step_plan import Candidates, ScheduledChunk, SchedulerStats, StepPlan, StepTiming
 from engine.step_planner import StepPlanner
+from engine.traffic import Traffic
 
 __all__ = ["ScheduledChunk", "Scheduler", "SchedulerStats", "StepPlan"]
 
@@ -75,8 +76,7 @@ class Scheduler:
                 f"limits name {limits.num_blocks} blocks of {limits.block_size} tokens but the pool has "
                 f"{pool.num_blocks} of {pool.block_size}"
             )
-        self._pool = pool
-        self._index = index
+        self._pool, self._index = pool, index
         self._host = HostPool(0) if host is None else host
         self.table = RequestTable(pool, self._host)  # others may read it between two calls
         self._preemption = Preemption(pool, index, self._host, self.table, recovery)
@@ -103,10 +103,9 @@ class Scheduler:
             priority_ageing=priority_ageing,
             clock=clock,
         )
-        self._prefix_caching = prefix_caching
-        self._check_invariants = check_invariants
-        self._prompt_tokens = self._generated_tokens = 0
-        self._query_tokens = self._hit_tokens = self._copied_blocks = 0
+        self._prefix_caching, self._check_invariants = prefix_caching, check_invariants
+        self._traffic = Traffic()
+        self._generated_tokens = self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
         self._planned: StepPlan | None = None  # and not committed
 
@@ -152,6 +151,7 @@ class Scheduler:
             InvalidRequestError: it can never run, or its id is in use.
         """
         self._arrivals.add(request)
+        self._traffic.came(request)
         self._maybe_check()
 
     def abort(self, request_id: str) -> list[TokenDelta]:
@@ -194,16 +194,19 @@ class Scheduler:
             waiting=len(table.waiting) - table.num_preempted - table.num_swapped,
             preempted=table.num_preempted,
             swapped=table.num_swapped,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._traffic.prompt_tokens,
             generated_tokens=self._generated_tokens + self._families.beam_tokens,
-            prefix_query_tokens=self._query_tokens,
-            prefix_hit_tokens=self._hit_tokens,
+            prefix_query_tokens=self._traffic.query_tokens,
+            prefix_hit_tokens=self._traffic.hit_tokens,
             preemptions=self._preemption.count,
             host_blocks=self._host.num_blocks,
             host_blocks_used=self._host.num_used,
             copied_blocks=self._copied_blocks,
             recovery=self._preemption.stats(),
             finished=dict(self._finished),
+            arrived_tokens=self._traffic.arrived_tokens,
+            remaining_output=self._traffic.remaining_output,
+            running_limit=table.running_limit,
         )
 
     def schedule(self) -> StepPlan:
@@ -213,10 +216,7 @@ class Scheduler:
         """
         plan = self._planned = self._planner.plan()
         for request in plan.admitted:
-            self._prompt_tokens += request.num_prompt_tokens
-            if self._prefix_caching:
-                self._query_tokens += request.num_prompt_tokens
-                self._hit_tokens += request.cached_tokens or 0
+            self._traffic.admitted(request, self._prefix_caching)
         self._copied_blocks += len(plan.transfers.copies)
         self._maybe_check()
         return plan
@@ -333,6 +333,7 @@ class Scheduler:
             index = 0 if request.params.ranked else request.num_generated  # of ranked ones nothing was shown
         self._preemption.abandon(entry)
         self.table.finish(entry, reason)
+        self._traffic.ended(request, reason)
         delta = TokenDelta(
             request.request_id, index, tokens, reason, request.cached_tokens or 0, error, request.sequence, True
         )

@@ -110,3 +110,6 @@ class SchedulerStats:
     copied_blocks: int  # by copy-on-write
     recovery: RecoveryStats
     finished: dict[FinishReason, int]  # sequences
+    arrived_tokens: float = 0.0  # of prompts that ever came, without what their prefixes are expected to spare
+    remaining_output: float = 0.0  # tokens that a running sequence is expected to get still
+    running_limit: int = 0  # tokens that the running sequences may come to together

@@ -108,6 +108,10 @@ TABLE_FAULTS: Faults = {
         table_fault(lambda it: setattr(it.table, "seats", 3)),
         "3 seats are counted, wrongly",
     ),
+    "tokens of running ones miscounted": (
+        table_fault(lambda it: setattr(it.table, "running_limit", 3)),
+        "running sequences are taken to come to 3 tokens, wrongly",
+    ),
     "another key": (table_fault(another_key), "the sequence ('a', 0) is known as ('x', 0)"),
     "host blocks of one that runs": (
         table_fault(lambda it: setattr(it.first, "host_table", [0])),
