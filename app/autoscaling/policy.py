@@ -14,9 +14,11 @@ from typing import Any
 
 from app.autoscaling.kv_demand import decide
 from app.autoscaling.occupancy import decide_by_occupancy
+from app.autoscaling.publishing import Publisher
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ScalingState
 from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot, figure
+from app.autoscaling.victims import PredictionOutcome, stop_order
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,45 +35,68 @@ class ServePolicy:
     ) -> None:
         self.config = ScalingConfig.from_options(options)
         self.state = ScalingState()
+        self.publisher = Publisher()
+        self.outcome = PredictionOutcome()
         self.faults = 0
         self.last: Decision | None = None
         self._rule = rule
         self._decided_at = -math.inf
+        self._victims: list[str] = []
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
         """The target, and Serve's own state untouched."""
         try:
-            now = float(ctx.current_time)
-            if now - self._decided_at >= self.config.report_interval_s or self.last is None:
-                self._decided_at = now
-                self._decide(ctx, now)
-            wanted = self.last.target if self.last is not None else ctx.target_num_replicas
-            if self.config.shadow or (self.last is not None and self.last.reason == "hold"):
-                wanted = ctx.target_num_replicas
-            return wanted, dict(ctx.policy_state or {})
+            wanted = self._wanted(ctx)
         except Exception:
+            wanted = ctx.target_num_replicas
+            self._victims = []
             self.faults += 1
             if self.faults & (self.faults - 1) == 0:
                 logger.exception(
                     "autoscaling failed (%d times so far); the number of replicas stays", self.faults
                 )
-            return ctx.target_num_replicas, dict(ctx.policy_state or {})
+            self.publisher.faults(self.faults)
+        # At every tick: reports may come less often than a list of victims is repeated.
+        self.publisher.victims(ctx.current_time, self._victims)
+        return wanted, dict(ctx.policy_state or {})
 
-    def _decide(self, ctx: Any, now: float) -> None:
+    def _wanted(self, ctx: Any) -> int:
+        now, target = float(ctx.current_time), int(ctx.target_num_replicas)
+        if now - self._decided_at >= self.config.report_interval_s or self.last is None:
+            self._decided_at = now
+            self._decide(ctx, now, target)
+        elif self.outcome.due:
+            self.outcome.observe(ctx.running_replicas, target)
+        if self.config.shadow or self.last is None or self.last.reason == "hold":
+            return target
+        return self.last.target
+
+    def _decide(self, ctx: Any, now: float, target: int) -> None:
+        self.publisher.app, self.publisher.deployment = str(ctx.app_name), str(ctx.deployment_name)
         running = list(ctx.running_replicas or ())
         snapshot = Snapshot(
             now=now,
-            target=int(ctx.target_num_replicas),
+            target=target,
             running=int(ctx.current_num_replicas),
             minimum=int(ctx.capacity_adjusted_min_replicas),
             maximum=int(ctx.capacity_adjusted_max_replicas),
             replicas=read_reports(ctx.raw_metrics or {}, running, now, self.config.stale_s),
             queued=figure(ctx.total_queued_requests or 0.0) or 0.0,
         )
+        self.outcome.observe(running, target)
         decision = self._rule(snapshot, self.config, self.state)
         if self.last is None or (decision.target, decision.held_by) != (self.last.target, self.last.held_by):
             logger.info("autoscaling %s: %s", "(shadow)" if self.config.shadow else "", asdict(decision))
         self.last = decision
+
+        lowered = decision.target < target and not self.config.shadow
+        fewer = max(snapshot.running - (target - decision.intended), 0) if decision.intended else 0
+        order = stop_order(snapshot.replicas) if lowered or fewer else []
+        self._victims = [] if self.config.shadow else [replica.unique_id for replica in order[:fewer]]
+        if lowered:
+            self.outcome.lowered(order, running, decision.target)
+        self.publisher.figures(snapshot, decision, self.outcome)
+        self.publisher.faults(self.faults)
 
 
 class KvDemandPolicy(ServePolicy):

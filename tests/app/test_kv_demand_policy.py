@@ -4,49 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from scaling_support import stats
+from scaling_support import Replica, Stamped, context, metrics, stats
 
-from app.autoscaling.policy import KvDemandPolicy, read_reports
-from app.autoscaling.snapshot import ReplicaStats
+from app.autoscaling.policy import KvDemandPolicy, OccupancyPolicy, ServePolicy, read_reports
 
-
-@dataclass
-class Stamped:
-    """As Serve has it."""
-
-    timestamp: float
-    value: Any
-
-
-@dataclass
-class Context:
-    """The fields of Serve's context that the policy reads."""
-
-    current_time: float
-    target_num_replicas: int
-    current_num_replicas: int
-    running_replicas: list[str]
-    raw_metrics: Mapping[str, Mapping[str, list[Stamped]]]
-    total_queued_requests: float = 0.0
-    capacity_adjusted_min_replicas: int = 1
-    capacity_adjusted_max_replicas: int = 10
-    policy_state: dict[str, Any] = field(default_factory=lambda: {"__decision_counters": 3})
-
-
-def metrics(now: float, reports: Mapping[str, ReplicaStats]) -> dict[str, dict[str, list[Stamped]]]:
-    return {
-        name: {replica: [Stamped(now, getattr(one, name))] for replica, one in reports.items()}
-        for name in ReplicaStats._fields
-    }
-
-
-def context(now: float, target: int, reports: Mapping[str, ReplicaStats], **more: Any) -> Context:
-    return Context(now, target, len(reports), list(reports), metrics(now, reports), **more)
+A, B = Replica("a"), Replica("b")
 
 
 def test_the_policy_answers_for_serve_and_keeps_its_state() -> None:
@@ -84,18 +49,35 @@ def test_whatever_is_wrong_it_never_raises() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, "3", None, True])
 def test_a_report_with_a_wrong_number_is_no_report(bad: Any) -> None:
     some = metrics(5.0, {"a": stats(), "b": stats()})
-    some["step_seconds"]["b"] = [Stamped(5.0, bad)]
-    assert list(read_reports(some, ["a", "b"], 5.0, 2.0)) == ["a"]
+    some["step_seconds"][B] = [Stamped(5.0, bad)]
+    assert list(read_reports(some, [A, B], 5.0, 2.0)) == [A]
 
 
 def test_old_and_partial_reports_are_no_reports() -> None:
     some = metrics(5.0, {"a": stats(), "b": stats(), "c": stats()})
-    some["sequences"]["b"] = [Stamped(1.0, 3.0)]
-    del some["preemptions"]["c"]
-    assert list(read_reports(some, ["a", "b", "c", "d"], 5.0, 2.0)) == ["a"]
+    some["sequences"][B] = [Stamped(1.0, 3.0)]
+    del some["preemptions"][Replica("c")]
+    assert list(read_reports(some, [A, B, Replica("c"), Replica("d")], 5.0, 2.0)) == [A]
 
 
-@pytest.mark.parametrize("option", [{"kv_high": 0.0}, {"kv_low": 1.5}, {"startup_s": "60"}, {"shadow": 1}])
+def test_where_a_replica_runs_need_not_be_reported() -> None:
+    some = metrics(5.0, {"a": stats(node=7.0, on_head=1.0)})
+    del some["node"]
+    some["on_head"][A] = [Stamped(5.0, float("nan"))]
+    assert read_reports(some, [A], 5.0, 2.0) == {A: stats()}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"kv_high": 0.0},
+        {"kv_low": 1.5},
+        {"startup_s": "60"},
+        {"shadow": 1},
+        {"occupancy_target": 0.0},
+        {"occupancy_target": 1.1},
+    ],
+)
 def test_options_out_of_range_are_named(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         KvDemandPolicy(**option)
@@ -106,18 +88,22 @@ def test_unknown_options_are_named() -> None:
         KvDemandPolicy(kv_hihg=0.5)
 
 
-def test_the_controller_can_load_it_without_quire() -> None:
+@pytest.mark.parametrize("policy", [KvDemandPolicy, OccupancyPolicy])
+def test_the_controller_can_load_and_call_it_without_quire(policy: type[ServePolicy]) -> None:
     from ray import cloudpickle
 
     import app.autoscaling
 
     cloudpickle.register_pickle_by_value(app.autoscaling)
     try:
-        blob = cloudpickle.dumps(KvDemandPolicy)
+        blob = cloudpickle.dumps(policy)
     finally:
         cloudpickle.unregister_pickle_by_value(app.autoscaling)
-    script = """
+    busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)})
+    values = {name: series[A][0].value for name, series in busy.raw_metrics.items()}
+    script = f"""
 import pickle, sys
+from types import SimpleNamespace
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -125,7 +111,19 @@ class Absent:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Absent())
-print(type(pickle.load(sys.stdin.buffer)()).__name__)
+replica = type("Replica", (), dict(unique_id="a"))()
+metrics = {{
+    name: {{replica: [SimpleNamespace(timestamp=0.0, value=value)]}} for name, value in {values!r}.items()
+}}
+context = SimpleNamespace(
+    current_time=0.0, target_num_replicas=1, current_num_replicas=1, running_replicas=[replica],
+    raw_metrics=metrics, total_queued_requests=0.0, capacity_adjusted_min_replicas=1,
+    capacity_adjusted_max_replicas=10, app_name="quire", deployment_name="engine", policy_state={{}},
+)
+policy = pickle.load(sys.stdin.buffer)(reserve=0.0)
+print(type(policy).__name__, policy(context)[0], policy.faults, policy.publisher.failures)
 """
     done = subprocess.run([sys.executable, "-c", script], input=blob, capture_output=True, cwd="/", check=False)
-    assert done.stdout.decode().strip() == "KvDemandPolicy", done.stderr.decode()
+    # Three pools at 75 % are four replicas; occupancy of 90 % over 70 % are two.
+    target = 4 if policy is KvDemandPolicy else 2
+    assert done.stdout.decode().strip() == f"{policy.__name__} {target} 0 0", done.stderr.decode()

@@ -1,0 +1,178 @@
+"""What a scaling policy tells others: gauges for Prometheus, and the replicas that will probably be stopped.
+
+It runs on the loop of Serve's controller, so it never raises and never waits for the network.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from app.autoscaling.snapshot import Decision, Snapshot
+from app.autoscaling.victims import PredictionOutcome
+
+logger = logging.getLogger("ray.serve")
+
+NAMESPACE = b"quire"
+"""Of the keys in Ray's internal KV."""
+_EVERY_S = 1.0
+_LASTS_S = 5.0
+"""A list of victims that is not repeated is forgotten after so long."""
+
+_DESCRIPTIONS = {
+    "quire_scaling_target": "Replicas that the policy asks for; in shadow mode, would ask for.",
+    "quire_scaling_running": "Replicas that run.",
+    "quire_scaling_need_replicas": "Replicas that each kind of demand needs, without the reserve.",
+    "quire_scaling_demand": "KV demand as a share of the running replicas' pools; can exceed 1.",
+    "quire_scaling_held": "1 for what holds the target now, 0 for what did before.",
+    "quire_scaling_missing_reports": "Running replicas without a fresh report.",
+    "quire_scaling_faults": "Decisions, or messages about them, that failed.",
+    "quire_scaling_victims": "Stopped replicas, by whether it was predicted that it would be they.",
+}
+
+
+class Sink(Protocol):
+    """Where figures and messages go; every method may raise."""
+
+    def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        """Set a gauge."""
+
+    def count(self, name: str, amount: float, tags: Mapping[str, str]) -> None:
+        """Add a positive amount to a counter."""
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Store a message that others read; must not wait."""
+
+
+class RaySink:
+    """Ray's metrics, and Ray's internal KV."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Any] = {}
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        """Set a gauge of this process."""
+        self._metric("Gauge", name, tags).set(value, tags=dict(tags))
+
+    def count(self, name: str, amount: float, tags: Mapping[str, str]) -> None:
+        """Add to a counter of this process."""
+        self._metric("Counter", name, tags).inc(amount, tags=dict(tags))
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Write in a thread: it takes a millisecond, but a minute while Ray's head does not answer.
+
+        Raises what went wrong with the last write, or that it has not ended; then this one is dropped.
+        """
+        if self._writing is not None and self._writing.is_alive():
+            raise TimeoutError("the last write into Ray's internal KV has not ended")
+        failure, self._failure = self._failure, None
+        self._writing = threading.Thread(target=self._write, args=(key, value), daemon=True)
+        self._writing.start()
+        if failure is not None:
+            raise failure
+
+    def _write(self, key: bytes, value: bytes) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        try:
+            _internal_kv_put(key, value, namespace=NAMESPACE)
+        except Exception as error:  # noqa: BLE001  # raised by the next put
+            self._failure = error
+
+    def _metric(self, kind: str, name: str, tags: Mapping[str, str]) -> Any:
+        if name not in self._metrics:
+            from ray.util import metrics
+
+            make = getattr(metrics, kind)
+            self._metrics[name] = make(name, description=_DESCRIPTIONS[name], tag_keys=tuple(tags))
+        return self._metrics[name]
+
+
+class Publisher:
+    """Publishes for one deployment; failures are counted, and logged at powers of two."""
+
+    def __init__(self, sink: Sink | None = None) -> None:
+        self.app = ""
+        self.deployment = ""
+        self.failures = 0
+        self._sink: Sink = sink or RaySink()
+        self._counted: dict[tuple[str, ...], int] = {}
+        self._held_by = ""
+        self._announced = False
+        self._announced_at = -math.inf
+        self._seq = 0
+
+    def figures(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
+        """Publish a decision, and what it was made from."""
+        self._guarded(lambda: self._figures(snapshot, decision, outcome))
+
+    def faults(self, faults: int) -> None:
+        """Publish how many decisions failed so far; the failures of publishing go with it."""
+        if faults or self.failures:
+            self._guarded(lambda: self._faults(faults))
+
+    def victims(self, now: float, replicas: Sequence[str]) -> None:
+        """Announce the replicas (unique ids) that will probably be stopped; to be called often.
+
+        It is written once a second while there are any, and then once that there are none. ``now`` is in
+        seconds since the epoch: numbers of messages grow across a restart of the controller.
+        """
+        if replicas or self._announced:
+            self._guarded(lambda: self._announce(now, replicas))
+
+    def _announce(self, now: float, replicas: Sequence[str]) -> None:
+        if 0.0 <= now - self._announced_at < _EVERY_S:
+            return
+        self._announced_at = now
+        self._announced = True
+        self._seq = max(self._seq + 1, int(now * 1000))
+        message = {"seq": self._seq, "replicas": list(replicas), "lasts_s": _LASTS_S}
+        self._sink.put(f"victims:{self.app}:{self.deployment}".encode(), json.dumps(message).encode())
+        self._announced = bool(replicas)
+
+    def _figures(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
+        gauge, tags = self._sink.gauge, self._tags()
+        gauge("quire_scaling_target", decision.target, tags)
+        gauge("quire_scaling_running", snapshot.running, tags)
+        gauge("quire_scaling_demand", decision.demand, tags)
+        gauge("quire_scaling_missing_reports", max(snapshot.running - len(snapshot.replicas), 0), tags)
+        needs = {"kv": decision.need_kv, "prefill": decision.need_prefill, "decode": decision.need_decode}
+        for name, need in needs.items():
+            gauge("quire_scaling_need_replicas", need, {**tags, "need": name})
+        if self._held_by and self._held_by != decision.held_by:
+            gauge("quire_scaling_held", 0.0, {**tags, "held_by": self._held_by})
+        self._held_by = decision.held_by
+        if decision.held_by:
+            gauge("quire_scaling_held", 1.0, {**tags, "held_by": decision.held_by})
+        self._advance("quire_scaling_victims", outcome.hits, {**tags, "predicted": "yes"})
+        self._advance("quire_scaling_victims", outcome.misses, {**tags, "predicted": "no"})
+
+    def _faults(self, faults: int) -> None:
+        tags = self._tags()
+        self._advance("quire_scaling_faults", faults, {**tags, "part": "decision"})
+        self._advance("quire_scaling_faults", self.failures, {**tags, "part": "publishing"})
+
+    def _advance(self, name: str, total: int, tags: dict[str, str]) -> None:
+        """Feed a counter that takes increments, and refuses 0, with a total."""
+        key = (name, *tags.values())
+        more = total - self._counted.get(key, 0)
+        if more > 0:
+            self._sink.count(name, more, tags)
+            self._counted[key] = total
+
+    def _tags(self) -> dict[str, str]:
+        return {"app": self.app, "deployment": self.deployment}
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            self.failures += 1
+            if self.failures & (self.failures - 1) == 0:
+                logger.exception("publishing of autoscaling failed (%d times so far)", self.failures)
