@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.admission import Refusal
 from app.relay import GenerationError, UnavailableError
 from engine.errors import InvalidRequestError, QuireError
 
@@ -22,13 +23,14 @@ MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class ApiFault:
-    """What a client is told: an HTTP status and the four fields of OpenAI's error object."""
+    """What a client is told: an HTTP status, the four fields of OpenAI's error object, when to try again."""
 
     status: int
     message: str
     type: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: int | None = None
 
     def to_json(self) -> str:
         """The body, also used as a data chunk once a stream has begun."""
@@ -37,7 +39,10 @@ class ApiFault:
         )
 
     def to_response(self) -> Response:
-        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status == 503 else None
+        seconds = RETRY_AFTER_SECONDS if self.status == 503 else None
+        if self.retry_after_s is not None:
+            seconds = self.retry_after_s
+        headers = {"retry-after": str(seconds)} if seconds is not None else None
         return Response(self.to_json(), self.status, headers, media_type="application/json")
 
 
@@ -47,6 +52,42 @@ class ApiError(QuireError):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.fault = ApiFault(status, message, "invalid_request_error", param, code)
+
+
+class RefusedError(ApiError):
+    """A request that there is no room for now, refused before any work was done for it."""
+
+    def __init__(self, fault: ApiFault) -> None:
+        super().__init__(fault.status, fault.message)
+        self.fault = fault
+
+
+def overloaded(refusal: Refusal) -> RefusedError:
+    """429 while the engines at their most would let new requests wait too long."""
+    return RefusedError(
+        ApiFault(
+            429,
+            f"a new request would wait {refusal.wait_s:.1f} s with all replicas that there may be, and at most "
+            f"{refusal.limit_s:g} s are allowed (max_wait_s); try again in {refusal.retry_after_s} s",
+            "rate_limit_error",
+            code="overloaded",
+            retry_after_s=refusal.retry_after_s,
+        )
+    )
+
+
+def too_many_live(live: int, most: int, retry_after_s: int) -> RefusedError:
+    """503 while one ingress replica has all the requests that it may have."""
+    return RefusedError(
+        ApiFault(
+            503,
+            f"{live} requests are live and at most {most} are allowed (max_live_requests); "
+            f"try again in {retry_after_s} s",
+            "service_unavailable_error",
+            code="unavailable",
+            retry_after_s=retry_after_s,
+        )
+    )
 
 
 def model_not_found(name: str, served: str) -> ApiError:

@@ -20,15 +20,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app import config
+from app.admission import Admission
 from app.chat import PromptTokenizer
 from app.config import AppConfig
 from app.errors import ERROR_HANDLERS
 from app.hand_over import AFTER_S
+from app.metrics import AdmissionMetrics
 from app.model_store import resolve
 from app.openai_service import OpenAIService
 from app.relay import EngineClient
 from app.request_body import read_json_object
 from app.routing import fleet
+from app.routing.waiting import ExpectedWait
 from app.tenant import tenant_of
 from app.victim_feed import VictimFeed
 
@@ -102,6 +105,12 @@ def fingerprint(folder: Path) -> str:
     return f"fp_{digest.hexdigest()}"
 
 
+def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
+    """Asks this process's fleet of the deployment that the Serve handle ``engine`` is of."""
+    engines = fleet.of(engine.deployment_id.app_name, engine.deployment_id.name)
+    return lambda: engines.ledger.expected_wait(engines.takers(engines.members))
+
+
 class IngressReplica:
     """The deployment's body: owns the channels to the engines and the service that the routes call."""
 
@@ -112,6 +121,13 @@ class IngressReplica:
         if options.scales:
             of = engine.deployment_id
             self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).fading)
+        self._admission = Admission(
+            expected_wait(engine),
+            longest_wait_s=options.longest_wait_s,
+            most_replicas=options.most_replicas,
+            startup_s=options.startup_s,
+            metrics=AdmissionMetrics(options.model_name),
+        )
         self.service = OpenAIService(
             self._client,
             PromptTokenizer(folder),
@@ -121,6 +137,7 @@ class IngressReplica:
             unavailable_after_s=options.unavailable_after_s,
             tenant_header=options.tenant_header,
             admin_routes=options.admin_routes,
+            admission=self._admission,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -129,6 +146,7 @@ class IngressReplica:
         config.set_log_level(live.log_level)
         self.service.max_live_requests = live.max_live_requests
         await self._client.start()
+        self._admission.start()
         if self._victims is not None:
             self._victims.start()
 
@@ -139,12 +157,15 @@ class IngressReplica:
     async def inspect(self) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only."""
         victims = {} if self._victims is None else self._victims.state()
-        return {"pid": os.getpid(), "victims": victims, **self._client.inspect()}
+        own = {"pid": os.getpid(), "victims": victims, "admission": self._admission.inspect()}
+        return {**own, **self._client.inspect()}
 
     async def __del__(self) -> None:
         """Serve calls this after the drain, also if ``__init__`` failed."""
         if hasattr(self, "_victims") and self._victims is not None:
             self._victims.stop()
+        if hasattr(self, "_admission"):
+            self._admission.stop()
         if hasattr(self, "_client"):
             await self._client.stop()
 

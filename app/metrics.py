@@ -72,6 +72,22 @@ class EngineMetrics:
         gauge.set(value, tags={**self._tags, **tags})
 
 
+class AdmissionMetrics:
+    """Owned by one ingress replica; ``update`` is called a few times a second at most."""
+
+    def __init__(self, model_name: str) -> None:
+        self._tags = {"model_name": model_name}
+        self._wait = _gauge(
+            "quire_expected_wait_seconds", "Wait of a new request until it is computed, where it is shortest."
+        )
+        self._refused = _Total("quire_admission_refused", "Requests refused with a 429.")
+
+    def update(self, wait_s: float, refused: int) -> None:
+        """Publish the wait now (0 if unknown), and how many have been refused since the start."""
+        self._wait.set(wait_s, tags=self._tags)
+        self._refused.advance(refused, self._tags)
+
+
 class _Total:
     """A counter fed with totals; Ray's counters take increments, and refuse 0."""
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.admission import Admission
 from app.cache_reset import CacheReset
 from app.chat import PromptTokenizer
 from app.choices import Job, Piece, TokenSource, pieces
-from app.errors import ApiFault, model_not_found
+from app.errors import ApiFault, model_not_found, overloaded, too_many_live
 from app.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
 from app.openai_types import parse_chat, parse_completion
 from app.relay import UnavailableError
@@ -43,7 +44,8 @@ class OpenAIService:
     ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` choices at a time are refused,
     waiting ones included; requests that come before any engine has answered wait ``unavailable_after_s``
     seconds for one. ``num_live`` counts the choices from a request's arrival to its response's end.
-    ``tenant_header`` and ``admin_routes`` are for the routes; see ``AppConfig``.
+    ``tenant_header`` and ``admin_routes`` are for the routes; see ``AppConfig``. ``admission`` may refuse
+    requests before anything is done for them; unless given, it refuses none.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class OpenAIService:
         unavailable_after_s: float = 60.0,
         tenant_header: str | None = None,
         admin_routes: bool = False,
+        admission: Admission | None = None,
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
@@ -68,6 +71,7 @@ class OpenAIService:
         self.unavailable_after_s = unavailable_after_s
         self.tenant_header = tenant_header
         self.admin_routes = admin_routes
+        self.admission = admission or Admission()
 
     def health(self) -> Response:
         """200 while a request would find an engine, else 503."""
@@ -126,11 +130,11 @@ class OpenAIService:
 
     def _admit(self, sequences: int) -> ExitStack:
         """Take slots before anything waits for the request; closing the result gives them back."""
+        refusal = self.admission.refusal()
+        if refusal is not None:
+            raise overloaded(refusal)
         if self.num_live + sequences > self.max_live_requests:
-            raise UnavailableError(
-                f"{self.num_live} requests are live and at most {self.max_live_requests} are allowed "
-                "(max_live_requests); try again later"
-            )
+            raise too_many_live(self.num_live, self.max_live_requests, self.admission.retry_after_s())
         self.num_live += sequences
         slots = ExitStack()
         slots.callback(self._release, sequences)

@@ -49,7 +49,7 @@ def expected_wait(
     chooser: Chooser,
     now: float,
 ) -> ExpectedWait | None:
-    """On ``members`` of ``standings`` at ``now`` (monotonic seconds), of a request like the last of ``entries``.
+    """On ``members`` of ``standings`` at ``now`` (monotonic seconds), of a request like the last ``entries``.
 
     ``None`` if none has reported. One that has not is left out: its report is a moment away.
     """

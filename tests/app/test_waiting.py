@@ -1,0 +1,109 @@
+"""How long a new request would wait: prompts before it, own bookings included, and seats and blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from routing_support import BLOCK, IDLE, Fleet
+
+from app.routing.policies import Policy
+from app.routing.waiting import ExpectedWait
+
+FULL = replace(IDLE, running=8, max_running=8, referenced=800, free=99_200)
+
+
+def wait_of(fleet: Fleet, *members: str) -> ExpectedWait:
+    wait = fleet.ledger.expected_wait(members or [route.replica for route in fleet.routes])
+    assert wait is not None
+    return wait
+
+
+def test_nothing_is_known_before_a_report() -> None:
+    fleet = Fleet(2, reported=False)
+    assert fleet.ledger.expected_wait(["r0", "r1"]) is None
+    fleet.report(fleet.routes[0], replace(IDLE, waiting_tokens=10_000))
+    assert wait_of(fleet) == (1.0, 1)
+    assert fleet.ledger.expected_wait(["r1"]) is None
+    assert fleet.ledger.expected_wait([]) is None
+
+
+def test_it_is_that_of_the_shortest_queue_of_those_asked_for() -> None:
+    fleet = Fleet(3)
+    for route, tokens in zip(fleet.routes, (30_000, 20_000, 10_000), strict=True):
+        fleet.report(route, replace(IDLE, waiting_tokens=tokens))
+    assert wait_of(fleet) == (1.0, 3)
+    assert wait_of(fleet, "r0", "r1") == (2.0, 2)
+    fleet.ledger.suspect("r2", True)
+    assert wait_of(fleet) == (2.0, 2)
+
+
+def test_reported_work_passes_with_time_but_an_engine_that_hangs_does_not_empty_itself() -> None:
+    fleet = Fleet(1)
+    fleet.report(fleet.routes[0], replace(IDLE, waiting_tokens=50_000))
+    waits = []
+    for _ in range(3):
+        waits.append(wait_of(fleet).seconds)
+        fleet.now += 2.0
+    assert waits == pytest.approx([5.0, 3.0, 2.0])
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_bookings_that_no_report_has_yet_count_with_every_policy(policy: Policy) -> None:
+    fleet = Fleet(2, policy)
+    for _ in range(4):
+        fleet.send(10_000)
+    assert wait_of(fleet).seconds == pytest.approx(2.0)
+    for attempt in range(1, 5):
+        fleet.finish(attempt)
+    assert wait_of(fleet) == (0.0, 2)
+
+
+def test_whoever_finds_no_seat_waits_for_those_before_it_and_then_for_one() -> None:
+    fleet = Fleet(1)
+    waits = []
+    for held_up in (0, 1, 2):
+        fleet.report(fleet.routes[0], replace(FULL, waiting=held_up, held_up=held_up))
+        waits.append(wait_of(fleet).seconds)
+    assert waits[0] > 0
+    assert waits[1:] == pytest.approx(
+        [2 * waits[0], 3 * waits[0]], rel=1e-3
+    )  # step times are learned meanwhile
+    fleet.report(fleet.routes[0], replace(FULL, running=7))
+    assert wait_of(fleet) == (0.0, 1)
+
+
+def test_short_outputs_free_seats_sooner_than_those_learned() -> None:
+    def wait(output: int) -> float:
+        fleet = Fleet(1)
+        fleet.send(BLOCK, output=output)
+        fleet.report(fleet.routes[0], FULL)
+        return wait_of(fleet).seconds
+
+    assert wait(64) == pytest.approx(wait(128) / 2)
+    assert wait(10_000) == wait(256), "no longer than learned"
+
+
+def test_blocks_that_are_out_are_waited_for() -> None:
+    def wait(free: int, evictable: int, waiting_tokens: int = 0, own: int = 100 * BLOCK) -> float:
+        fleet = Fleet(1)
+        fleet.send(own)
+        load = replace(
+            IDLE,
+            running=4,
+            max_running=8,
+            num_blocks=1000,
+            free=free,
+            evictable=evictable,
+            referenced=1000 - free - evictable,
+            waiting_tokens=waiting_tokens,
+        )
+        fleet.report(fleet.routes[0], load)
+        return wait_of(fleet).seconds
+
+    assert wait(free=100, evictable=0) == 0.0
+    assert wait(free=0, evictable=100) == 0.0
+    assert wait(free=0, evictable=50) > 0.0
+    assert wait(free=0, evictable=0) > wait(free=0, evictable=50)
+    assert wait(free=50, evictable=0, waiting_tokens=100 * BLOCK) > wait(free=50, evictable=0) + 0.1
+    assert wait(free=0, evictable=50, own=50 * BLOCK) == 0.0
