@@ -188,6 +188,16 @@ class AppConfig(BaseModel):
         return "engine_replicas" if self.max_replicas is None else "max_replicas"
 
     @property
+    def sleeps(self) -> bool:
+        """Whether the last engine replica may go while there is no work."""
+        return self.least_replicas == 0
+
+    @property
+    def replica_wait_s(self) -> float:
+        """Seconds that a request waits for a replica; long enough for one to start where all may be gone."""
+        return max(self.unavailable_after_s, 2.0 * self.startup_s) if self.sleeps else self.unavailable_after_s
+
+    @property
     def longest_wait_s(self) -> float:
         """What admission lets a new request wait; infinite if it refuses none."""
         if self.max_wait_s is not None:

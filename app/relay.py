@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 from app import wire
@@ -24,6 +24,7 @@ from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
+from app.wake import Wake
 from app.wire_kv import KvSection
 from engine.errors import QuireError
 from engine.request import ModelLimits, validate
@@ -50,7 +51,8 @@ logger = logging.getLogger(__name__)
 class EngineClient:
     """Owned by one ingress replica; every method runs on that replica's event loop.
 
-    ``handle`` is the Serve handle of the engine deployment.
+    ``handle`` is the Serve handle of the engine deployment. One that ``sleeps`` may have no replica while there
+    is no work, and is woken by requests.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class EngineClient:
         handle: Any,
         unavailable_after_s: float = UNAVAILABLE_AFTER_S,
         policy: Policy = Policy.PREFIX,
+        sleeps: bool = False,
     ) -> None:
         self._handle = handle
         self._policy = policy
@@ -67,7 +70,7 @@ class EngineClient:
         self._live: dict[int, LiveRequest] = {}  # by attempt
         self._requests: set[LiveRequest] = set()
         self._limits: ModelLimits | None = None
-        self._routes_changed = asyncio.Event()
+        self._wake = Wake(handle if sleeps else None)
         self._started: ChannelSet | None = None
         self._stopped = False
 
@@ -89,11 +92,16 @@ class EngineClient:
         for live in list(self._requests):
             live.fail(UnavailableError(STOPPING))
         self._hand_over.stop()
+        self._wake.stop()
         await self._started.stop()
 
     def limits(self) -> ModelLimits | None:
         """Of the model, from the replicas' first frames; ``None`` until one has answered."""
         return self._limits
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Held by whoever waits for a replica: wakes an engine deployment that sleeps."""
+        return self._wake.wanted()
 
     def status(self) -> dict[str, Any]:
         """For /health: known replicas, those with an open channel, live requests, each channel's state."""
@@ -105,6 +113,7 @@ class EngineClient:
             "live_requests": len(self._requests),
             "channels": self._channels.states(),
             "booked_tokens": self._ledger.load(),
+            "asleep": self._wake.asleep(self._channels.num_members),
             "cordoned": sorted(self._channels.fleet.cordon.names()),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
@@ -248,18 +257,11 @@ class EngineClient:
 
     async def _routable(self, live: LiveRequest) -> bool:
         """Wait for a replica with an open channel; fails the request when none comes."""
-        deadline = time.monotonic() + self._unavailable_after_s
-        while not self._channels.routable():
-            self._routes_changed.clear()
-            left = deadline - time.monotonic()
-            try:
-                await asyncio.wait_for(self._routes_changed.wait(), max(left, 0.0))
-            except TimeoutError:
-                live.fail(
-                    UnavailableError(f"no engine replica became ready within {self._unavailable_after_s:g} s")
-                )
-                return False
-        return True
+        limit = self._unavailable_after_s
+        if await self._wake.until(self._channels.routable, limit):
+            return True
+        live.fail(UnavailableError(f"no engine replica became ready within {limit:g} s"))
+        return False
 
     # ---- channels
 
@@ -277,14 +279,14 @@ class EngineClient:
 
     def on_members(self) -> None:
         """See ``ChannelOwner``: a replica whose channel is open may have come back."""
-        self._routes_changed.set()
+        self._wake.changed()
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
         """See ``ChannelEvents``."""
         self._limits = hello.limits
         self._ledger.open(route)
         self._kv.open(route, hello)
-        self._routes_changed.set()
+        self._wake.changed()
         self._channels.settle()
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
@@ -299,7 +301,7 @@ class EngineClient:
         """See ``ChannelEvents``."""
         self._ledger.suspect(route.replica, suspected)
         if not suspected:
-            self._routes_changed.set()
+            self._wake.changed()
             self._channels.settle()
 
     def on_closed(self, route: Route, reason: str) -> None:

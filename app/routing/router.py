@@ -6,6 +6,7 @@ queue, which matches requests by an internal id that concurrent calls of one HTT
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -16,12 +17,16 @@ import app.routing.fleet as fleet
 
 
 class _PinnedCalls(RequestRouter):  # type: ignore[misc]
-    """A call with ``target=`` goes to that replica or fails; subclasses book one with ``meta=``."""
+    """A call with ``target=`` goes to that replica or fails; subclasses book one with ``meta=``.
+
+    One with ``wait=`` stays in Serve's queue while there is no replica, so that Serve sees it and starts one.
+    """
 
     def initialize_state(self, **_: Any) -> None:
         """Called once by Serve on the router's loop."""
         self._fleet = fleet.of(self._deployment_id.app_name, self._deployment_id.name)
         self._draining: dict[str, RunningReplica] = {}
+        self._arrival = asyncio.Event()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """A new membership; replicas that left stay reachable for pinned calls while their channel is open."""
@@ -36,6 +41,8 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             if name not in names and self._fleet.is_pinned(name)
         }
         self._fleet.set_members(names)
+        if names:
+            self._arrival.set()
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """The replica is dead for certain."""
@@ -58,6 +65,9 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             return self._pinned(target)
         if meta is not None:
             return await self._booked(pending_request, meta)
+        while kwargs.get("wait") and not self._replicas:
+            self._arrival.clear()
+            await self._arrival.wait()
         for replica in self._replicas.values():
             return replica
         raise fleet.ReplicaGoneError("there is no engine replica")

@@ -246,3 +246,31 @@ def test_calls_without_a_destination_need_any_replica() -> None:
             await serve.send()
 
     run(test)
+
+
+def test_a_call_that_waits_is_held_until_there_is_a_replica() -> None:
+    async def test() -> None:
+        serve = ServeRouter(EngineRouter, "a")
+        serve.announce()
+        held = asyncio.ensure_future(serve.send(wait=True))
+        left = asyncio.ensure_future(serve.send(wait=True))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not held.done()
+        left.cancel()
+        serve.announce("a")
+        await held
+        assert serve.sent() == {"a": 1}
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await serve.send(wait=True)
+        assert serve.sent() == {"a": 2}
+        serve.announce()
+        again = asyncio.ensure_future(serve.send(wait=True))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not again.done(), "the replica that has gone was taken for one that is there"
+        serve.announce("a")
+        await again
+
+    run(test)
