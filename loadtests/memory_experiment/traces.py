@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from loadtests.memory_experiment.constants import MAX_LENGTH
 from loadtests.memory_experiment.jobs import Job, own_tokens
@@ -18,6 +19,9 @@ HASHED_TOKENS = 512
 
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+_LONGEST_LINE = 1 << 20  # characters
+_MOST_TOKENS = 100_000_000
+_LATEST_MS = 1e15
 _COVERED = 0.9  # share of requests that must fit the context length after scaling
 
 
@@ -87,16 +91,14 @@ def read_records(path: Path, limit: int) -> list[Record]:
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            first = lines.readline()
+            first = lines.readline(_LONGEST_LINE)
             if not first.strip():
                 raise TraceError(
                     f"{path}: line 1: empty, but must begin a trace in Azure's or Mooncake's format"
                 )
             lines.seek(0)
-            if first.lstrip().startswith("{"):
-                records = list(_head(_mooncake(path, lines), limit))
-            else:
-                records = list(_head(_azure(path, lines), limit))
+            read = _mooncake if first.lstrip().startswith("{") else _azure
+            records = list(islice(read(path, _lines(path, lines)), limit))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     if not records:
@@ -104,38 +106,51 @@ def read_records(path: Path, limit: int) -> list[Record]:
     return sorted(records, key=lambda record: record.arrival)
 
 
-def _head(records: Iterator[Record], limit: int) -> Iterator[Record]:
-    for _, record in zip(range(limit), records, strict=False):
-        yield record
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    number = 1
+    while line := file.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise TraceError(f"{path}: line {number}: longer than {_LONGEST_LINE} characters")
+        yield line
+        number += 1
 
 
-def _azure(path: Path, lines: Any) -> Iterator[Record]:
+def _rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     reader = csv.reader(lines)
-    header = tuple(cell.strip() for cell in next(reader))
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise TraceError(f"{path}: line {reader.line_num}: not CSV: {error}") from error
+
+
+def _azure(path: Path, lines: Iterator[str]) -> Iterator[Record]:
+    rows = _rows(path, lines)
+    header = tuple(cell.strip() for cell in next(rows)[1])
     if header != AZURE_HEADER:
         raise TraceError(
             f"{path}: line 1: the header is {','.join(header)[:80]!r} but must be {','.join(AZURE_HEADER)!r} "
             "(Azure), or every line a JSON object (Mooncake)"
         )
-    for row in reader:
+    for number, row in rows:
         if not row:
             continue
-        where = f"{path}: line {reader.line_num}"
+        where = f"{path}: line {number}"
         if len(row) != len(AZURE_HEADER):
             raise TraceError(f"{where}: {len(row)} columns but there must be {len(AZURE_HEADER)}")
         prompt, output = (_length(row[i], where, AZURE_HEADER[i]) for i in (1, 2))
         yield Record(_time(row[0], where), prompt, output)
 
 
-def _mooncake(path: Path, lines: Any) -> Iterator[Record]:
+def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{path}: line {number}"
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{where}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{where}: not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(entry, dict):
             raise TraceError(f"{where}: {type(entry).__name__} but must be a JSON object")
         missing = [name for name in _MOONCAKE_KEYS if name not in entry]
@@ -144,8 +159,9 @@ def _mooncake(path: Path, lines: Any) -> Iterator[Record]:
         prompt = _length(entry["input_length"], where, "input_length")
         output = _length(entry["output_length"], where, "output_length")
         stamp, hashes = entry["timestamp"], entry["hash_ids"]
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float):
-            raise TraceError(f"{where}: timestamp is {stamp!r} but must be a number of milliseconds")
+        # An integer may be too large for a float.
+        if type(stamp) not in (int, float) or not abs(stamp) < _LATEST_MS:
+            raise TraceError(f"{where}: timestamp is {repr(stamp)[:60]} but must be a number of milliseconds")
         if not isinstance(hashes, list) or not all(type(one) is int and one >= 0 for one in hashes):
             raise TraceError(f"{where}: hash_ids must be a list of integers of at least 0")
         blocks = -(-prompt // HASHED_TOKENS)
@@ -158,7 +174,7 @@ def _time(text: str, where: str) -> float:
     try:
         # Azure writes seven digits of a second; Python reads six
         return datetime.fromisoformat(text.strip()[:26]).timestamp()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         example = "2023-11-16 18:15:46.68"
         raise TraceError(f"{where}: TIMESTAMP is {text[:40]!r} but must be like {example!r}") from error
 
@@ -168,8 +184,8 @@ def _length(value: object, where: str, name: str) -> int:
         length = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
     except ValueError:
         length = -1
-    if length < 0:
-        raise TraceError(f"{where}: {name} is {value!r} but must be an integer of at least 0")
+    if not 0 <= length <= _MOST_TOKENS:
+        raise TraceError(f"{where}: {name} is {repr(value)[:60]} but must be an integer of 0 to {_MOST_TOKENS}")
     return length
 
 

@@ -133,6 +133,15 @@ def test_limit_reads_the_beginning_only(tmp_path: Path) -> None:
         (MOONCAKE.replace("[0, 1, 7]", "[0]"), r"trace: line 2: 1 hash_ids but input_length 1030 has 3 blocks"),
         (MOONCAKE.replace("[0, 1, 7]", "[0, 1, true]"), r"trace: line 2: hash_ids must be"),
         (MOONCAKE.replace("1100", "1.5"), r"trace: line 1: input_length is 1.5"),
+        (MOONCAKE.replace("1500", "NaN"), r"trace: line 2: timestamp is nan"),
+        (MOONCAKE.replace("1500", "1e999"), r"trace: line 2: timestamp is inf"),
+        (MOONCAKE.replace("1500", "1" + "0" * 400), r"trace: line 2: timestamp is 10000"),
+        (MOONCAKE.replace("1100", "1" * 5_000), r"trace: line 1: not JSON"),
+        (MOONCAKE.replace("1100", "100000001"), r"trace: line 1: input_length is 100000001 but .* 100000000"),
+        (MOONCAKE + '{"a":' + "[" * 200_000 + "\n", r"trace: line 3: not JSON"),
+        (MOONCAKE + " " * (1 << 21) + "\n", r"trace: line 3: longer than 1048576 characters"),
+        (AZURE + "1" * 200_000 + ",1,2\n", r"trace: line 5: not CSV"),
+        (AZURE + "2023-11-16 18:15:46," + "9" * 5_000 + ",2\n", r"trace: line 5: ContextTokens is '999"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_named_with_their_line(tmp_path: Path, text: str, message: str) -> None:
