@@ -19,7 +19,7 @@ REQUESTS = (("completions", COUNT), ("completions", {**COUNT, "stream": True}), 
 
 
 class Door:
-    """The admission of a server whose wait, 8 s at first, is set here, and has been so for as long as it may."""
+    """The admission of a server; the wait, 8 s at first, is set here and has been so for as long as it may."""
 
     def __init__(self) -> None:
         self.wait = 8.0
