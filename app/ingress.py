@@ -116,7 +116,7 @@ class IngressReplica:
 
     def __init__(self, options: AppConfig, engine: Any) -> None:
         folder = resolve(options.model)
-        self._client = EngineClient(engine, options.unavailable_after_s, options.policy)
+        self._client = EngineClient(engine, options.replica_wait_s, options.policy, options.sleeps)
         self._victims: VictimFeed | None = None
         if options.scales:
             of = engine.deployment_id
@@ -134,7 +134,7 @@ class IngressReplica:
             options.model_name,
             fingerprint(folder),
             max_live_requests=options.max_live_requests,
-            unavailable_after_s=options.unavailable_after_s,
+            unavailable_after_s=options.replica_wait_s,
             tenant_header=options.tenant_header,
             admin_routes=options.admin_routes,
             admission=self._admission,

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -32,6 +32,8 @@ class EngineSource(TokenSource, Protocol):
     """The part of ``EngineClient`` that this needs."""
 
     def limits(self) -> ModelLimits | None: ...
+
+    def awaited(self) -> AbstractContextManager[None]: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -74,11 +76,12 @@ class OpenAIService:
         self.admission = admission or Admission()
 
     def health(self) -> Response:
-        """200 while a request would find an engine, else 503."""
+        """200 while a request would find an engine, or wake one that sleeps; else 503."""
         status = self._source.status()
         ready = self._source.limits() is not None and bool(status.get("routable"))
-        body = {"status": "ok" if ready else "unavailable", **status}
-        return JSONResponse(body, 200 if ready else 503)
+        asleep = bool(status.get("asleep"))
+        body = {"status": "ok" if ready else "asleep" if asleep else "unavailable", **status}
+        return JSONResponse(body, 200 if ready or asleep else 503)
 
     def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
@@ -196,11 +199,14 @@ class OpenAIService:
         return pieces(job, envelope.id, self._source, self._tokenizer.decoder)
 
     async def _limits(self) -> ModelLimits:
+        if (limits := self._source.limits()) is not None:
+            return limits
         deadline = time.monotonic() + self.unavailable_after_s
-        while (limits := self._source.limits()) is None:
-            if time.monotonic() >= deadline:
-                raise UnavailableError("no engine replica has started yet; try again in a moment")
-            await asyncio.sleep(LIMITS_POLL_S)
+        with self._source.awaited():
+            while (limits := self._source.limits()) is None:
+                if time.monotonic() >= deadline:
+                    raise UnavailableError("no engine replica has started yet; try again in a moment")
+                await asyncio.sleep(LIMITS_POLL_S)
         return limits
 
     def _check_model(self, name: str | None) -> None:

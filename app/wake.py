@@ -97,9 +97,9 @@ async def _once(handle: Any) -> None:
     try:
         # Not awaited itself: Serve raises CancelledError for calls that nobody here has cancelled.
         await asyncio.wait((answer,))
-        error = None if answer.cancelled() else answer.exception()
-        if error is not None:
-            logger.warning("the engines could not be woken: %s: %s", type(error).__name__, error)
+        failure = None if answer.cancelled() else answer.exception()
+        if failure is not None:
+            logger.warning("the engines could not be woken: %s: %s", type(failure).__name__, failure)
     finally:
         if not answer.done():
             answer.cancel()

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class LocalClient:
 
     def limits(self) -> ModelLimits | None:
         return self.engine.limits
+
+    def awaited(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def status(self) -> dict[str, Any]:
         return {"replicas": 1, "routable": 1, "live_requests": len(self._queues)}

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -233,6 +234,29 @@ def test_before_any_engine_has_answered_requests_wait_and_then_get_a_503(
     assert response.status_code == 503
     assert "retry-after" in response.headers
     assert response.json()["error"]["code"] == "unavailable"
+
+
+def test_engines_that_sleep_are_healthy_and_woken_by_a_request(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = server.client.limits()
+    held: list[str] = []
+
+    @contextmanager
+    def awaited() -> Iterator[None]:
+        held.append("woken")
+        yield
+        held.append("answered")
+
+    monkeypatch.setattr(server.client, "awaited", awaited)
+    monkeypatch.setattr(server.client, "limits", lambda: limits if held else None)
+    monkeypatch.setattr(server.client, "status", lambda: {"routable": 0, "asleep": True})
+    health = http.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "asleep")
+    assert http.get("/v1/models").json()["data"][0]["id"] == MODEL
+    assert held == []
+    assert http.post("/v1/completions", json=COUNT).status_code == 200
+    assert held == ["woken", "answered"]
 
 
 # --- the openai client -------------------------------------------------------------------------------------
