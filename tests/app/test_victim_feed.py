@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
 from typing import Any
 
 import pytest
+from loopback import LoopbackHandle
 
+from app import config, victim_feed
+from app.ingress import IngressReplica
 from app.routing.timed_set import TimedSet
 from app.victim_feed import LONGEST_S, NAMESPACE, VictimFeed, Victims, parse
 
@@ -199,3 +203,40 @@ def test_stopping_does_not_wait_for_an_answer() -> None:
     answer.set()
     thread.join(20)
     assert not thread.is_alive()
+
+
+# Collecting the object calls __del__ once more, outside Serve with nobody to await it.
+@pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+@pytest.mark.parametrize("scales", [True, False])
+def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
+    scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[bytes] = set()
+    looked = threading.Event()
+
+    def read(key: bytes) -> None:
+        asked.add(key)
+        looked.set()
+
+    monkeypatch.setattr(victim_feed, "_read_internal_kv", read)
+
+    async def test() -> None:
+        options = config.load({"max_replicas": 3} if scales else {}, {})
+        handle = LoopbackHandle(1)
+        ingress = IngressReplica(options, handle)
+        await ingress.reconfigure(options.live.model_dump())
+        if scales:
+            assert await asyncio.to_thread(looked.wait, 20)
+            handle.fleet.fading.set({"a"}, 60)
+            assert (await ingress.inspect())["victims"] == {"taken": 0, "faults": 0, "fading": ["a"]}
+        else:
+            assert (await ingress.inspect())["victims"] == {}
+        await ingress.__del__()
+        for thread in threading.enumerate():
+            if thread.name == "victim-feed":
+                await asyncio.to_thread(thread.join, 20)
+                assert not thread.is_alive()
+        name = handle.deployment_id
+        assert asked == ({f"victims:{name.app_name}:{name.name}".encode()} if scales else set())
+
+    asyncio.run(test())

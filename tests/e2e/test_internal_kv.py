@@ -1,0 +1,46 @@
+"""Ray's internal KV carries the news of replicas that will probably be stopped from one process to another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import ray
+from local_cluster import BreakableCluster
+
+from app.victim_feed import NAMESPACE
+
+
+def test_what_one_process_writes_there_another_one_reads(bare_cluster: BreakableCluster) -> None:
+    namespace = NAMESPACE
+
+    class Ingress:
+        def __init__(self) -> None:
+            from app.routing.timed_set import TimedSet
+            from app.victim_feed import VictimFeed
+
+            self.feed = VictimFeed("an app", "engine", TimedSet())
+
+        def look(self) -> dict[str, Any]:
+            self.feed.look()
+            return self.feed.state()
+
+    def put(seq: int, replicas: list[str]) -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        value = json.dumps({"seq": seq, "replicas": replicas, "lasts_s": 60.0})
+        _internal_kv_put(b"victims:an app:engine", value.encode(), namespace=namespace)
+
+    remote: Any = ray.remote(num_cpus=0)
+    ingress, write = remote(Ingress).remote(), remote(put)
+
+    def look() -> dict[str, Any]:
+        state: dict[str, Any] = ray.get(ingress.look.remote(), timeout=60)
+        return state
+
+    assert look() == {"taken": 0, "faults": 0, "fading": []}
+    ray.get(write.remote(1, ["a", "b"]), timeout=60)
+    assert look() == {"taken": 1, "faults": 0, "fading": ["a", "b"]}
+    ray.get(write.remote(2, []), timeout=60)
+    assert look() == {"taken": 2, "faults": 0, "fading": []}
+    ray.kill(ingress)
