@@ -69,9 +69,10 @@ def check_port(host: str, port: int, option: str = "port= (or --port)") -> None:
 
 
 def check_memory(options: config.AppConfig, folder: Path, available: int | None = None) -> Fit:
-    """Whether weights and KV pools of all replicas fit in ``available`` bytes (the system says if not given).
+    """Whether weights and KV pools fit in ``available`` bytes, of as many replicas as there may be.
 
-    On a GPU weights and pools are elsewhere, and each replica checks for itself.
+    The system says what is available if it is not given. On a GPU weights and pools are elsewhere, and each
+    replica checks for itself.
 
     Raises:
         ConfigError: they do not fit, or the model cannot be read.
@@ -93,12 +94,13 @@ def check_memory(options: config.AppConfig, folder: Path, available: int | None 
     each = PROCESS_BYTES + (0 if gpu else model.num_parameters * dtype.itemsize)
     if available is None:
         available = available_memory(torch.device("cpu"), options.memory_fraction)
-    left = available - each * options.engine_replicas
+    most = options.most_replicas
+    left = available - each * most
     if left <= 0:
         raise ConfigError(
-            f"{options.engine_replicas} engine replicas need about "
-            f"{format_bytes(each * options.engine_replicas)} ({format_bytes(each)} each) beside their KV pools "
-            f"but {format_bytes(available)} are available; lower engine_replicas, or choose a smaller model"
+            f"{most} engine replicas need about {format_bytes(each * most)} ({format_bytes(each)} each) beside "
+            f"their KV pools but {format_bytes(available)} are available; lower {options.replicas_option}, or "
+            "choose a smaller model"
         )
     if gpu:
         return Fit(name, None, length)
@@ -132,7 +134,7 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.model))
     stop = threading.Event()
-    say(f"starting Ray and {options.engine_replicas} engine replica(s) with {options.model_name} ...")
+    say(f"starting Ray and {options.first_replicas} engine replica(s) with {options.model_name} ...")
     server = LocalServer(host, port)
     try:
         # Until Ray has started an interrupt raises: the terminal sends it to Ray's processes as well, and Ray
@@ -217,7 +219,7 @@ class LocalServer:
         if quire:
             document["applications"][0]["runtime_env"] = {"env_vars": quire}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
-        progress = Progress(options.engine_replicas, say)
+        progress = Progress(options.first_replicas, say)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not stop.wait(0.2):
             application = serve.status().applications.get(serving.APP_NAME)
@@ -308,7 +310,7 @@ def _on_interrupt(stop: threading.Event) -> None:
 
 def _announce(server: LocalServer, options: config.AppConfig, fit: Fit, say: Say) -> None:
     say(f"Quire serves {options.model_name} at {server.url}/v1 through {server.proxy()}")
-    say(f"  engine replicas {options.engine_replicas}, ingress replicas {options.ingress_replicas}")
+    say(f"  engine replicas {replicas_line(options)}, ingress replicas {options.ingress_replicas}")
     pool = fit.pool
     kv = f", KV of about {pool.tokens:,} tokens ({pool.num_blocks:,} blocks) in each replica" if pool else ""
     say(f"  weights and KV in {fit.dtype}{kv}")
@@ -325,6 +327,15 @@ def _announce(server: LocalServer, options: config.AppConfig, fit: Fit, say: Say
         '[{"role": "user", "content": "What is the capital of France?"}]}\''
     )
     say("  stop with Ctrl-C")
+
+
+def replicas_line(options: config.AppConfig) -> str:
+    """How many engine replicas there are, and may come to be."""
+    if not options.scales:
+        return str(options.engine_replicas)
+    least = f", down to {options.least_replicas}" if options.least_replicas < options.first_replicas else ""
+    shadow = " (shadow: decided, but not done)" if options.scaling_shadow else ""
+    return f"{options.first_replicas}, up to {options.most_replicas}{least} by demand{shadow}"
 
 
 def _cause(application: Any) -> str:

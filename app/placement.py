@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ import ray
 
 from app.config import AppConfig
 from engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, float]
 
@@ -35,8 +38,13 @@ def wants_gpu(options: AppConfig, nodes: Sequence[Resources]) -> bool:
 
 
 def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
-    """Engine replicas that share a node, at most, if they are spread evenly."""
-    return math.ceil(options.engine_replicas / max(len(_usable(options, nodes)), 1))
+    """Engine replicas that share a node, at most, if they are spread evenly and there are as many as may be."""
+    usable = _usable(options, nodes)
+    share = math.ceil(options.most_replicas / max(len(usable), 1))
+    if usable and wants_gpu(options, nodes):
+        # Others start on nodes that have yet to join.
+        share = min(share, max(math.ceil(node["GPU"]) for node in usable))
+    return share
 
 
 def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, Any]:
@@ -57,20 +65,37 @@ def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, A
 def check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     """Whether there is a GPU for each engine replica, where each takes one; no ``nodes`` say nothing.
 
+    Of those that only demand brings, a lack is logged: Ray's autoscaler may add nodes by then.
+
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are fewer than replicas at first.
     """
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    if nodes and wants_gpu(options, nodes) and gpus < options.engine_replicas:
-        cure = f"set engine_replicas to {gpus}" if gpus else "set device to cpu"
-        raise ConfigError(
-            f"engine_replicas is {options.engine_replicas} and each takes one GPU, but the cluster has {gpus}; "
-            f"{cure}, or let more nodes with GPUs join first"
+    if not nodes or not wants_gpu(options, nodes) or gpus >= options.most_replicas:
+        return
+    lack = f"each engine replica takes one GPU, but the cluster has {gpus}"
+    if gpus >= options.first_replicas:
+        logger.warning(
+            "max_replicas is %d and %s: more than that start only once other nodes have joined",
+            options.most_replicas,
+            lack,
         )
+        return
+    if options.scales:
+        cure = (
+            f"set max_replicas to {gpus} and engine_replicas to at most that" if gpus else "set device to cpu"
+        )
+        number = (
+            f"there are to be {options.first_replicas} engine replicas at first (engine_replicas, min_replicas)"
+        )
+    else:
+        cure = f"set engine_replicas to {gpus}" if gpus else "set device to cpu"
+        number = f"engine_replicas is {options.engine_replicas}"
+    raise ConfigError(f"{number} and {lack}; {cure}, or let more nodes with GPUs join first")
 
 
 def check_cpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
-    """Whether ``nodes`` have the processors that the engine replicas ask for.
+    """Whether ``nodes`` have the processors that the engine replicas ask for, as many as there may be.
 
     Raises:
         ConfigError: some replica would never start.
@@ -79,10 +104,10 @@ def check_cpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     if not each:
         return
     room = sum(math.floor(node["CPU"] / each + 1e-9) for node in _usable(options, nodes))
-    if room < options.engine_replicas:
+    if room < options.most_replicas:
         raise ConfigError(
-            f"there are processors for {room} of {options.engine_replicas} engine replicas with {each:g} CPUs "
-            "each; lower engine_replicas or engine_cpus"
+            f"there are processors for {room} of {options.most_replicas} engine replicas with {each:g} CPUs "
+            f"each; lower {options.replicas_option} or engine_cpus"
         )
 
 

@@ -37,6 +37,48 @@ def test_sizes(text: str | int, size: int) -> None:
     assert config.load({"kv_memory": text}, {}).kv_memory == size
 
 
+def test_a_fixed_number_of_replicas() -> None:
+    options = config.load({"engine_replicas": 3}, {})
+    assert not options.scales
+    assert (options.least_replicas, options.first_replicas, options.most_replicas) == (3, 3, 3)
+    assert options.replicas_option == "engine_replicas"
+
+
+@pytest.mark.parametrize(
+    ("args", "least", "first", "most"),
+    [
+        ({"max_replicas": "4"}, 1, 1, 4),
+        ({"max_replicas": 4, "min_replicas": "2"}, 2, 2, 4),
+        ({"max_replicas": 4, "engine_replicas": 2}, 1, 2, 4),
+        ({"max_replicas": 4, "min_replicas": 0}, 0, 1, 4),
+        ({"max_replicas": 4, "min_replicas": 0, "engine_replicas": 3}, 0, 3, 4),
+        ({"max_replicas": 4, "min_replicas": 3, "engine_replicas": 1}, 3, 3, 4),
+        ({"max_replicas": 4, "engine_replicas": 9}, 1, 4, 4),
+    ],
+)
+def test_replicas_that_follow_demand(args: dict[str, int], least: int, first: int, most: int) -> None:
+    options = config.load(args, {})
+    assert options.scales
+    assert (options.least_replicas, options.first_replicas, options.most_replicas) == (least, first, most)
+    assert options.replicas_option == "max_replicas"
+    assert options.sleeps == (least == 0)
+
+
+def test_bounds_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="min_replicas needs max_replicas"):
+        config.load({"min_replicas": 1}, {})
+    with pytest.raises(ConfigError, match="min_replicas=3 is more than max_replicas=2"):
+        config.load({"min_replicas": 3, "max_replicas": 2}, {})
+
+
+def test_who_wakes_a_replica_waits_for_it_to_start() -> None:
+    waits = {"unavailable_after_s": 30, "startup_s": 40}
+    assert config.load({"max_replicas": 2, **waits}, {}).replica_wait_s == 30
+    assert config.load({"max_replicas": 2, "min_replicas": 0, **waits}, {}).replica_wait_s == 80
+    longer = {**waits, "unavailable_after_s": 100}
+    assert config.load({"max_replicas": 2, "min_replicas": 0, **longer}, {}).replica_wait_s == 100
+
+
 def test_environment_wins() -> None:
     environment = {"QUIRE_MAX_NUM_SEQS": "7", "QUIRE_CACHE": "/somewhere", "OTHER": "1"}
     assert config.load({"max_num_seqs": 9}, environment).max_num_seqs == 7

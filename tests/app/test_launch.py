@@ -100,6 +100,29 @@ def test_too_little_memory(tmp_path: Path) -> None:
         check(tmp_path, GIB, engine_replicas=3)
 
 
+def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
+    save_model(tmp_path, "bfloat16")
+    check(tmp_path, 6 * GIB, max_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"by each of 3 engines; lower kv_memory"):
+        check(tmp_path, 5 * GIB, max_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"3 engine replicas need .* lower max_replicas"):
+        check(tmp_path, GIB, max_replicas=3)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"engine_replicas": 3}, "3"),
+        ({"max_replicas": 4}, "1, up to 4 by demand"),
+        ({"max_replicas": 4, "engine_replicas": 3}, "3, up to 4, down to 1 by demand"),
+        ({"max_replicas": 4, "min_replicas": 0}, "1, up to 4, down to 0 by demand"),
+        ({"max_replicas": 4, "scaling_shadow": True}, "1, up to 4 by demand (shadow: decided, but not done)"),
+    ],
+)
+def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
+    assert launch.replicas_line(config.load(args, {})) == line
+
+
 def test_pools_of_every_kind_are_counted(tmp_path: Path) -> None:
     """One sequence of 4096 tokens takes 32 MiB, so two replicas of 630 MiB do not fit into 1300 MiB."""
     save_model(tmp_path, "bfloat16")

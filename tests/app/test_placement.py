@@ -58,6 +58,35 @@ def test_a_gpu_for_each_replica() -> None:
         placement.check_gpus(options(device="cuda"), [{"CPU": 2.0}])
 
 
+def test_where_replicas_follow_demand_there_is_room_for_all_that_may_be() -> None:
+    given = options(max_replicas=4)
+    assert placement.actor_options(given, [{"CPU": 8.0}]) == {"num_cpus": 2}
+    placement.check_cpus(given, [{"CPU": 8.0}])
+    with pytest.raises(ConfigError, match=r"for 2 of 4 engine replicas .* lower max_replicas or engine_cpus"):
+        placement.check_cpus(options(max_replicas=4, engine_cpus=4), [{"CPU": 8.0}])
+
+
+def test_gpus_that_demand_may_want_can_join_later(caplog: pytest.LogCaptureFixture) -> None:
+    placement.check_gpus(options(max_replicas=2), [GPU_NODE, GPU_NODE])
+    assert caplog.text == ""
+    placement.check_gpus(options(max_replicas=4, engine_replicas=2), [GPU_NODE, GPU_NODE])
+    assert "max_replicas is 4" in caplog.text
+    assert "has 2" in caplog.text
+    lacking = options(max_replicas=4, engine_replicas=3)
+    with pytest.raises(ConfigError, match=r"3 engine replicas at first .* has 2; set max_replicas to 2"):
+        placement.check_gpus(lacking, [GPU_NODE, GPU_NODE])
+    with pytest.raises(ConfigError, match=r"1 engine replicas at first .* has 0; set device to cpu"):
+        placement.check_gpus(options(max_replicas=4, device="cuda"), [{"CPU": 2.0}])
+
+
+def test_replicas_of_nodes_that_have_yet_to_join_share_none_of_these() -> None:
+    given = options(max_replicas=8)
+    assert placement.replicas_on_a_node(given, [GPU_NODE]) == 1
+    assert placement.actor_options(given, [GPU_NODE]) == {"num_cpus": 16, "num_gpus": 1}
+    assert placement.replicas_on_a_node(given, [{"CPU": 16.0, "GPU": 4.0}]) == 4
+    assert placement.replicas_on_a_node(given, [{"CPU": 16.0}]) == 8
+
+
 def test_build_refuses_what_the_cluster_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "cluster_nodes", lambda: [GPU_NODE])
     with pytest.raises(ConfigError, match="engine_replicas is 2"):
