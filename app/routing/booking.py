@@ -56,6 +56,13 @@ class Standing:
     def __post_init__(self) -> None:
         self.seed = name_key(self.replica)
 
+    def busy_seconds(self) -> float:
+        """Until all prompt tokens that wait here, or are on their way, are computed."""
+        load = self.load
+        if load is None:
+            return self.booked.prefill / cost.PREFILL_RATE
+        return (self.booked.prefill + load.waiting_tokens) / (load.prefill_rate or cost.PREFILL_RATE)
+
 
 @dataclass(slots=True, eq=False)
 class Entry:

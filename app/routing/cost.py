@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from app.routing.calibration import StepModel
@@ -77,8 +78,41 @@ class Booked:
     seen_kv: int = 0
 
 
+class Shortage(NamedTuple):
+    """How long one replica's seats and blocks keep a request waiting, where they are out."""
+
+    room: float
+    """Tokens that fit in by eviction; below zero if not even those that wait do."""
+    seats: float
+    """Sequences that can start after those that wait; below zero if so many must end for those alone."""
+    pause: float
+    """Seconds between the ends of two sequences, for each token that they have still to make."""
+    held: float
+    """Tokens of blocks that one running sequence holds by itself now."""
+    block: int
+    """Tokens that it holds at least, when it ends."""
+    rate: float
+    """Prompt tokens/s: blocks are not waited for any shorter than it takes to fill them."""
+
+    def seconds(self, over: float, sequences: float, remaining: float) -> float:
+        """Until ``over`` tokens beyond the free blocks, and as many seats as ``sequences``, can be had.
+
+        Those running have ``remaining`` tokens to make, on average; 0 if nothing lacks.
+        """
+        lacking, queued = over - self.room, sequences - self.seats
+        if lacking <= 0.0 and queued <= 0.0:
+            return 0.0
+        # A sequence makes twice the rest in all; when it ends, each that runs holds a rest more than now.
+        turn, each = self.pause * remaining, self.held + remaining
+        per_token = turn / (each if each > self.block else self.block)
+        if per_token * self.rate < 1.0:
+            per_token = 1.0 / self.rate
+        missing, queue = lacking * per_token, queued * turn
+        return missing if missing > queue else queue
+
+
 class Terms(NamedTuple):
-    """One replica's part of the sum, so that a decision only multiplies and adds."""
+    """One replica's part of the sum, so that a decision only multiplies and adds; floats, which is quicker."""
 
     wait: float
     """Seconds, as of the report."""
@@ -96,14 +130,10 @@ class Terms(NamedTuple):
     """Streaming seconds of those running, for each second that a step gets longer."""
     free: float
     """Tokens that fit in without eviction, after those that wait."""
-    room: float
-    """Tokens that fit in by eviction; below zero if not even those that wait do."""
-    per_missing: float
-    """Seconds for each token that does not fit in."""
-    seats: float
-    """Sequences that can start after those that wait; below zero if so many must end for those alone."""
-    turn: float
-    """Seconds between the ends of two sequences."""
+    fits: float
+    """Tokens that fit in at all, without a wait; none if there is not one seat."""
+    shortage: Shortage
+    """Of more than that, or of several sequences."""
 
 
 def terms(
@@ -112,10 +142,9 @@ def terms(
     step: StepModel,
     speed: float,
     block_size: int,
-    tail: float,
     reported: float = 0.0,
 ) -> Terms:
-    """Of a replica with this ``load``; ``speed`` is its step time over the model's, ``tail`` its rows' rest.
+    """Of a replica with this ``load``; ``speed`` is its step time over the model's.
 
     A report may lag behind own bookings, so there are at least as many rows as these, up to the seats.
     """
@@ -135,28 +164,32 @@ def terms(
     if rows > most:
         kv = kv * most / rows
         rows = most
-    per_step = speed * (step.base + step.per_row * rows + step.per_kv_token * kv)
+    longer = step.per_row * rows + step.per_kv_token * kv
     drag = STREAMING * speed
-    per_token = (1.0 + MACHINE + STALL * rows) / rate
-    free = (load.free if load.num_blocks else PLENTY) * block_size - ahead
-    room = load.evictable * block_size
-    # A sequence makes twice the tail in all, and at its end each of those running holds a tail more than now.
-    turn = 2.0 * tail * per_step / (rows or 1)
-    held = (load.referenced * block_size / rows if rows else load.referenced * block_size) + tail
-    missing = turn / (held if held > block_size else block_size)
+    free = float((load.free if load.num_blocks else PLENTY) * block_size - ahead)
+    room = float(load.evictable * block_size)
+    if free <= 0.0:
+        free, room = 0.0, room + free
+    started = 0.0 if held_up else load.waiting_tokens / rate
+    some = rows or 1
     return Terms(
         ahead / rate,
-        0.0 if held_up else min(load.waiting_tokens / rate, SILENT_S),
+        started if started < SILENT_S else SILENT_S,
         reported,
-        per_token,
+        (1.0 + MACHINE + STALL * rows) / rate,
         drag,
-        drag * (step.per_row * rows + step.per_kv_token * kv),
+        drag * longer,
         drag * rows,
-        free if free > 0.0 else 0.0,
-        room if free > 0.0 else room + free,
-        missing if missing * rate > 1.0 else 1.0 / rate,
-        seats,
-        turn,
+        free,
+        free + room if seats >= 1 else -inf,
+        Shortage(
+            room,
+            seats,
+            2.0 * speed * (step.base + longer) / some,
+            load.referenced * block_size / some,
+            block_size,
+            rate,
+        ),
     )
 
 
@@ -167,27 +200,35 @@ def seconds(
     step: StepModel,
     reuse: float,
     now: float = 0.0,
+    block: int = 1,
 ) -> list[float]:
-    """The cost of ``demand`` on each candidate, of which it finds ``cached`` tokens there; at ``now``."""
+    """The cost of ``demand`` on each candidate, which holds ``cached`` blocks of ``block`` tokens; at ``now``.
+
+    None holds more than ``demand.shared`` if a copy is due.
+    """
     tokens, output, remaining, sequences, copied, due = demand
     beside = output if output < remaining else remaining
     longer = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
     own, theirs = output * (step.base + longer), beside * longer
-    needed = tokens + sequences * output
-    fresh, kept = tokens - due * copied, 1.0 - due
+    needed = float(tokens + sequences * output)
+    fresh, kept = tokens - due * copied, (1.0 - due) * block
+    several = sequences > 1
+    # There are few different numbers of blocks: what follows from each, once.
+    depths = {blocks: (fresh - kept * blocks, needed - blocks * block) for blocks in set(cached)}
     costs: list[float] = []
-    for at, held in zip(candidates, cached, strict=True):
-        wait, started, reported, per_token, drag, crowd, crowd_drag, free, room, per_missing, seats, turn = at
+    for at, blocks in zip(candidates, cached, strict=True):
+        wait, started, reported, per_token, drag, crowd, crowd_drag, free, fits, shortage = at
+        computed, needs = depths[blocks]
+        if needs > fits or several:
+            over = needs - free
+            wait += shortage.seconds(over, sequences, remaining)
+            if over > shortage.room:
+                over = shortage.room
+            if over > 0.0:
+                computed += over * reuse
+        elif needs > free:
+            computed += (needs - free) * reuse
         age = now - reported
-        computed = fresh - kept * held if held < copied else tokens - held
-        over = needed - held - free
-        if over > room or sequences > seats:
-            missing, queue = (over - room) * per_missing, (sequences - seats) * turn
-            wait += missing if missing > queue else queue
-            if over > room:
-                over = room
-        if over > 0.0:
-            computed += over * reuse
         costs.append(
             wait
             - (started if started < age else age)

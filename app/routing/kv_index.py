@@ -227,9 +227,9 @@ class KvIndex:
         nearest to their deadline end. Unknown replicas are ignored.
         """
         self._speculation.expire(now)
-        if keys and deadline > now and replica in self._feeds:
-            held = self._masks.held(self._feeds[replica].slot, keys, blocks)
-            self._speculation.claim(replica, keys, held, deadline)
+        feed = self._feeds.get(replica)
+        if keys and deadline > now and feed is not None:
+            self._speculation.claim(replica, keys, self._masks.held(feed.slot, keys, blocks), deadline)
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest claim that was made with these keys; false if there is none any more."""

@@ -11,12 +11,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from app.routing.booking import Booking, Entry, NoRouteError, Route, Standing
-from app.routing.cost import PREFILL_RATE
 from app.routing.load import LoadReport, sane
 from app.routing.policies import Chooser, Policy, Wanted, least_booked
 from app.routing.residency import PrefixIndex
@@ -25,6 +25,8 @@ from app.routing.waiting import ExpectedWait, expected_wait
 __all__ = ["Booking", "Ledger", "NoRouteError", "PrefixIndex", "Route"]
 
 T = TypeVar("T")
+
+_PREFIX = Policy.PREFIX  # a member of an enumeration is found by a call in Python 3.11
 
 BLOCK_SIZE = 16
 """Until a report says otherwise."""
@@ -56,6 +58,9 @@ class Ledger:
         self._entries: dict[int, Entry] = {}
         self._standings: dict[str, Standing] = {}
         self._candidates: list[Standing] = []
+        self._names: list[str] = []
+        self._pick: Callable[[Mapping[str, int]], Sequence[int]] | None = None
+        self._stale: list[Standing] = []
         self._unacknowledged: dict[Route, dict[int, Entry]] = {}
         self._faults = 0
         self._said_at = float("-inf")
@@ -145,9 +150,12 @@ class Ledger:
             waiting = self._unacknowledged.get(route, {})
             for attempt in [attempt for attempt in waiting if attempt <= load.acknowledged]:
                 waiting.pop(attempt).acknowledge()
-            if self._chooser.learn(standing, load, self._clock()):
+            now = self._clock()
+            if self._chooser.learn(standing, load, now):
                 for other in self._standings.values():
                     other.terms = None
+                self._stale.extend(self._standings.values())
+            self._settle(now)
             return True
 
     def expect(self, attempt: int) -> None:
@@ -183,7 +191,7 @@ class Ledger:
             if attempt in self._entries:
                 self._release(attempt)
             standings = self._candidates
-            if members is not None:
+            if members is not None and not all(map(members.__contains__, self._names)):
                 standings = [standing for standing in standings if standing.replica in members]
             if not standings:
                 raise NoRouteError("no engine replica has an open channel")
@@ -200,6 +208,8 @@ class Ledger:
             entry = self._entries.get(attempt)
             if entry is not None and not entry.prefilled:
                 entry.release_prefill()
+                self._stale.append(entry.standing)
+                self._settle(self._clock())
 
     def release(self, attempt: int, made: float | None = None) -> bool:
         """End a booking; false if it has ended already.
@@ -211,7 +221,9 @@ class Ledger:
             entry = self._entries.get(attempt)
             if entry is not None and made is not None:
                 self._chooser.outputs.learn(made)
-            return self._release(attempt)
+            released = self._release(attempt)
+            self._settle(self._clock())
+            return released
 
     def booking(self, attempt: int) -> Booking | None:
         """Where an attempt is booked."""
@@ -240,14 +252,29 @@ class Ledger:
         self._candidates = [
             self._standings[replica] for replica in self._routes if replica not in self._suspects
         ]
+        names = self._names = [standing.replica for standing in self._candidates]
+        self._pick = itemgetter(*names) if len(names) > 1 else None
+
+    def _settle(self, now: float) -> None:
+        """What the next choice would have to do first, done while no request waits for it."""
+        self._chooser.settle()
+        for standing in self._stale:
+            if standing.terms is None:
+                self._chooser.refresh(standing)
+        self._stale.clear()
+        if self._index is not None:
+            try:
+                self._index.expire(now)
+            except Exception:  # noqa: BLE001  (as in _choose)
+                self._fault()
 
     def _choose(self, standings: Sequence[Standing], wanted: Wanted, now: float) -> tuple[int, int]:
         """The place of the best, and the blocks that it holds; a defect must not fail requests."""
         try:
-            if wanted.keys and self._index is not None and self._chooser.policy is Policy.PREFIX:
+            held: Sequence[int]
+            if wanted.keys and self._index is not None and self._chooser.policy is _PREFIX:
                 self._index.expire(now)
-                found = self._index.longest(wanted.keys)
-                held = [found.get(standing.replica, 0) for standing in standings]
+                held = self._held(standings, self._index.longest(wanted.keys))
             else:
                 held = [0] * len(standings)
             place = self._chooser.choose(standings, held, wanted, now)
@@ -255,6 +282,12 @@ class Ledger:
         except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)
             self._fault()
             return least_booked(standings, range(len(standings)), wanted._replace(keys=()), 0), 0
+
+    def _held(self, standings: Sequence[Standing], found: Mapping[str, int]) -> Sequence[int]:
+        if standings is self._candidates and self._pick is not None:
+            with contextlib.suppress(KeyError):  # the index has lost one, by a defect
+                return self._pick(found)
+        return [found.get(standing.replica, 0) for standing in standings]
 
     def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:
         """A replica about whose blocks the index may be wrong is routed to by its load alone."""
@@ -292,7 +325,8 @@ class Ledger:
         booked.rows += rows
         booked.kv += kv
         standing.terms = None
-        if keys and self._index is not None and self._chooser.policy is Policy.PREFIX:
+        self._stale.append(standing)
+        if keys and self._index is not None and self._chooser.policy is _PREFIX:
             self._speculate(self._index, standing, keys, blocks, now)
         return booking
 
@@ -300,12 +334,7 @@ class Ledger:
         self, index: PrefixIndex, standing: Standing, keys: Sequence[int], blocks: int, now: float
     ) -> None:
         """Siblings that come before the first event find it; it holds for twice the time that it takes."""
-        load = standing.load
-        ahead, rate = standing.booked.prefill, PREFILL_RATE
-        if load is not None:
-            ahead += load.waiting_tokens
-            rate = load.prefill_rate or rate
-        lasts = 2.0 * ahead / rate
+        lasts = 2.0 * standing.busy_seconds()
         if lasts < SHORTEST_SPECULATION_S:
             lasts = SHORTEST_SPECULATION_S
         elif lasts > LONGEST_SPECULATION_S:
@@ -333,6 +362,7 @@ class Ledger:
         standing.tokens -= booking.decode
         standing.count -= 1
         standing.terms = None
+        self._stale.append(standing)
         self._forget(booking.route.replica)
         return True
 

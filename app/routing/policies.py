@@ -51,12 +51,12 @@ class Chooser:
         self.outputs = OutputLength()
         self.reuse = ReuseShare()
         self.hot = PrefixShare()
+        self._lesson: tuple[Sequence[int], int, int] | None = None
         self._turn = 0
 
     def learn(self, standing: Standing, load: LoadReport, now: float) -> bool:
         """Take in a report; true if every replica's terms are out of date."""
         standing.load, standing.reported = load, now
-        standing.terms = None
         changed = self.steps.learn(load.running, load.kv_tokens, load.step_seconds)
         if load.running and load.step_seconds:
             expected = self.steps.seconds(load.running, load.kv_tokens)
@@ -65,7 +65,22 @@ class Chooser:
         if load.block_size and load.block_size != self.block_size:
             self.block_size = load.block_size
             changed = True
+        self.refresh(standing)
         return changed
+
+    def refresh(self, standing: Standing) -> None:
+        """Compute a replica's terms; none as long as its load or its rate is unknown."""
+        load = standing.load
+        if load is None or not load.prefill_rate:
+            standing.terms = None
+        else:
+            standing.terms = self._terms_of(load, standing, standing.reported)
+
+    def settle(self) -> None:
+        """Learn from the last choice: before the next one, and better when no request waits for it."""
+        lesson, self._lesson = self._lesson, None
+        if lesson is not None:
+            self.reuse.learn(*lesson)
 
     def expected_output(self, wanted: Wanted) -> float:
         """Tokens of each of its sequences."""
@@ -95,31 +110,33 @@ class Chooser:
         return self._cheapest(standings, held, wanted, now)
 
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
+        if self._lesson is not None:
+            self.settle()
         output = self.expected_output(wanted)
         candidates = self._terms(standings, now)
         tokens, size, deepest = wanted.tokens, self.block_size, max(held)
-        most, due, cached = 0, 0.0, held
+        most, due = 0, 0.0
         if deepest:
             most = self.cached(wanted, deepest)
-            cached = [blocks * size for blocks in held]
-            if most < deepest * size:
-                cached = [found if found < most else most for found in cached]
-            due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - cached.count(most)
+            usable = most // size
+            if usable < deepest:
+                held = [blocks if blocks < usable else usable for blocks in held]
+            due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - held.count(usable)
             due = 0.0 if due < 0.0 else 1.0 if due > 1.0 else due
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
-        costs = cost.seconds(candidates, cached, demand, self.steps, self.reuse.share, now)
+        costs = cost.seconds(candidates, held, demand, self.steps, self.reuse.share, now, size)
         least = min(costs)
         # A block, or two per cent of what is to be computed: two of the sum would, under load, give prefixes
         # away, and two of the prompt, where all have most of it, the shortest queue.
         best = costs.index(least)
-        share = (tokens - cached[best]) // 50
+        share = (tokens - held[best] * size) // 50
         margin = 1.01 * (size if size > share else share) * candidates[best].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
         if wanted.fading:
             ties = lasting([at.replica for at in standings], costs, wanted.fading, NEAR_S, margin) or ties
         if not wanted.again:
-            self.reuse.learn(wanted.keys, deepest, int(wanted.sequences * output) // size)
+            self._lesson = wanted.keys, deepest, int(wanted.sequences * output) // size
         return ties[0] if len(ties) == 1 else least_booked(standings, ties, wanted, deepest)
 
     def _terms(self, standings: Sequence[Standing], now: float) -> list[cost.Terms]:
@@ -128,28 +145,23 @@ class Chooser:
         An average is as of ``now``: nothing of it has been done since.
         """
         made = [standing.terms for standing in standings]
+        if all(made):
+            return cast(list[cost.Terms], made)
         neutral: LoadReport | None = None
-        while None in made:
-            place = made.index(None)
-            standing = standings[place]
-            load = standing.load
-            average = load is None or not load.prefill_rate
-            reported = standing.reported if load is not None else now
-            if load is None or not load.prefill_rate:
+        for place, standing in enumerate(standings):
+            if made[place] is not None:
+                continue
+            self.refresh(standing)
+            made[place] = standing.terms
+            if standing.terms is None:
                 neutral = neutral or _average([other.load for other in standings if other.load is not None])
+                load, reported = standing.load, standing.reported
                 load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
-            at = made[place] = cost.terms(
-                load,
-                standing.booked,
-                self.steps,
-                standing.speed,
-                self.block_size,
-                self.outputs.tokens / 2,
-                reported,
-            )
-            if not average:
-                standing.terms = at
+                made[place] = self._terms_of(load, standing, now if standing.load is None else reported)
         return cast(list[cost.Terms], made)
+
+    def _terms_of(self, load: LoadReport, standing: Standing, reported: float) -> cost.Terms:
+        return cost.terms(load, standing.booked, self.steps, standing.speed, self.block_size, reported)
 
 
 def least_booked(standings: Sequence[Standing], places: Sequence[int], wanted: Wanted, deepest: int) -> int:

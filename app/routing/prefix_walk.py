@@ -14,27 +14,28 @@ def prefix_ends(
 
     A key is there for the bits of ``exact`` in its mask. Who has a key is taken to have those before it, so
     that few of them have to be looked up: by halving, and first of all where runs are ``likely`` to end, the
-    greatest number of blocks last.
+    greatest number of blocks last, or at the very end.
     """
-    high = len(keys) - 1
     key = keys[0]
     held = shards[key >> SHIFT].get(key, 0) & exact
     if not held:
         return []
-    key = keys[high]
-    still = shards[key >> SHIFT].get(key, 0) & held
-    ends = [(still, high + 1)] if still else []
+    ends = []
     # Stretches (low, holders of low, high, holders of high) in which holders are lost; the lower first,
-    # since who lacks a key cannot count further on.
-    low = 0
+    # since who lacks a key cannot count further on. Nobody has what would come after the last key.
+    low, high, still = 0, len(keys), 0
     stretches = []
-    probes = [place for end in likely for place in (end - 1, end)]
+    probes = [high - 1]
+    for end in likely:
+        probes += end - 1, end
     while True:
         while held != still:
             if high - low == 1:
                 ends.append((held ^ still, high))
                 break
-            middle = probes.pop() if probes else 0
+            middle = 0
+            while probes and not low < middle < high:
+                middle = probes.pop()
             if not low < middle < high:
                 middle = (low + high) // 2
             key = keys[middle]

@@ -63,10 +63,7 @@ def expected_wait(
 
 
 def _seconds(standing: Standing, load: LoadReport, request: Typical, chooser: Chooser, now: float) -> float:
-    tail, reported = request.output / 2, standing.reported
-    at = cost.terms(load, standing.booked, chooser.steps, standing.speed, chooser.block_size, tail, reported)
+    reported = standing.reported
+    at = cost.terms(load, standing.booked, chooser.steps, standing.speed, chooser.block_size, reported)
     wait = at.wait - min(at.started, max(now - reported, 0.0))
-    over = request.prefill - at.free
-    if over > at.room or at.seats < 1.0:
-        wait += max((over - at.room) * at.per_missing, (1.0 - at.seats) * at.turn)
-    return wait
+    return wait + at.shortage.seconds(request.prefill - at.free, 1.0, request.output / 2)

@@ -116,7 +116,6 @@ def plain_choice(
             chooser.steps,
             standing.speed,
             size,
-            demand.remaining,
             standing.reported,
         )
         quick += cost.seconds([at], [found], demand, chooser.steps, chooser.reuse.share, NOW)
@@ -126,7 +125,7 @@ def plain_choice(
     for place in [place for place, seconds in enumerate(costs) if seconds <= least + 1e-9]:
         standing, load = standings[place], standings[place].load
         assert load is not None
-        at = cost.terms(load, standing.booked, chooser.steps, standing.speed, size, demand.remaining)
+        at = cost.terms(load, standing.booked, chooser.steps, standing.speed, size)
         margin = 1.01 * max(size, (wanted.tokens - cached[place]) // 50) * at.per_token
         for edge in (least + margin - 1e-9, least + margin + 1e-9):
             ties = [place for place, seconds in enumerate(costs) if seconds <= edge]
@@ -208,6 +207,7 @@ def test_choices_are_those_of_the_plain_sum(
         keys = [7 << 32 | block for block in range(tokens // BLOCK)]
         held = [min(depth, len(keys)) for depth in depths[: len(standings)]]
         wanted = Wanted(f"request-{number}", tokens, output, sequences, keys)
+        chooser.settle()
         allowed, costs = plain_choice(chooser, standings, held, wanted)
         chosen = chooser.choose(standings, held, wanted, NOW)
         assert chosen in allowed, costs

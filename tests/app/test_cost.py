@@ -31,7 +31,7 @@ def price(
     age: float = 0.0,
 ) -> float:
     step = StepModel()
-    at = terms(load, booked or Booked(), step, 1.0, BLOCK, 100.0)
+    at = terms(load, booked or Booked(), step, 1.0, BLOCK)
     return seconds([at], [cached], demand, step, reuse, age)[0]
 
 
@@ -78,8 +78,8 @@ def test_saving_is_absolute_not_a_ratio() -> None:
 
 def test_load_elsewhere_changes_nothing_here() -> None:
     step = StepModel()
-    here = terms(IDLE, Booked(), step, 1.0, BLOCK, 100.0)
-    loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK, 100.0)
+    here = terms(IDLE, Booked(), step, 1.0, BLOCK)
+    loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK)
     alone = seconds([here], [1600], REQUEST, step, 0.5)[0]
     three = [loaded, here, loaded]
     assert seconds(three, [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
@@ -106,10 +106,9 @@ def test_saturated_replica_loses_even_its_own_sessions() -> None:
 def test_wait_for_blocks_grows_with_those_that_wait_and_with_what_they_have_left() -> None:
     saturated = replace(IDLE, running=30, kv_tokens=12_000, free=0, evictable=0, referenced=1000)
     more = replace(saturated, waiting_tokens=1000)
-    step = StepModel()
-    short, long = (terms(saturated, Booked(), step, 1.0, BLOCK, tail) for tail in (50.0, 500.0))
+    lacks = terms(saturated, Booked(), StepModel(), 1.0, BLOCK).shortage
     assert price(more) - price(saturated) > 1000 / IDLE.prefill_rate
-    assert long.per_missing > 5 * short.per_missing
+    assert lacks.seconds(1000, 1, 500.0) > 5 * lacks.seconds(1000, 1, 50.0) > 0.0
 
 
 def test_blocks_of_those_that_wait_are_not_free() -> None:
@@ -129,7 +128,7 @@ def admission(load: LoadReport, booked: Booked | None = None, sequences: int = 1
     demand = REQUEST._replace(sequences=sequences)
     costs = []
     for given_load in (load, replace(load, held_up=0, max_running=0, free=10**6, num_blocks=10**6)):
-        at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK, 100.0)
+        at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK)
         costs.append(seconds([at], [0], demand, STEADY, 0.0)[0])
     return costs[0] - costs[1]
 
@@ -183,16 +182,17 @@ def test_those_that_are_held_up_slow_nobody_down_but_are_waited_for() -> None:
     idle_looking = replace(IDLE, running=10, kv_tokens=60_000, waiting_tokens=140, free=200, evictable=300)
     held = replace(idle_looking, waiting=140, held_up=140, max_running=256)
     step, mine = StepModel(), Booked(seen_rows=150, seen_kv=900_000)
-    at = terms(held, mine, step, 1.0, BLOCK, 100.0)
+    at = terms(held, mine, step, 1.0, BLOCK)
     assert at.crowd_drag == pytest.approx(10 * at.drag)
-    assert at.turn == pytest.approx(200 * step.seconds(10, 60_000) / 10)
-    assert price(held, booked=mine) > price(idle_looking) + 140 * at.turn
+    turn = 100.0 * at.shortage.pause
+    assert turn == pytest.approx(200 * step.seconds(10, 60_000) / 10)
+    assert price(held, booked=mine) > price(idle_looking) + 140 * turn
     other = replace(IDLE, waiting_tokens=30_000, running=30, kv_tokens=200_000)
     assert price(other) < price(held, 3900)
 
 
 def test_no_more_rows_are_expected_than_there_are_seats() -> None:
-    at = terms(replace(FULL, waiting=30), Booked(rows=10), StepModel(), 1.0, BLOCK, 100.0)
+    at = terms(replace(FULL, waiting=30), Booked(rows=10), StepModel(), 1.0, BLOCK)
     assert at.crowd_drag == pytest.approx(10 * at.drag)
 
 

@@ -247,6 +247,7 @@ def test_a_request_that_is_placed_again_does_not_find_its_own_blocks_lost() -> N
     fleet.ledger.release(fleet.attempts)
     assert fleet.ledger._chooser.reuse.share == 0.0
     fleet.send(tokens, keys)  # another request for the same
+    fleet.ledger.release(fleet.attempts)
     assert fleet.ledger._chooser.reuse.share > 0.0
 
 
