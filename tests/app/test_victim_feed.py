@@ -6,12 +6,14 @@ import asyncio
 import json
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from loopback import LoopbackHandle
 
 from app import config, victim_feed
+from app.autoscaling import publishing
 from app.ingress import IngressReplica
 from app.routing.timed_set import TimedSet
 from app.victim_feed import LONGEST_S, NAMESPACE, VictimFeed, Victims, parse
@@ -135,6 +137,35 @@ def test_a_message_is_read_as_it_was_written() -> None:
     assert parse(b'{"seq": 3, "replicas": ["a", "b"], "lasts_s": 5, "more": 1}') == Victims(
         3, frozenset({"a", "b"}), 5.0
     )
+
+
+def test_what_the_scaling_policy_publishes_is_understood(store: Store) -> None:
+    class Sink:
+        def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+            raise NotImplementedError
+
+        count = gauge
+
+        def put(self, key: bytes, value: bytes) -> None:
+            assert key == store.feed.key
+            store.value = value
+
+    assert publishing.NAMESPACE == NAMESPACE
+    publisher = publishing.Publisher(Sink())
+    publisher.app, publisher.deployment = "quire", "engine"
+    publisher.victims(1e9, ["a", "b"])
+    assert store.look() == {"a", "b"}
+    for second in range(1, 20):
+        store.now += 1.0
+        publisher.victims(1e9 + second, ["b"])
+        assert store.look() == {"b"}
+    restarted = publishing.Publisher(Sink())
+    restarted.app, restarted.deployment = "quire", "engine"
+    restarted.victims(1e9 + 20, ["c"])
+    assert store.look() == {"c"}
+    restarted.victims(1e9 + 21, [])
+    assert store.look() == frozenset()
+    assert (publisher.failures, restarted.failures, store.feed.faults) == (0, 0, 0)
 
 
 def test_failed_looks_are_counted_and_told_at_powers_of_two(
