@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -163,3 +164,39 @@ def test_the_router_asks_its_fleet_who_fades() -> None:
         assert serve.sent() == {"a": 1, "b": 6}
 
     run(test)
+
+
+@pytest.mark.parametrize("fades", [True, False])
+def test_a_fading_replica_empties_as_its_sessions_end(fades: bool) -> None:
+    fleet, draw = Fleet(4), random.Random(5)
+    homes: dict[int, str] = {}
+    histories: dict[int, list[int]] = {}
+    batches: Counter[str] = Counter()
+    moved = 0
+
+    def turn(session: int, fading: frozenset[str]) -> bool:
+        """One more question of a session; whether it was answered elsewhere than the one before."""
+        before = homes.get(session)
+        history = histories.setdefault(session, prefix(session, 60))
+        history += prefix(session << 8 | len(history), 10)
+        fleet.now += 0.2
+        home = homes[session] = fleet.send(len(history) * BLOCK + 7, history, fading=fading)
+        batches[home] += 1
+        assert fleet.index.apply(home, int(home[1:]) + 1, batches[home], history, [], False)
+        fleet.finish()
+        return before not in (None, home)
+
+    live = list(range(1, 41))
+    for session in live:
+        turn(session, frozenset())
+    assert Counter(homes[session] for session in live)["r0"] >= 5
+    # All of these end one after another, and a new one comes for each.
+    for session in range(41, 81):
+        for _ in range(6):
+            moved += turn(draw.choice(live), VICTIM if fades else frozenset())
+        live.remove(session - 40)
+        live.append(session)
+        turn(session, VICTIM if fades else frozenset())
+    left = Counter(homes[session] for session in live)["r0"]
+    assert moved == 0, "no session is computed anew for this"
+    assert left == 0 if fades else left >= 5
