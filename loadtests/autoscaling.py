@@ -16,8 +16,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from engine.errors import ConfigError
+from loadtests.autoscaling_experiment import workloads
+from loadtests.autoscaling_experiment.constants import TRACE_TIMES
+from loadtests.autoscaling_experiment.matches import Match
+from loadtests.autoscaling_experiment.pictures import Picture, draw
 from loadtests.autoscaling_experiment.runs import Outcome
-from loadtests.autoscaling_experiment.scenarios import TRACE_TIMES, Run, scenarios
+from loadtests.autoscaling_experiment.scenarios import most_stopped, scenarios
 from loadtests.in_processes import in_processes
 from loadtests.report import Figure, add_arguments, finish, print_table
 
@@ -55,36 +59,39 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.times < 1 or arguments.workers < 1:
         parser.error("--times and --workers must be at least 1")
-    chosen = {
-        name: part
-        for name, part in scenarios(arguments.trace, arguments.times).items()
-        if name in (arguments.only or PARTS)
-    }
+    names = arguments.only or PARTS
+    if arguments.trace is not None:
+        if "recorded" not in names:
+            parser.error("--trace is read by the part recorded only")
+        try:  # before minutes of other parts
+            workloads.trace(arguments.trace, arguments.times, 1)
+        except ConfigError as error:
+            sys.exit(str(error))
+    parts = scenarios(arguments.trace, arguments.times)
+    chosen = [parts[name] for name in PARTS if name in names]
     began = time.monotonic()
-    runs = [run for part in chosen.values() for run in part.runs]
-    outcomes: list[Outcome | None] = [None] * len(runs)
-    ended = in_processes(Run.run, runs, min(arguments.workers, len(runs)))
-    try:
-        for place, outcome in tqdm(ended, total=len(runs), unit="run", disable=None):
-            outcomes[place] = outcome
-    except ConfigError as error:
-        sys.exit(str(error))
+    matches = [match for part in chosen for match in part.matches]
+    ended: dict[int, Outcome] = {}
+    running = in_processes(Match.run, matches, min(arguments.workers, len(matches)))
+    for place, outcome in tqdm(running, total=len(matches), unit="run", disable=None):
+        ended[place] = outcome
+    outcomes = [ended[place] for place in range(len(matches))]
     figures: list[Figure] = []
-    plots = []
-    for part in chosen.values():
-        mine, outcomes = outcomes[: len(part.runs)], outcomes[len(part.runs) :]
-        findings = part.judge([one for one in mine if one is not None])
-        figures += findings.figures
-        plots += findings.plots
-        for table in findings.tables:
+    pictures: list[Picture] = []
+    place = 0
+    for part in chosen:
+        judgement = part.judge(outcomes[place : place + len(part.matches)])
+        place += len(part.matches)
+        figures += judgement.figures
+        pictures += judgement.pictures
+        for table in judgement.tables:
             print(f"\n{table.title}")
             print_table(table.header, table.rows)
             if table.note:
                 print(f"({table.note})")
+    figures.append(most_stopped(outcomes))
     if arguments.plot is not None:
-        from loadtests.memory_experiment.plots import draw
-
-        for path in draw(plots, arguments.plot):
+        for path in draw(pictures, arguments.plot):
             print(f"wrote {path}")
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.autoscaling", figures, arguments)

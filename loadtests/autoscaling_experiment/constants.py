@@ -10,7 +10,12 @@ TICK_S = 0.25
 
 REPORT_EVERY_S = 1.0
 REPORT_DELAY_S = 1.0
-"""Reports are sampled and pushed once a second, so a decision sees what was a second ago."""
+"""A decision each second sees what was a second ago; production's are half as old at most times."""
+QUICK_REPORT_EVERY_S = 0.5
+QUICK_REPORT_DELAY_S = 1.0
+"""Production's cadence at its worst: sampled each half second, and up to half a second later each for the push
+and for the decision. The reaction is measured with it.
+"""
 
 TTFT_TARGET_S = 2.0
 TPOT_TARGET_S = 0.05
@@ -32,3 +37,11 @@ class Service:
 SERVICE = Service()
 STARTUP_S = 60.0
 MAX_REPLICAS = 40
+FLEET = 1_000
+"""Replicas of the largest run."""
+RATE_OF_ONE = 7.5
+"""Chat requests per second for each replica that there will be, about."""
+TRACE_TIMES = 30
+MOST_REQUESTS = 5_000_000
+"""Of one run; more would not fit the memory of a small machine."""
+LONGEST_TRACE_S = 7 * 86_400.0

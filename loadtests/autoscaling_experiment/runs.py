@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from app.autoscaling.snapshot import ReplicaStats
 from loadtests.autoscaling_experiment.constants import (
@@ -19,18 +21,22 @@ from loadtests.autoscaling_experiment.constants import (
     TPOT_TARGET_S,
     TTFT_TARGET_S,
 )
-from loadtests.autoscaling_experiment.fleet import Fleet
+from loadtests.autoscaling_experiment.fleet import Fleet, Floats
 from loadtests.autoscaling_experiment.policies import ScalingPolicy, View
 from loadtests.autoscaling_experiment.workloads import Workload
 
 AFTERMATH_S = 600.0
 """How long requests may take to end after the last has come."""
+IN_TIME_S = 30.0
+"""Requests that come within so many seconds are one value of a series."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Figures of one run. ``series``: demand, target and running for each second; arrivals, and 1 for those in
-    time.
+    """Figures of one run.
+
+    ``series``: demand in pools, target and running replicas at each decision, and ``in time``, the share of the
+    requests that came within each ``IN_TIME_S`` (not a number where none came).
     """
 
     policy: str
@@ -40,11 +46,13 @@ class Outcome:
     ups: int
     downs: int
     reversals: int
-    worst_step: int  # replicas stopped by one decision beyond what is allowed
+    most_stopped: float  # largest share of the fleet that one decision stopped, where it was not one replica
+    reaction_s: float  # from the first request of an overload that waits to a higher target; else infinite
     preemptions: int
     mean_replicas: float
     ttft_p99: float
     cpu_s: float  # processor time of the simulation
+    every_s: float  # between decisions
     series: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -54,21 +62,30 @@ def simulate(
     first: int = 1,
     most: int = MAX_REPLICAS,
     startup_s: float = STARTUP_S,
+    *,
+    every_s: float = REPORT_EVERY_S,
+    delay_s: float = REPORT_DELAY_S,
+    aftermath_s: float = AFTERMATH_S,
 ) -> Outcome:
-    """Run a workload to its end, or ``AFTERMATH_S`` beyond it; replica-hours count until its last arrival."""
+    """Run a workload to its end, or ``aftermath_s`` beyond it; replica-hours count until its last arrival.
+
+    Reports are sampled every ``every_s`` seconds, each then followed by a decision, which sees those that are
+    ``delay_s`` old.
+    """
     began = time.process_time()
     fleet = Fleet(workload, most, first, startup_s)
     late: deque[tuple[float, dict[int, ReplicaStats]]] = deque()
     series: dict[str, list[float]] = {"demand": [], "target": [], "running": []}
     moves: list[int] = []
-    worst_step = 0
-    ticks = round(REPORT_EVERY_S / TICK_S)
+    most_stopped = 0.0
+    ups: list[float] = []
+    ticks = round(every_s / TICK_S)
     count = 0
     hours = 0.0
     reports: dict[int, ReplicaStats] = {}
-    while fleet.now < workload.seconds or (not fleet.idle and fleet.now < workload.seconds + AFTERMATH_S):
+    while fleet.now < workload.seconds or (not fleet.idle and fleet.now < workload.seconds + aftermath_s):
         if count % ticks == 0:
-            late.append((fleet.now + REPORT_DELAY_S, fleet.reports()))
+            late.append((fleet.now + delay_s, fleet.reports()))
             while late and late[0][0] <= fleet.now:
                 reports = late.popleft()[1]
             names = set(fleet.names[fleet.serving & ~fleet.stopping].tolist())
@@ -86,8 +103,10 @@ def simulate(
                 change = target - fleet.target
                 if fleet.now < workload.seconds:
                     moves.append(1 if change > 0 else -1)
-                if change < 0:
-                    worst_step = max(worst_step, -change - max(1, int(0.1 * fleet.target)))
+                if change > 0:
+                    ups.append(fleet.now)
+                if change < -1:
+                    most_stopped = max(most_stopped, -change / fleet.target)
                 fleet.set_target(target)
             pool = fleet.service.pool_tokens
             series["demand"].append(float((fleet.held.sum() + fleet.lacking.sum()) / pool))
@@ -98,11 +117,12 @@ def simulate(
         if fleet.now <= workload.seconds:
             hours = fleet.replica_seconds / 3600.0
     wait = fleet.first - workload.arrival
-    pace = (fleet.done - fleet.first) / np.maximum(workload.output - 1, 1)
+    ended = np.isfinite(fleet.done)
+    pace = np.subtract(fleet.done, fleet.first, where=ended, out=np.full(len(ended), np.inf))
+    pace /= np.maximum(workload.output - 1, 1)
     # Half a microsecond for sums of floats.
-    good = (wait <= TTFT_TARGET_S) & (pace <= TPOT_TARGET_S + 5e-7) & np.isfinite(fleet.done)
-    series["arrival"] = workload.arrival.tolist()
-    series["good"] = good.astype(float).tolist()
+    good = (wait <= TTFT_TARGET_S) & (pace <= TPOT_TARGET_S + 5e-7)
+    series["in time"] = _shares(workload.arrival, good)
     return Outcome(
         policy.name,
         workload.name,
@@ -111,10 +131,34 @@ def simulate(
         moves.count(1),
         moves.count(-1),
         sum(a != b for a, b in itertools.pairwise(moves)),
-        worst_step,
+        most_stopped,
+        _reaction(workload, wait - fleet.uncached / fleet.service.prefill_rate, ups),
         fleet.preemptions,
         float(np.mean(series["running"])),
-        float(np.quantile(wait, 0.99)) if len(wait) else 0.0,
+        float(np.quantile(wait, 0.99, method="higher")) if len(wait) else 0.0,
         time.process_time() - began,
+        every_s,
         series,
     )
+
+
+def _shares(arrival: Floats, good: npt.NDArray[np.bool_]) -> list[float]:
+    part = (arrival / IN_TIME_S).astype(np.int64)
+    counts = np.bincount(part)
+    sums = np.bincount(part, good.astype(float))
+    return [
+        float(one) if count else math.nan
+        for one, count in zip(sums / np.maximum(counts, 1), counts, strict=True)
+    ]
+
+
+def _reaction(workload: Workload, waited: Floats, ups: list[float]) -> float:
+    """Seconds until the target rose; 0 where it did so between the overload's start and the first wait.
+
+    A request waits if its prompt takes a tick longer than its tokens alone would.
+    """
+    late = workload.arrival[(workload.arrival >= workload.overload_at) & (waited > TICK_S)]
+    answers = [up for up in ups if up >= workload.overload_at]
+    if not len(late) or not answers:
+        return math.inf
+    return max(0.0, answers[0] - float(late[0]))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError
+from loadtests.autoscaling_experiment.constants import LONGEST_TRACE_S, MOST_REQUESTS
+from loadtests.memory_experiment.traces import TraceError, read_records
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,6 +26,7 @@ class Workload:
     output: Floats
     seconds: float
     hit_share: float = 0.0  # of each prompt, found in the prefix cache
+    overload_at: float = math.inf  # from then on more comes than the first replicas can serve
 
 
 def poisson(
@@ -105,58 +105,53 @@ def long_prompts(seed: int, rate: float = 6.0, seconds: float = 1_800.0) -> Work
     return poisson("long prompts", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *LONG_PROMPTS, seed)
 
 
+_CALM_S, _RUSH_S = 60.0, 10.0
+
+
+def overload(seed: int, rate: float) -> Workload:
+    """Chat at a constant rate, then at ten times that."""
+    parts = [*[rate] * round(_CALM_S / _RUSH_S), 10.0 * rate]
+    made = poisson("prompts x10", parts, _CALM_S + _RUSH_S, *CHAT, seed)
+    # It may begin at any moment between two samples of the reports.
+    shift = float(np.random.default_rng(seed).random())
+    seconds = made.seconds + shift
+    return replace(made, arrival=made.arrival + shift, seconds=seconds, overload_at=_CALM_S + shift)
+
+
 JITTER_S = 10.0
 """Copies of a trace's request come within so many seconds after it."""
 
 
-def trace(path: Path, times: int, seed: int, seconds: float | None = None) -> Workload:
-    """A recorded hour (Azure's CSV or Mooncake's JSON lines), each request ``times`` times.
+def trace(path: Path, times: int, seed: int) -> Workload:
+    """A recorded load (Azure's CSV or Mooncake's JSON lines), each request ``times`` times.
+
+    Nothing is shared between prompts, whatever their hash ids say.
 
     Raises:
-        ConfigError: no file, or not of either form.
+        ConfigError: no file, of neither form, with a wrong line (which it names), or too much for one run.
     """
+    most = MOST_REQUESTS // times
     try:
-        rows = _azure(path) if path.suffix == ".csv" else _mooncake(path)
-    except (OSError, KeyError, ValueError, TypeError) as error:
+        records = read_records(path, most + 1)
+    except TraceError as error:
+        raise ConfigError(str(error)) from error
+    if len(records) > most:
         raise ConfigError(
-            f"{path} is no trace: {error}; it takes CSV with TIMESTAMP, ContextTokens and GeneratedTokens, or "
-            "JSON lines with timestamp (ms), input_length and output_length"
-        ) from None
-    if not len(rows):
-        raise ConfigError(f"{path} is an empty trace")
-    draw = np.random.default_rng(seed)
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+            f"{path}: more than {most} requests, {times} times each, exceed the {MOST_REQUESTS} of one run; "
+            "a smaller --times or a shorter file does not"
+        )
+    length = records[-1].arrival - records[0].arrival
+    if length > LONGEST_TRACE_S:
+        raise ConfigError(
+            f"{path}: {length:.0f} s from the first request to the last, but at most {LONGEST_TRACE_S:.0f} s "
+            "can be simulated"
+        )
+    rows = np.array([(one.arrival, one.prompt, one.output) for one in records], float)
     rows[:, 0] -= rows[0, 0]
     many = np.repeat(rows, times, axis=0)
     if times > 1:
-        many[:, 0] += draw.random(len(many)) * JITTER_S
+        many[:, 0] += np.random.default_rng(seed).random(len(many)) * JITTER_S
     many = many[np.argsort(many[:, 0], kind="stable")]
-    last = float(many[-1, 0])
-    if seconds is not None:
-        many, last = many[many[:, 0] < seconds], seconds
     name = f"{path.stem}{f' x {times}' if times > 1 else ''}"
-    return Workload(
-        name, many[:, 0].copy(), np.maximum(many[:, 1], 1.0), np.maximum(many[:, 2], 1.0), math.ceil(last)
-    )
-
-
-def _azure(path: Path) -> Floats:
-    with path.open(newline="") as file:
-        return np.array(
-            [
-                (
-                    datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(),
-                    float(row["ContextTokens"]),
-                    float(row["GeneratedTokens"]),
-                )
-                for row in csv.DictReader(file)
-            ]
-        )
-
-
-def _mooncake(path: Path) -> Floats:
-    with path.open() as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    return np.array(
-        [(row["timestamp"] / 1e3, float(row["input_length"]), float(row["output_length"])) for row in rows]
-    )
+    arrival, prompt, output = many[:, 0].copy(), np.maximum(many[:, 1], 1.0), np.maximum(many[:, 2], 1.0)
+    return Workload(name, arrival, prompt, output, math.ceil(arrival[-1]))

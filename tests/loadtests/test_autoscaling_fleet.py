@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from engine.errors import ConfigError
 from loadtests.autoscaling_experiment.constants import SERVICE
 from loadtests.autoscaling_experiment.fleet import Fleet
 from loadtests.autoscaling_experiment.policies import KvDemand, Occupancy, RayDefault, Saturation, View
 from loadtests.autoscaling_experiment.runs import simulate
-from loadtests.autoscaling_experiment.workloads import Workload, constant, long_decode, poisson, trace
+from loadtests.autoscaling_experiment.workloads import Workload, constant, long_decode, poisson
 
 
 def load(*requests: tuple[float, float, float], seconds: float = 60.0) -> Workload:
@@ -120,7 +117,7 @@ def test_the_same_run_twice_gives_the_same() -> None:
 def test_kv_bound_load_gets_replicas_where_occupancy_sees_none_missing() -> None:
     ours, theirs = (simulate(long_decode(1, 14.0, 600.0), policy, 2) for policy in (KvDemand(), Occupancy()))
     assert ours.served > theirs.served
-    assert ours.worst_step == 0
+    assert ours.most_stopped <= 0.1
 
 
 def view(now: float, target: int, ongoing: int, fleet: Fleet) -> View:
@@ -139,25 +136,3 @@ def test_saturation_moves_by_one() -> None:
     fleet = Fleet(load(*[(0.0, 9_000.0, 500.0)] * 90), most=4, first=2, startup_s=0.0)
     run(fleet, 1.0)
     assert Saturation()(view(1.0, 2, 90, fleet)) == 3
-
-
-def test_traces_are_read_and_multiplied(tmp_path: Path) -> None:
-    azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
-    azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
-        "2023-11-16 18:15:50.6805900,396,109\n"
-    )
-    mooncake.write_text('{"timestamp": 500, "input_length": 7, "output_length": 3}\n')
-    one = trace(azure, 1, 1)
-    assert one.arrival.tolist() == pytest.approx([0.0, 4.0])
-    assert (one.prompt.tolist(), one.output.tolist()) == ([374.0, 396.0], [44.0, 109.0])
-    assert len(trace(azure, 5, 1).arrival) == 10
-    assert trace(mooncake, 1, 1).prompt.tolist() == [7.0]
-
-
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n"])
-def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"x\.csv"):
-        trace(path, 1, 1)

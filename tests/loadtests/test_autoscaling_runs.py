@@ -1,0 +1,174 @@
+"""What the autoscaling experiment counts: reaction, stops of one decision, shares in time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import ReplicaStats, Snapshot
+from loadtests.autoscaling_experiment.constants import RATE_OF_ONE
+from loadtests.autoscaling_experiment.matches import LOADS, OURS, POLICIES, SIZED_LOADS, Match
+from loadtests.autoscaling_experiment.pictures import Picture, draw
+from loadtests.autoscaling_experiment.policies import KvDemand, View
+from loadtests.autoscaling_experiment.runs import IN_TIME_S, Outcome, simulate
+from loadtests.autoscaling_experiment.scenarios import most_stopped, scenarios
+from loadtests.autoscaling_experiment.workloads import Workload, constant, overload
+
+
+class Script:
+    """Targets by the second from which they hold."""
+
+    name = OURS
+
+    def __init__(self, *steps: tuple[float, int]) -> None:
+        self._steps = steps
+
+    def __call__(self, view: View) -> int:
+        return [target for since, target in self._steps if since <= view.now][-1]
+
+
+def jam(at: float, seconds: float = 30.0) -> Workload:
+    """From ``at`` on two prompts of a second come at once, each second."""
+    arrival = np.repeat(np.arange(at, seconds), 2)
+    return Workload("jam", arrival, np.full(len(arrival), 20_000.0), np.ones(len(arrival)), seconds, 0.0, at)
+
+
+@pytest.mark.parametrize(("answer", "reaction"), [(12.0, 2.0), (10.0, 0.0), (17.5, 7.5)])
+def test_reaction_counts_from_the_first_that_waits(answer: float, reaction: float) -> None:
+    outcome = simulate(jam(10.0), Script((0.0, 1), (answer, 2)), every_s=0.5)
+    assert outcome.reaction_s == reaction
+
+
+def test_ups_before_the_overload_and_none_at_all_are_no_reaction() -> None:
+    assert simulate(jam(10.0), Script((0.0, 1), (9.5, 2)), every_s=0.5).reaction_s == math.inf
+    assert simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.5, 2)), every_s=0.5).reaction_s == math.inf
+
+
+def test_overload_is_beyond_the_fleet_from_a_moment_on_and_ours_answers_in_three_seconds() -> None:
+    one, two = overload(1, 2 * RATE_OF_ONE), overload(2, 2 * RATE_OF_ONE)
+    assert one.overload_at != two.overload_at
+    before = one.arrival < one.overload_at
+    tokens_before = one.prompt[before].sum() / one.overload_at
+    tokens_after = one.prompt[~before].sum() / (one.seconds - one.overload_at)
+    assert tokens_before < 0.7 * 3 * 20_000 < tokens_after
+    assert Match("prompts x10 2", OURS, 1, first=3, most=16, quick=True).run().reaction_s <= 3.0
+
+
+def test_reports_are_as_old_as_it_says() -> None:
+    seen = []
+
+    class Watch(Script):
+        def __call__(self, view: View) -> int:
+            seen.append((view.now, sum(one.arrived_tokens for one in view.reports.values())))
+            return 1
+
+    workload = Workload("one", np.array([3.0]), np.array([100.0]), np.array([1.0]), 8.0)
+    simulate(workload, Watch(), every_s=0.5, delay_s=1.0)
+    assert [now for now, tokens in seen if tokens] == [now / 2 for now in range(9, len(seen))]
+
+
+@pytest.mark.parametrize(("stops", "share"), [(1, 0.0), (2, 0.1), (5, 0.25)])
+def test_the_share_that_one_decision_stops(stops: int, share: float) -> None:
+    outcome = simulate(constant(1, 1.0, 20.0), Script((0.0, 20), (10.0, 20 - stops)), first=20, startup_s=0.0)
+    assert outcome.most_stopped == share
+    figure = most_stopped([outcome])
+    assert figure.value == pytest.approx(100 * share)
+    assert figure.holds == (share <= 0.1)
+    assert most_stopped([replace(outcome, policy="another")]).value == 0.0
+
+
+def test_shares_in_time_are_those_of_half_a_minute() -> None:
+    workload = Workload(
+        "two", np.array([1.0, 2.0, 70.0]), np.array([10.0, 90_000.0, 10.0]), np.full(3, 2.0), 90.0
+    )
+    outcome = simulate(workload, Script((0.0, 1)))
+    assert IN_TIME_S == 30.0
+    first, second, third = outcome.series["in time"]
+    assert (first, third) == (0.5, 1.0)
+    assert math.isnan(second)
+    assert outcome.served == pytest.approx(2 / 3)
+
+
+load = st.floats(0.0, 1.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 150),
+    st.lists(st.tuples(load, load, load, load), min_size=1, max_size=4),
+    st.floats(0.0, 3.0),
+    st.integers(0, 3),
+)
+def test_no_decision_stops_more_than_a_tenth_or_one(
+    first: int, phases: list[tuple[float, float, float, float]], reserve: float, minimum: int
+) -> None:
+    """Phases of ten minutes with a constant load each: the fleet shrinks to what they need."""
+    config, state = ScalingConfig(reserve=reserve, startup_s=1.0), ScalingState()
+    target, arrived, now = max(first, minimum), 0.0, 0.0
+    for held, lacking, backlog, rate in phases:
+        for _ in range(60):
+            now += 10.0
+            arrived += rate * 10.0 * 20_000.0
+            one = ReplicaStats(
+                1_000.0,
+                1_000.0 * held,
+                500.0 * lacking,
+                0.0,
+                8.0,
+                2_000.0 * backlog,
+                arrived,
+                20_000.0,
+                0.02,
+                0.0,
+            )
+            snapshot = Snapshot(now, target, target, minimum, 400, dict.fromkeys(range(target), one))
+            wanted = decide(snapshot, config, state).target
+            assert target - wanted <= max(1, target // 10)
+            target = wanted
+
+
+def test_a_fleet_of_hundreds_without_work_does_shrink_a_tenth_at_a_time() -> None:
+    policy = KvDemand(startup_s=1.0)
+    idle = ReplicaStats(1_000.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 20_000.0, 0.0, 0.0)
+    target, steps = 200, []
+    for second in range(1_200):
+        wanted = policy(View(float(second), target, target, 400, dict.fromkeys(range(target), idle), 0, 0))
+        if wanted < target:
+            steps.append((target - wanted) / target)
+        target = wanted
+    assert target <= 2
+    assert max(steps[:5]) == 0.1
+
+
+def test_every_part_names_loads_and_policies_that_there_are() -> None:
+    parts = scenarios(Path("somewhere.csv"), 3)
+    for part in parts.values():
+        for match in part.matches:
+            assert match.policy in POLICIES
+            assert match.load in LOADS or match.load.rpartition(" ")[0] in SIZED_LOADS
+    assert all(match.times == 3 for match in parts["recorded"].matches)
+
+
+def test_a_part_is_judged_by_its_outcomes() -> None:
+    part = scenarios(None, 1)["reaction"]
+    outcome = simulate(jam(10.0), Script((0.0, 1), (12.0, 2)), every_s=0.5)
+    fine = part.judge([outcome] * len(part.matches))
+    late: list[Outcome] = [replace(outcome, reaction_s=3.5)] * 2
+    slow = part.judge([outcome] * (len(part.matches) - 2) + late)
+    assert [one.holds for one in fine.figures] == [True, True]
+    assert not slow.figures[0].holds
+
+
+def test_pictures_are_small_files(tmp_path: Path) -> None:
+    outcome = simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.0, 2)))
+    (path,) = draw([Picture("autoscaling-x", "Title", (outcome, outcome))], tmp_path / "new")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert path.stat().st_size < 120_000

@@ -1,0 +1,114 @@
+"""Recorded loads of the autoscaling experiment: both formats, the multiplier, files that are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import ConfigError
+from loadtests import autoscaling
+from loadtests.autoscaling_experiment import workloads
+from loadtests.autoscaling_experiment.workloads import JITTER_S, trace
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE = HEADER + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,396,109\n"
+MOONCAKE = (
+    '{"timestamp": 2500, "input_length": 513, "output_length": 9, "hash_ids": [0, 1]}\n'
+    '{"timestamp": 500, "input_length": 7, "output_length": 0, "hash_ids": [0]}\n'
+)
+SHARED = Path("/work/shared/data")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "trace.txt"
+    path.write_text(text)
+    return path
+
+
+def test_azure_is_read_from_its_first_request_on(tmp_path: Path) -> None:
+    one = trace(written(tmp_path, AZURE), 1, 1)
+    assert one.arrival.tolist() == pytest.approx([0.0, 4.0])
+    assert (one.prompt.tolist(), one.output.tolist()) == ([374.0, 396.0], [44.0, 109.0])
+    assert (one.name, one.seconds) == ("trace", 4)
+
+
+def test_mooncake_is_sorted_and_has_a_token_at_least(tmp_path: Path) -> None:
+    one = trace(written(tmp_path, MOONCAKE), 1, 1)
+    assert one.arrival.tolist() == [0.0, 2.0]
+    assert (one.prompt.tolist(), one.output.tolist()) == ([7.0, 513.0], [1.0, 9.0])
+
+
+def test_each_request_comes_so_many_times_a_little_later(tmp_path: Path) -> None:
+    path = written(tmp_path, AZURE)
+    many = trace(path, 50, 1)
+    assert len(many.arrival) == 100
+    assert (np.diff(many.arrival) >= 0).all()
+    for prompt, at in ((374.0, 0.0), (396.0, 4.0)):
+        copies = many.arrival[many.prompt == prompt]
+        assert len(copies) == 50
+        assert at <= copies.min() < copies.max() <= at + JITTER_S
+    assert trace(path, 50, 2).arrival.tolist() != many.arrival.tolist()
+    assert trace(path, 50, 1).arrival.tolist() == many.arrival.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: empty"),
+        ("a,b\n1,2\n", "line 1: the header is 'a,b'"),
+        (HEADER, "line 2: no request"),
+        (HEADER + "now,1,1\n", "line 2: TIMESTAMP is 'now'"),
+        (AZURE + "2023-11-16 18:15:46,1,nan\n", "line 4: GeneratedTokens is 'nan'"),
+        (MOONCAKE + '{"timestamp": -Infinity}\n', "line 3: without input_length"),
+        (MOONCAKE + "{]\n", "line 3: not JSON"),
+        (MOONCAKE.replace("2500", "NaN"), "line 1: timestamp is nan"),
+        (AZURE + "2033-11-16 18:15:46,1,1\n", "s from the first request to the last, but at most 604800 s"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_line_and_cause(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"trace\.txt: ") as caught:
+        trace(written(tmp_path, text), 1, 1)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_requests_than_a_run_can_hold_name_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workloads, "MOST_REQUESTS", 9)
+    path = written(tmp_path, AZURE)
+    assert len(trace(path, 4, 1).arrival) == 8
+    with pytest.raises(ConfigError, match=r"exceed the 9 of one run; a smaller --times"):
+        trace(path, 5, 1)
+
+
+def test_the_command_refuses_a_wrong_trace_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaling, "in_processes", lambda *_: pytest.fail("something ran"))
+    with pytest.raises(SystemExit, match=r"trace\.txt: line 2: TIMESTAMP is 'now'"):
+        autoscaling.main(["--trace", str(written(tmp_path, HEADER + "now,1,1\n"))])
+    with pytest.raises(SystemExit, match="none: cannot be read"):
+        autoscaling.main(["--trace", str(tmp_path / "none")])
+
+
+def test_a_trace_that_no_part_reads_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        autoscaling.main(["--only", "step", "--trace", str(written(tmp_path, AZURE))])
+    assert "--trace is read by the part recorded only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "hours"),
+    [("azure_llm_2023_conv.csv", 19_366, 1.0), ("mooncake_conversation.jsonl", 12_031, 1.0)],
+)
+def test_the_real_traces_are_read(name: str, requests: int, hours: float) -> None:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip("no recorded traces here")
+    one = trace(path, 1, 1)
+    assert len(one.arrival) == requests
+    assert one.seconds / 3600.0 == pytest.approx(hours, rel=0.05)
+    assert one.arrival[0] == 0.0
