@@ -1,0 +1,110 @@
+"""More requests than one engine can ever take: some are told to come later, all that are taken are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from local_cluster import BreakableCluster
+
+from loadtests.cluster import wait_for
+from loadtests.pressure import redeploy
+from loadtests.streams import MODEL, prompts
+
+CLIENTS, TOKENS = 40, 32
+BLOCKS = 24  # of eight requests at once
+REFUSED = 12  # are enough
+OPTIONS = {
+    "dtype": "float32",
+    "engine_replicas": 1,
+    "engine_cpus": 1,
+    "threads": 1,
+    "num_blocks": BLOCKS,
+    "max_wait_s": 1,
+    "check_invariants": True,
+    "admin_routes": True,
+}
+
+
+class Answer(NamedTuple):
+    """One response; ``retry_after`` as the header says it."""
+
+    status: int
+    body: dict[str, Any]
+    retry_after: str | None
+
+
+@pytest.fixture(scope="module")
+def small(bare_cluster: BreakableCluster, bundled_model: object) -> Iterator[BreakableCluster]:
+    """The session's cluster with one engine that holds little; what was there before comes back."""
+    before = bare_cluster.options
+    redeploy(bare_cluster, OPTIONS)
+    yield bare_cluster
+    if before:
+        bare_cluster.deploy(**before)
+
+
+async def ask(client: httpx.AsyncClient, prompt: str) -> Answer:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    response = await client.post("/v1/completions", json=body)
+    return Answer(response.status_code, response.json(), response.headers.get("retry-after"))
+
+
+async def flood(url: str) -> list[Answer]:
+    """Clients that ask again as soon as they have an answer, until enough have been refused; all answers."""
+    answers: list[Answer] = []
+
+    def refused() -> int:
+        return sum(answer.status != 200 for answer in answers)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def keep_asking(prompt: str) -> None:
+            while refused() < REFUSED:
+                answer = await ask(client, prompt)
+                answers.append(answer)
+                if answer.status != 200:  # sooner than it was told to, but not at once
+                    await asyncio.sleep(0.2)
+
+        # Newcomers while the first ones still wait: all at once would be a burst, which is taken.
+        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+            for prompt in prompts(CLIENTS, seed=9):
+                group.create_task(keep_asking(prompt))
+                await asyncio.sleep(0.1)
+    return answers
+
+
+def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> None:
+    answers = asyncio.run(flood(small.url))
+    refused = [answer for answer in answers if answer.status != 200]
+    assert {answer.status for answer in refused} == {429}
+    for answer in refused:
+        assert answer.body["error"]["code"] == "overloaded"
+        assert answer.retry_after is not None
+        assert 1 <= int(answer.retry_after) <= 60
+    taken = [answer for answer in answers if answer.status == 200]
+    assert len(taken) >= 8
+    for answer in taken:
+        assert answer.body["usage"]["completion_tokens"] == TOKENS
+        assert answer.body["choices"][0]["finish_reason"] == "length"
+    (admission,) = [state["admission"] for state in small.ingresses()]
+    assert admission["refused"] == len(refused)
+    assert admission["faults"] == 0
+
+    wait_for(small.idle, 30.0, "requests or blocks are left")
+    wait_for(lambda: not small.ingresses()[0]["admission"]["refusing"], 5.0, "the door stays closed")
+    again = httpx.post(f"{small.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=60)
+    assert again.status_code == 200
+
+    def published() -> bool:
+        text = httpx.get(f"http://127.0.0.1:{small.metrics_port}/metrics", timeout=10).text
+        totals = re.findall(r"^ray_quire_admission_refused_total\{.*\} (\S+)$", text, re.MULTILINE)
+        waits = re.findall(r"^ray_quire_expected_wait_seconds\{.*\} (\S+)$", text, re.MULTILINE)
+        return sum(map(float, totals)) == len(refused) and sum(map(float, waits)) == 0.0
+
+    wait_for(published, 60.0, "the metrics do not say so")
