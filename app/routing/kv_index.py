@@ -66,6 +66,7 @@ class KvIndex:
         self._names: list[str] = []
         self._named: dict[int, tuple[str, ...]] = {}
         self._likely: dict[int, list[int]] = {}
+        self._sent: list[tuple[str, Sequence[int], int, float]] = []
         self._exact = 0
 
     def __len__(self) -> int:
@@ -80,6 +81,7 @@ class KvIndex:
     @property
     def speculative(self) -> int:
         """Blocks claimed, plus one for each claim: what ``max_speculative`` bounds."""
+        self._claim()
         return len(self._speculation)
 
     @property
@@ -94,6 +96,7 @@ class KvIndex:
 
     def add(self, replica: str, epoch: int = 0) -> None:
         """Make a replica a candidate; events of an older epoch will be refused. A newer epoch resets it."""
+        self._claim()
         feed = self._feeds.get(replica)
         if feed is None:
             feed = self._feeds[replica] = ReplicaFeed(self._masks.acquire(), epoch)
@@ -103,6 +106,7 @@ class KvIndex:
 
     def remove(self, replica: str) -> None:
         """Forget a replica at once; memory comes back as sweeps go on."""
+        self._claim()
         feed = self._feeds.pop(replica, None)
         if feed is not None:
             self._disuse(feed)
@@ -115,6 +119,8 @@ class KvIndex:
 
     def longest(self, keys: Sequence[int]) -> dict[str, int]:
         """Return for each replica how many of the first blocks are there or coming."""
+        if self._sent:
+            self._claim()
         depths = dict.fromkeys(self._feeds, 0)
         if keys and self.window_blocks is None:
             starts, count = self._speculation.starts, len(keys)
@@ -147,6 +153,7 @@ class KvIndex:
         said once; further deltas then wait, and true is returned. False also for an old epoch or an unknown
         replica: then nothing changes, and ``synced`` says whether a snapshot would help.
         """
+        self._claim()
         self._masks.sweep(SWEEP_SLICE)
         feed = self._feed(replica, epoch)
         if feed is None:
@@ -172,6 +179,7 @@ class KvIndex:
         epoch, an unknown replica, or a snapshot from before the deltas that wait: then ask again. One that is
         not newer than what was applied is ignored.
         """
+        self._claim()
         self._masks.sweep(SWEEP_SLICE)
         feed = self._feed(replica, epoch)
         if feed is None:
@@ -208,6 +216,7 @@ class KvIndex:
         Digests of another sequence than the last applied say nothing: true. One that differs makes the replica
         not synced. False as long as it is not, so that a lost request is repeated with the next digest.
         """
+        self._claim()
         feed = self._feeds.get(replica)
         if feed is None or not feed.synced:
             return False
@@ -225,18 +234,23 @@ class KvIndex:
         ``keys`` is the whole prefix; what the replica has already is left out (``blocks``, what ``longest`` has
         just said of it, saves the search). A stored event confirms a key. Beyond ``max_speculative`` the claims
         nearest to their deadline end. Unknown replicas are ignored.
+
+        The work is left to the next call, whichever it is: a request that is sent need not wait for it. So
+        ``keys`` must not change.
         """
-        self._speculation.expire(now)
-        feed = self._feeds.get(replica)
-        if keys and deadline > now and feed is not None:
-            self._speculation.claim(replica, keys, self._masks.held(feed.slot, keys, blocks), deadline)
+        self.expire(now)
+        if keys and deadline > now and replica in self._feeds:
+            self._sent.append((replica, keys, blocks, deadline))
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest claim that was made with these keys; false if there is none any more."""
+        self._claim()
         return self._speculation.withdraw(replica, keys)
 
     def expire(self, now: float) -> int:
         """End all claims whose deadline has come; return how many. ``speculate`` does it, too."""
+        if self._sent:
+            self._claim()
         return self._speculation.expire(now)
 
     def sweep(self, limit: int = SWEEP_SLICE) -> bool:
@@ -245,6 +259,13 @@ class KvIndex:
         Deltas and snapshots do it, too.
         """
         return self._masks.sweep(limit)
+
+    def _claim(self) -> None:
+        """Do what ``speculate`` has left to do."""
+        while self._sent:
+            replica, keys, blocks, deadline = self._sent.pop(0)
+            held = self._masks.held(self._feeds[replica].slot, keys, blocks)
+            self._speculation.claim(replica, keys, held, deadline)
 
     def _feed(self, replica: str, epoch: int) -> ReplicaFeed | None:
         """The replica's feed, reset if the epoch is newer; None for an older one."""

@@ -26,7 +26,7 @@ __all__ = ["Booking", "Ledger", "NoRouteError", "PrefixIndex", "Route"]
 
 T = TypeVar("T")
 
-_PREFIX = Policy.PREFIX  # a member of an enumeration is found by a call in Python 3.11
+_PREFIX = Policy.PREFIX  # Python 3.11 finds a member of an enumeration by a call
 
 BLOCK_SIZE = 16
 """Until a report says otherwise."""
@@ -285,8 +285,10 @@ class Ledger:
 
     def _held(self, standings: Sequence[Standing], found: Mapping[str, int]) -> Sequence[int]:
         if standings is self._candidates and self._pick is not None:
-            with contextlib.suppress(KeyError):  # the index has lost one, by a defect
+            try:
                 return self._pick(found)
+            except KeyError:  # the index has lost one, by a defect
+                pass
         return [found.get(standing.replica, 0) for standing in standings]
 
     def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:

@@ -25,6 +25,9 @@ class Policy(StrEnum):
     ROUND_ROBIN = "round_robin"
 
 
+_PREFIX = Policy.PREFIX  # Python 3.11 finds a member of an enumeration by a call
+
+
 class Wanted(NamedTuple):
     """What a choice knows of a request. ``output`` bounds the tokens of all its ``sequences`` together.
 
@@ -97,17 +100,17 @@ class Chooser:
 
     def choose(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
         """Return the place of the best of ``standings``, which hold ``held`` blocks of the prefix."""
+        if self.policy is _PREFIX:
+            return self._cheapest(standings, held, wanted, now)
         if self.policy is Policy.ROUND_ROBIN:
             self._turn += 1
             order = sorted(range(len(standings)), key=lambda place: standings[place].replica)
             return order[self._turn % len(order)]
-        if self.policy is Policy.LEAST_TOKENS:
-            places: Sequence[int] = range(len(standings))
-            if wanted.fading:
-                names, tokens = [at.replica for at in standings], [at.tokens for at in standings]
-                places = lasting(names, tokens, wanted.fading, NEAR_S * cost.PREFILL_RATE) or places
-            return least_booked(standings, places, wanted, 0)
-        return self._cheapest(standings, held, wanted, now)
+        places: Sequence[int] = range(len(standings))
+        if wanted.fading:
+            names, tokens = [at.replica for at in standings], [at.tokens for at in standings]
+            places = lasting(names, tokens, wanted.fading, NEAR_S * cost.PREFILL_RATE) or places
+        return least_booked(standings, places, wanted, 0)
 
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
         if self._lesson is not None:
