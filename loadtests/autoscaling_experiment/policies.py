@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
 from loadtests.autoscaling_experiment.constants import STARTUP_S, TPOT_TARGET_S, TTFT_TARGET_S
@@ -37,54 +37,44 @@ class ScalingPolicy(Protocol):
         """The target."""
 
 
-class KvDemand:
-    """Ours: the function that production runs."""
+class _Rule:
+    """One of the rules that production runs."""
 
-    name = "kv demand"
+    name = ""
 
-    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
+    def __init__(
+        self, rule: Callable[[Snapshot, ScalingConfig, ScalingState], Decision], **options: Any
+    ) -> None:
         self.config = ScalingConfig(
-            ttft_target_s=TTFT_TARGET_S,
-            tpot_target_s=TPOT_TARGET_S,
-            startup_s=startup_s,
-            report_interval_s=1.0,
-            **options,
+            ttft_target_s=TTFT_TARGET_S, tpot_target_s=TPOT_TARGET_S, report_interval_s=1.0, **options
         )
         self.state = ScalingState()
         self.last: Decision | None = None
+        self._rule = rule
 
     def __call__(self, view: View) -> int:
         """The decision's target."""
         snapshot = Snapshot(view.now, view.target, view.running, 1, view.most, view.reports, float(view.queued))
-        self.last = decide(snapshot, self.config, self.state)
+        self.last = self._rule(snapshot, self.config, self.state)
         return self.last.target
 
 
-class Occupancy:
-    """The usual ratio rule on used KV memory: replicas x occupancy / 0.7, with a tolerance of a tenth, down by
-    the largest answer of five minutes.
-    """
+class KvDemand(_Rule):
+    """Ours."""
+
+    name = "kv demand"
+
+    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
+        super().__init__(decide, startup_s=startup_s, **options)
+
+
+class Occupancy(_Rule):
+    """The usual ratio rule on used KV memory, which Quire has, too, with the guards of its own rule."""
 
     name = "occupancy 70 %"
 
-    def __init__(self, wanted: float = 0.7, down_s: float = 300.0) -> None:
-        self._wanted = wanted
-        self._down_s = down_s
-        self._answers: deque[tuple[float, int]] = deque()
-
-    def __call__(self, view: View) -> int:
-        """The rule's answer."""
-        if not view.reports:
-            return view.target
-        pool = sum(one.num_blocks for one in view.reports.values())
-        used = sum(one.referenced_blocks for one in view.reports.values())
-        ratio = used / pool / self._wanted
-        answer = view.running if abs(ratio - 1.0) <= 0.1 else math.ceil(view.running * ratio)
-        answer = min(max(answer, 1), view.most)
-        self._answers.append((view.now, answer))
-        while self._answers[0][0] < view.now - self._down_s:
-            self._answers.popleft()
-        return max(view.target if answer > view.target else 0, max(one for _, one in self._answers))
+    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
+        super().__init__(decide_by_occupancy, startup_s=startup_s, **options)
 
 
 class Saturation:
