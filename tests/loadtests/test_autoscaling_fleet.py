@@ -63,7 +63,7 @@ def test_a_replica_serves_after_the_time_to_start_and_goes_when_its_last_request
     assert np.count_nonzero(fleet.exists) == 1  # the newest was idle
     fleet.set_target(0)
     fleet.tick()
-    assert (fleet.running, np.count_nonzero(fleet.exists)) == (0, 1)
+    assert (fleet.running, int(np.count_nonzero(fleet.exists))) == (0, 1)
     run(fleet, 40.0)
     assert np.count_nonzero(fleet.exists) == 0
     assert np.isfinite(fleet.done[0])
