@@ -1,0 +1,205 @@
+"""The number of engine replicas follows demand on a real Serve, and nothing that breaks moves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from local_cluster import BreakableCluster
+from ray import serve
+from ray.serve.context import _get_global_client
+from scaled_toy import FIRST, Other, broken, toy
+
+from app import serving
+from loadtests.cluster import wait_for
+from loadtests.streams import Outcome, complete, prompts
+
+DOWN_AFTER_S = 4.0
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",  # moved requests then give the same text to the letter
+    "num_blocks": 96,  # of 16 tokens
+    "engine_cpus": 1,
+    "threads": 1,
+    "engine_replicas": 1,
+    "max_replicas": 2,
+    "min_replicas": 0,
+    "check_invariants": True,
+    # KV decides: on a busy machine of two cores steps are slow however many replicas there are.
+    "ttft_target_s": 600,
+    "tpot_target_s": 60,
+    "scaling_reserve": 0,
+    "scale_down_after_s": DOWN_AFTER_S,
+    "startup_s": 30,
+}
+BUSY, TOKENS = 20, 80  # together more blocks than 75 % of one pool
+FEW = 2
+STARTED_S = 120.0
+
+
+class Clients:
+    """So many clients, each of which streams its prompt again and again, on a thread of their own."""
+
+    def __init__(self, url: str, texts: list[str], max_tokens: int) -> None:
+        self._url = url
+        self._texts = texts
+        self._max_tokens = max_tokens
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
+
+    def __enter__(self) -> Clients:
+        self._running = self._pool.submit(asyncio.run, self._stream_all())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        """Each ends its stream."""
+        self._stop.set()
+        self._running.result(timeout=120)
+        self._pool.shutdown()
+
+    async def _stream_all(self) -> None:
+        await asyncio.gather(*map(self._stream, self._texts))
+
+    async def _stream(self, text: str) -> None:
+        while not self._stop.is_set():
+            self.outcomes[text].append(await complete(self._url, text, self._max_tokens))
+
+    def check(self) -> None:
+        """None was refused or cut, and each said what it said when it was asked before."""
+        for outcomes in self.outcomes.values():
+            for outcome in outcomes:
+                assert outcome.status == 200
+                assert outcome.errors == []
+                assert outcome.done
+                assert outcome.finish_reason == "length"
+            assert len({outcome.text for outcome in outcomes}) == 1
+
+
+def running(deployment: str = "engine", application: str = serving.APP_NAME) -> int:
+    """Replicas that serve."""
+    status = serve.status().applications[application].deployments[deployment]
+    return sum(count for state, count in status.replica_states.items() if state == "RUNNING")
+
+
+def stays(condition: Callable[[], Any], seconds: float) -> bool:
+    """Whether something is so, whenever one looks, for as long as many decisions take."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if not condition():
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture(scope="module")
+def scaled(bare_cluster: BreakableCluster, bundled_model: Path) -> Iterator[BreakableCluster]:
+    """One replica of at most two, which goes when it has nothing to do."""
+    before = bare_cluster.options
+    bare_cluster.deploy(**OPTIONS)
+    yield bare_cluster
+    if before:
+        bare_cluster.deploy(**before)
+
+
+@pytest.fixture
+def busy(scaled: BreakableCluster) -> Iterator[Clients]:
+    """More clients than one replica has blocks for, and two replicas that serve them."""
+    with Clients(scaled.url, prompts(BUSY), TOKENS) as clients:
+        wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
+        scaled.wait_routable(2)
+        yield clients
+    clients.check()
+
+
+def test_up_under_load(busy: Clients, scaled: BreakableCluster) -> None:
+    assert len(scaled.engine_pids()) == 2
+
+
+def test_a_controller_that_dies_stops_no_replica(busy: Clients, scaled: BreakableCluster) -> None:
+    before = scaled.engine_pids()
+    assert len(before) == 2
+    controller = _get_global_client()._controller
+    old = ray.get(controller.get_pid.remote())
+    scaled.kill(old)
+
+    def back() -> bool:
+        try:
+            return bool(ray.get(controller.get_pid.remote(), timeout=5) != old) and running() == 2
+        except (ray.exceptions.RayError, KeyError):
+            return False
+
+    wait_for(back, 60.0, "the controller has not come back with its replicas")
+    # Longer than the window after which it would stop one that is not needed.
+    assert stays(lambda: scaled.engine_pids() == before, 2.0 * DOWN_AFTER_S)
+    assert running() == 2
+
+
+def test_down_after_it_without_a_cut_stream(scaled: BreakableCluster) -> None:
+    with Clients(scaled.url, prompts(BUSY), TOKENS):
+        wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
+        scaled.wait_routable(2)
+    with Clients(scaled.url, prompts(FEW, seed=5), 2 * TOKENS) as few:
+        wait_for(lambda: all(len(few.outcomes[text]) for text in prompts(FEW, seed=5)), 60.0, "no stream ends")
+        wait_for(lambda: len(scaled.engine_pids()) == 1, STARTED_S, "the second replica stays")
+        scaled.wait_routable(1)
+        assert stays(lambda: running() == 1, 2.0), "the last one went although it has work"
+    few.check()
+
+
+def test_to_zero_and_back_for_the_first_request(scaled: BreakableCluster) -> None:
+    wait_for(lambda: not scaled.engine_pids(), STARTED_S, "the last replica stays")
+    wait_for(lambda: scaled.health().get("status") == "asleep", 10.0, "the ingress does not know of it")
+    assert httpx.get(f"{scaled.url}/health").status_code == 200
+    assert httpx.get(f"{scaled.url}/v1/models").json()["data"][0]["object"] == "model"
+    assert stays(lambda: not scaled.engine_pids(), 2.0), "it was woken for nobody"
+    first, second = asyncio.run(both(scaled.url))
+    for outcome in (first, second):
+        assert (outcome.status, outcome.errors, outcome.finish_reason) == (200, [], "length")
+    assert len(scaled.engine_pids()) == 1
+    assert scaled.health()["status"] == "ok"
+
+
+async def both(url: str) -> list[Outcome]:
+    return await asyncio.gather(*(complete(url, text, 8) for text in prompts(2)))
+
+
+def test_reports_that_break_or_fail_to_come_move_nothing(
+    bare_cluster: BreakableCluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "orders.json"
+
+    def order(**orders: Any) -> None:
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(orders))
+        temporary.replace(path)  # never half a file
+
+    order(nan=True)
+    options = {"max_replicas": 4, "scale_down_after_s": 1, "scaling_reserve": 0}
+    try:
+        serve.run(broken(str(path), **options), name="broken", route_prefix=None)
+        serve.run(toy(str(path), **options), name="toy", route_prefix=None)
+        wait_for(lambda: running("toy", "toy") == FIRST, 60.0, "the toys have not started")
+        # Without the guards one replica would be enough within two seconds.
+        assert stays(lambda: running("toy", "toy") == FIRST, 5.0), "no number is no demand"
+        silent = serve.get_deployment_handle("toy", "toy").broadcast("name").results(timeout_s=30)[:1]
+        order(silent=silent)
+        assert stays(lambda: running("toy", "toy") == FIRST, 5.0), "a third of the reports is missing"
+        answers = serve.run(Other.bind(), name="other", route_prefix=None)  # type: ignore[attr-defined]
+        assert answers.answer.remote().result(timeout_s=30) == 42
+        assert running("broken", "broken") == 1
+        order()
+        wait_for(lambda: running("toy", "toy") < FIRST, 60.0, "healthy reports move nothing, either")
+    finally:
+        for name in ("other", "toy", "broken"):
+            serve.delete(name)
