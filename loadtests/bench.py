@@ -21,6 +21,7 @@ COMMANDS: dict[str, list[str]] = {
     "recovery": ["loadtests.recovery"],
     "pressure": ["loadtests.recovery", "--http"],
     "autoscaling": ["loadtests.autoscaling"],
+    "autoscale_live": ["loadtests.autoscale_live"],
     "routing": ["loadtests.routing"],
 }
 

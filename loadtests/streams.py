@@ -40,6 +40,12 @@ class Outcome:
         return reasons[-1] if reasons else None
 
     @property
+    def tokens(self) -> int:
+        """Of the answer, by its usage; 0 if that never came."""
+        used = [event["usage"]["completion_tokens"] for event in self.events if event.get("usage")]
+        return used[-1] if used else 0
+
+    @property
     def errors(self) -> list[dict[str, Any]]:
         """Error chunks."""
         return [event["error"] for event in self.events if "error" in event]
@@ -61,10 +67,11 @@ def prompts(count: int, seed: int = 0) -> list[str]:
     return [f"Story {index}: the " + " ".join(rng.choices(WORDS, k=10)) for index in range(count)]
 
 
-def body(prompt: str, max_tokens: int) -> bytes:
+def body(prompt: str, max_tokens: int, usage: bool = False) -> bytes:
     """A greedy streaming completion of exactly ``max_tokens`` tokens that finds nothing cached.
 
-    So that the prompts of an earlier run do not draw this one's to their replica.
+    So that the prompts of an earlier run do not draw this one's to their replica. With ``usage`` a last chunk
+    says how many tokens there were.
     """
     return json.dumps(
         {
@@ -75,14 +82,26 @@ def body(prompt: str, max_tokens: int) -> bytes:
             "ignore_eos": True,
             "cache_salt": secrets.token_hex(8),
             "stream": True,
+            **({"stream_options": {"include_usage": True}} if usage else {}),
         }
     ).encode()
 
 
-async def complete(url: str, prompt: str, max_tokens: int, leave_after: int | None = None) -> Outcome:
-    """Stream one completion; with ``leave_after`` hang up after so many chunks (0: without reading any)."""
-    outcome = Outcome()
-    reader, writer = await _send(url, body(prompt, max_tokens))
+async def complete(
+    url: str,
+    prompt: str,
+    max_tokens: int,
+    leave_after: int | None = None,
+    *,
+    usage: bool = False,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Stream one completion; with ``leave_after`` hang up after so many chunks (0: without reading any).
+
+    ``outcome`` is filled in and returned, if given: it has what came until an exception.
+    """
+    outcome = Outcome() if outcome is None else outcome
+    reader, writer = await _send(url, body(prompt, max_tokens, usage))
     try:
         if leave_after == 0:
             return outcome
