@@ -146,9 +146,7 @@ class Fleet:
             repeat(self.service.prefill_rate),
             self.step[slots].tolist(),
             self.preempted[slots].tolist(),
-            repeat(0.0),
-            repeat(0.0),
-            repeat(0.0),
+            *map(repeat, ReplicaStats._field_defaults.values()),
         )
         # A thousand a second are made; the class itself would take three times as long.
         made = map(tuple.__new__, repeat(ReplicaStats), columns)

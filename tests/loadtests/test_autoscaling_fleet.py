@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadtests.autoscaling_experiment.constants import SERVICE
+from app.autoscaling.snapshot import ReplicaStats
+from loadtests.autoscaling_experiment.constants import BLOCK_SIZE, SERVICE
 from loadtests.autoscaling_experiment.fleet import Fleet
 from loadtests.autoscaling_experiment.policies import KvDemand, Occupancy, RayDefault, Saturation, View
 from loadtests.autoscaling_experiment.runs import simulate
@@ -122,6 +123,18 @@ def test_kv_bound_load_gets_replicas_where_occupancy_sees_none_missing() -> None
 
 def view(now: float, target: int, ongoing: int, fleet: Fleet) -> View:
     return View(now, target, fleet.running, 40, fleet.reports(), 0, ongoing)
+
+
+def test_a_report_is_whole() -> None:
+    fleet = Fleet(load((0.0, 1_000.0, 900.0), (0.0, 50.0, 900.0)), most=3, first=2, startup_s=0.0)
+    run(fleet, 1.0)
+    for report in fleet.reports().values():
+        assert report == ReplicaStats(**report._asdict())
+        assert (report.num_blocks, report.sequences) == (SERVICE.pool_tokens / BLOCK_SIZE, 1.0)
+        assert (report.prefill_rate, report.preemptions) == (SERVICE.prefill_rate, 0.0)
+        assert report.step_seconds == pytest.approx(0.007, rel=0.01)
+        assert report.arrived_tokens in (1_000.0, 50.0)
+        assert all(isinstance(value, float | int) for value in report)
 
 
 def test_ray_s_policy_moves_after_its_delay() -> None:
