@@ -135,11 +135,14 @@ class PrefixShare:
         self._last: deque[int] = deque()
         self._counts: dict[int, int] = {}
 
-    def use(self, key: int) -> float:
-        """Take in the last shared block of a request; return the share of requests with that one before it."""
-        before = self._counts.get(key, 0)
+    def share(self, key: int) -> float:
+        """Of the last requests, those with this last shared block."""
+        return self._counts.get(key, 0) / WINDOW
+
+    def learn(self, key: int) -> None:
+        """Take in the last shared block of a request."""
         self._last.append(key)
-        self._counts[key] = before + 1
+        self._counts[key] = self._counts.get(key, 0) + 1
         if len(self._last) > WINDOW:
             oldest = self._last.popleft()
             left = self._counts[oldest] - 1
@@ -147,7 +150,6 @@ class PrefixShare:
                 self._counts[oldest] = left
             else:
                 del self._counts[oldest]
-        return before / WINDOW
 
 
 def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float] | None:

@@ -83,43 +83,26 @@ class Shortage(NamedTuple):
 
     room: float
     """Tokens that fit in by eviction; below zero if not even those that wait do."""
+    per_missing: float
+    """Seconds for each token that does not fit in."""
     seats: float
     """Sequences that can start after those that wait; below zero if so many must end for those alone."""
-    pause: float
-    """Seconds between the ends of two sequences, for each token that they have still to make."""
-    held: float
-    """Tokens of blocks that one running sequence holds by itself now."""
-    block: int
-    """Tokens that it holds at least, when it ends."""
-    rate: float
-    """Prompt tokens/s: blocks are not waited for any shorter than it takes to fill them."""
+    turn: float
+    """Seconds between the ends of two sequences."""
 
-    def seconds(self, over: float, sequences: float, remaining: float) -> float:
-        """Until ``over`` tokens beyond the free blocks, and as many seats as ``sequences``, can be had.
-
-        Those running have ``remaining`` tokens to make, on average; 0 if nothing lacks.
-        """
-        lacking, queued = over - self.room, sequences - self.seats
-        if lacking <= 0.0 and queued <= 0.0:
-            return 0.0
-        # A sequence makes twice the rest in all; when it ends, each that runs holds a rest more than now.
-        turn, each = self.pause * remaining, self.held + remaining
-        per_token = turn / (each if each > self.block else self.block)
-        if per_token * self.rate < 1.0:
-            per_token = 1.0 / self.rate
-        missing, queue = lacking * per_token, queued * turn
-        return missing if missing > queue else queue
+    def seconds(self, over: float, sequences: float) -> float:
+        """Until ``over`` tokens beyond the free blocks, and seats for ``sequences``, can be had; or 0."""
+        missing, queue = (over - self.room) * self.per_missing, (sequences - self.seats) * self.turn
+        return max(missing, queue, 0.0)
 
 
 class Terms(NamedTuple):
     """One replica's part of the sum, so that a decision only multiplies and adds; floats, which is quicker."""
 
     wait: float
-    """Seconds, as of the report."""
-    started: float
-    """How much of it passes with time, ``SILENT_S`` at most."""
-    reported: float
-    """When that was, in monotonic seconds."""
+    """Seconds that are left of it when all that has started is done."""
+    until: float
+    """When that is, in monotonic seconds; ``SILENT_S`` after the report at most."""
     per_token: float
     """Seconds of compute, its streaming part included; of a token pushed out, before the share of reuse."""
     drag: float
@@ -142,9 +125,10 @@ def terms(
     step: StepModel,
     speed: float,
     block_size: int,
+    tail: float,
     reported: float = 0.0,
 ) -> Terms:
-    """Of a replica with this ``load``; ``speed`` is its step time over the model's.
+    """Of a replica with this ``load``; ``speed`` is its step time over the model's, ``tail`` its rows' rest.
 
     A report may lag behind own bookings, so there are at least as many rows as these, up to the seats.
     """
@@ -171,25 +155,23 @@ def terms(
     if free <= 0.0:
         free, room = 0.0, room + free
     started = 0.0 if held_up else load.waiting_tokens / rate
+    if started > SILENT_S:
+        started = SILENT_S
+    # A sequence makes twice the tail in all, and at its end each of those running holds a tail more than now.
     some = rows or 1
+    turn = 2.0 * tail * speed * (step.base + longer) / some
+    held = load.referenced * block_size / some + tail
+    missing = turn / (held if held > block_size else block_size)
     return Terms(
-        ahead / rate,
-        started if started < SILENT_S else SILENT_S,
-        reported,
+        ahead / rate - started,
+        reported + started,
         (1.0 + MACHINE + STALL * rows) / rate,
         drag,
         drag * longer,
         drag * rows,
         free,
         free + room if seats >= 1 else -inf,
-        Shortage(
-            room,
-            seats,
-            2.0 * speed * (step.base + longer) / some,
-            load.referenced * block_size / some,
-            block_size,
-            rate,
-        ),
+        Shortage(room, missing if missing * rate > 1.0 else 1.0 / rate, seats, turn),
     )
 
 
@@ -217,24 +199,21 @@ def seconds(
     depths = {blocks: (fresh - kept * blocks, needed - blocks * block) for blocks in set(cached)}
     costs: list[float] = []
     for at, blocks in zip(candidates, cached, strict=True):
-        wait, started, reported, per_token, drag, crowd, crowd_drag, free, fits, shortage = at
+        wait, until, per_token, drag, crowd, crowd_drag, free, fits, shortage = at
         computed, needs = depths[blocks]
         if needs > fits or several:
+            room, per_missing, seats, turn = shortage
             over = needs - free
-            wait += shortage.seconds(over, sequences, remaining)
-            if over > shortage.room:
-                over = shortage.room
+            if over > room or sequences > seats:
+                missing, queue = (over - room) * per_missing, (sequences - seats) * turn
+                wait += missing if missing > queue else queue
+                if over > room:
+                    over = room
             if over > 0.0:
                 computed += over * reuse
         elif needs > free:
             computed += (needs - free) * reuse
-        age = now - reported
-        costs.append(
-            wait
-            - (started if started < age else age)
-            + computed * per_token
-            + own * drag
-            + beside * crowd
-            + theirs * crowd_drag
-        )
+        if now < until:
+            wait += until - now
+        costs.append(wait + computed * per_token + own * drag + beside * crowd + theirs * crowd_drag)
     return costs

@@ -66,7 +66,7 @@ class KvIndex:
         self._names: list[str] = []
         self._named: dict[int, tuple[str, ...]] = {}
         self._likely: dict[int, list[int]] = {}
-        self._sent: list[tuple[str, Sequence[int], int, float]] = []
+        self._sent: list[tuple[str, Sequence[int], float, float, int]] = []
         self._exact = 0
 
     def __len__(self) -> int:
@@ -238,9 +238,8 @@ class KvIndex:
         The work is left to the next call, whichever it is: a request that is sent need not wait for it. So
         ``keys`` must not change.
         """
-        self.expire(now)
-        if keys and deadline > now and replica in self._feeds:
-            self._sent.append((replica, keys, blocks, deadline))
+        if keys and replica in self._feeds:
+            self._sent.append((replica, keys, now, deadline, blocks))
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest claim that was made with these keys; false if there is none any more."""
@@ -263,7 +262,10 @@ class KvIndex:
     def _claim(self) -> None:
         """Do what ``speculate`` has left to do."""
         while self._sent:
-            replica, keys, blocks, deadline = self._sent.pop(0)
+            replica, keys, now, deadline, blocks = self._sent.pop(0)
+            self._speculation.expire(now)
+            if deadline <= now:
+                continue
             held = self._masks.held(self._feeds[replica].slot, keys, blocks)
             self._speculation.claim(replica, keys, held, deadline)
 

@@ -54,7 +54,7 @@ class Chooser:
         self.outputs = OutputLength()
         self.reuse = ReuseShare()
         self.hot = PrefixShare()
-        self._lesson: tuple[Sequence[int], int, int] | None = None
+        self._lesson: tuple[Wanted, int, float] | None = None
         self._turn = 0
 
     def learn(self, standing: Standing, load: LoadReport, now: float) -> bool:
@@ -83,7 +83,11 @@ class Chooser:
         """Learn from the last choice: before the next one, and better when no request waits for it."""
         lesson, self._lesson = self._lesson, None
         if lesson is not None:
-            self.reuse.learn(*lesson)
+            wanted, deepest, output = lesson
+            if deepest:
+                self.hot.learn(wanted.keys[deepest - 1])
+            if not wanted.again:
+                self.reuse.learn(wanted.keys, deepest, int(wanted.sequences * output) // self.block_size)
 
     def expected_output(self, wanted: Wanted) -> float:
         """Tokens of each of its sequences."""
@@ -116,7 +120,9 @@ class Chooser:
         if self._lesson is not None:
             self.settle()
         output = self.expected_output(wanted)
-        candidates = self._terms(standings, now)
+        candidates = cast(list[cost.Terms], [standing.terms for standing in standings])
+        if not all(candidates):
+            candidates = self._terms(standings, now)
         tokens, size, deepest = wanted.tokens, self.block_size, max(held)
         most, due = 0, 0.0
         if deepest:
@@ -124,7 +130,7 @@ class Chooser:
             usable = most // size
             if usable < deepest:
                 held = [blocks if blocks < usable else usable for blocks in held]
-            due = self.hot.use(wanted.keys[deepest - 1]) * len(held) - held.count(usable)
+            due = self.hot.share(wanted.keys[deepest - 1]) * len(held) - held.count(usable)
             due = 0.0 if due < 0.0 else 1.0 if due > 1.0 else due
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
         costs = cost.seconds(candidates, held, demand, self.steps, self.reuse.share, now, size)
@@ -138,8 +144,7 @@ class Chooser:
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
         if wanted.fading:
             ties = lasting([at.replica for at in standings], costs, wanted.fading, NEAR_S, margin) or ties
-        if not wanted.again:
-            self._lesson = wanted.keys, deepest, int(wanted.sequences * output) // size
+        self._lesson = wanted, deepest, output
         return ties[0] if len(ties) == 1 else least_booked(standings, ties, wanted, deepest)
 
     def _terms(self, standings: Sequence[Standing], now: float) -> list[cost.Terms]:
@@ -148,8 +153,6 @@ class Chooser:
         An average is as of ``now``: nothing of it has been done since.
         """
         made = [standing.terms for standing in standings]
-        if all(made):
-            return cast(list[cost.Terms], made)
         neutral: LoadReport | None = None
         for place, standing in enumerate(standings):
             if made[place] is not None:
@@ -164,7 +167,8 @@ class Chooser:
         return cast(list[cost.Terms], made)
 
     def _terms_of(self, load: LoadReport, standing: Standing, reported: float) -> cost.Terms:
-        return cost.terms(load, standing.booked, self.steps, standing.speed, self.block_size, reported)
+        tail = self.outputs.tokens / 2
+        return cost.terms(load, standing.booked, self.steps, standing.speed, self.block_size, tail, reported)
 
 
 def least_booked(standings: Sequence[Standing], places: Sequence[int], wanted: Wanted, deepest: int) -> int:

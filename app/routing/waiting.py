@@ -63,7 +63,7 @@ def expected_wait(
 
 
 def _seconds(standing: Standing, load: LoadReport, request: Typical, chooser: Chooser, now: float) -> float:
-    reported = standing.reported
-    at = cost.terms(load, standing.booked, chooser.steps, standing.speed, chooser.block_size, reported)
-    wait = at.wait - min(at.started, max(now - reported, 0.0))
-    return wait + at.shortage.seconds(request.prefill - at.free, 1.0, request.output / 2)
+    tail, reported = request.output / 2, standing.reported
+    at = cost.terms(load, standing.booked, chooser.steps, standing.speed, chooser.block_size, tail, reported)
+    wait = at.wait + max(at.until - max(now, reported), 0.0)
+    return wait + at.shortage.seconds(request.prefill - at.free, 1.0)

@@ -116,6 +116,7 @@ def plain_choice(
             chooser.steps,
             standing.speed,
             size,
+            demand.remaining,
             standing.reported,
         )
         quick += cost.seconds([at], [found], demand, chooser.steps, chooser.reuse.share, NOW)
@@ -125,7 +126,7 @@ def plain_choice(
     for place in [place for place, seconds in enumerate(costs) if seconds <= least + 1e-9]:
         standing, load = standings[place], standings[place].load
         assert load is not None
-        at = cost.terms(load, standing.booked, chooser.steps, standing.speed, size)
+        at = cost.terms(load, standing.booked, chooser.steps, standing.speed, size, demand.remaining)
         margin = 1.01 * max(size, (wanted.tokens - cached[place]) // 50) * at.per_token
         for edge in (least + margin - 1e-9, least + margin + 1e-9):
             ties = [place for place, seconds in enumerate(costs) if seconds <= edge]

@@ -31,7 +31,7 @@ def price(
     age: float = 0.0,
 ) -> float:
     step = StepModel()
-    at = terms(load, booked or Booked(), step, 1.0, BLOCK)
+    at = terms(load, booked or Booked(), step, 1.0, BLOCK, 100.0)
     return seconds([at], [cached], demand, step, reuse, age)[0]
 
 
@@ -78,8 +78,8 @@ def test_saving_is_absolute_not_a_ratio() -> None:
 
 def test_load_elsewhere_changes_nothing_here() -> None:
     step = StepModel()
-    here = terms(IDLE, Booked(), step, 1.0, BLOCK)
-    loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK)
+    here = terms(IDLE, Booked(), step, 1.0, BLOCK, 100.0)
+    loaded = terms(replace(IDLE, waiting_tokens=10**6, running=200), Booked(), step, 1.0, BLOCK, 100.0)
     alone = seconds([here], [1600], REQUEST, step, 0.5)[0]
     three = [loaded, here, loaded]
     assert seconds(three, [0, 1600, 4000], REQUEST, step, 0.5)[1] == alone
@@ -106,9 +106,10 @@ def test_saturated_replica_loses_even_its_own_sessions() -> None:
 def test_wait_for_blocks_grows_with_those_that_wait_and_with_what_they_have_left() -> None:
     saturated = replace(IDLE, running=30, kv_tokens=12_000, free=0, evictable=0, referenced=1000)
     more = replace(saturated, waiting_tokens=1000)
-    lacks = terms(saturated, Booked(), StepModel(), 1.0, BLOCK).shortage
+    step = StepModel()
+    short, long = (terms(saturated, Booked(), step, 1.0, BLOCK, tail).shortage for tail in (50.0, 500.0))
     assert price(more) - price(saturated) > 1000 / IDLE.prefill_rate
-    assert lacks.seconds(1000, 1, 500.0) > 5 * lacks.seconds(1000, 1, 50.0) > 0.0
+    assert long.per_missing > 5 * short.per_missing
 
 
 def test_blocks_of_those_that_wait_are_not_free() -> None:
@@ -128,7 +129,7 @@ def admission(load: LoadReport, booked: Booked | None = None, sequences: int = 1
     demand = REQUEST._replace(sequences=sequences)
     costs = []
     for given_load in (load, replace(load, held_up=0, max_running=0, free=10**6, num_blocks=10**6)):
-        at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK)
+        at = terms(given_load, booked or Booked(), STEADY, 1.0, BLOCK, 100.0)
         costs.append(seconds([at], [0], demand, STEADY, 0.0)[0])
     return costs[0] - costs[1]
 
@@ -182,9 +183,9 @@ def test_those_that_are_held_up_slow_nobody_down_but_are_waited_for() -> None:
     idle_looking = replace(IDLE, running=10, kv_tokens=60_000, waiting_tokens=140, free=200, evictable=300)
     held = replace(idle_looking, waiting=140, held_up=140, max_running=256)
     step, mine = StepModel(), Booked(seen_rows=150, seen_kv=900_000)
-    at = terms(held, mine, step, 1.0, BLOCK)
+    at = terms(held, mine, step, 1.0, BLOCK, 100.0)
     assert at.crowd_drag == pytest.approx(10 * at.drag)
-    turn = 100.0 * at.shortage.pause
+    turn = at.shortage.turn
     assert turn == pytest.approx(200 * step.seconds(10, 60_000) / 10)
     assert price(held, booked=mine) > price(idle_looking) + 140 * turn
     other = replace(IDLE, waiting_tokens=30_000, running=30, kv_tokens=200_000)
@@ -192,7 +193,7 @@ def test_those_that_are_held_up_slow_nobody_down_but_are_waited_for() -> None:
 
 
 def test_no_more_rows_are_expected_than_there_are_seats() -> None:
-    at = terms(replace(FULL, waiting=30), Booked(rows=10), StepModel(), 1.0, BLOCK)
+    at = terms(replace(FULL, waiting=30), Booked(rows=10), StepModel(), 1.0, BLOCK, 100.0)
     assert at.crowd_drag == pytest.approx(10 * at.drag)
 
 
@@ -327,8 +328,8 @@ def test_reported_work_is_done_as_time_passes() -> None:
 def test_share_of_a_prefix_is_of_the_last_requests_only() -> None:
     hot = PrefixShare()
     for index in range(1000):
-        hot.use(1 if index % 2 else index + 10)
-    assert math.isclose(hot.use(1), 0.5, abs_tol=0.01)
+        hot.learn(1 if index % 2 else index + 10)
+    assert math.isclose(hot.share(1), 0.5, abs_tol=0.01)
     for index in range(200):
-        hot.use(-index - 1)
-    assert hot.use(1) == 0.0
+        hot.learn(-index - 1)
+    assert hot.share(1) == 0.0
