@@ -13,7 +13,9 @@ from scaling_support import Context, FakeSink, context, stats
 
 from app.autoscaling.policy import KvDemandPolicy, OccupancyPolicy, ServePolicy
 from app.autoscaling.publishing import Publisher, RaySink
-from app.autoscaling.snapshot import ReplicaStats
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.scaling_state import ScalingState
+from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
 
 EPOCH = 1_700_000_000.0
 
@@ -184,6 +186,29 @@ def test_whether_victims_were_predicted_is_counted() -> None:
         policy(context(EPOCH + second + more, target, running))
     assert stopped == ["r5", "r4", "r0"]
     assert sink.counters == {("quire_scaling_victims", "yes"): 2.0, ("quire_scaling_victims", "no"): 1.0}
+
+
+def intends_one(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
+    return Decision(snapshot.target - 1, "less needed", intended=1)
+
+
+def test_shadow_mode_announces_and_counts_nothing_whatever_the_rule_intends() -> None:
+    policy = ServePolicy(intends_one, {"shadow": True})
+    sink = published(policy)
+    run(policy, 5, 6)
+    assert sink.messages == []
+    assert policy.outcome.due == 0
+
+
+def test_who_left_first_is_seen_between_decisions() -> None:
+    policy = ServePolicy(intends_one, {"report_interval_s": 10.0})
+    published(policy)
+    running = fleet(6)
+    assert policy(context(EPOCH, 6, running))[0] == 5
+    for second, gone in enumerate(("r0", "r5"), 1):  # the first was stopped, the second crashed
+        del running[gone]
+        policy(context(EPOCH + second, 5, running))
+    assert (policy.outcome.hits, policy.outcome.misses) == (0, 1)
 
 
 methods = st.sets(st.sampled_from(["gauge", "count", "put"]))
