@@ -37,8 +37,9 @@ class StatsReporter:
     def read(self, stats: EngineStats, load: EngineLoad) -> ReplicaStats:
         """What the engine's last turn left."""
         scheduler, size = stats.scheduler, stats.block_size
-        # Swapped-out KV lies on the host: all of it comes back, beside what is to be computed.
-        waiting = math.ceil(load.waiting_tokens / size) + scheduler.host_blocks_used
+        # Swapped-out KV lies on the host: all of it comes back, beside what is to be computed. Each one that
+        # waits needs a block of its own, however little of it.
+        waiting = max(math.ceil(load.waiting_tokens / size), load.waiting) + scheduler.host_blocks_used
         room = max(scheduler.running_limit - load.kv_tokens, 0)
         growth = min(load.running * scheduler.remaining_output, float(room)) / size
         return ReplicaStats(

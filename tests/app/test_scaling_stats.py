@@ -63,6 +63,10 @@ def test_blocks_that_waiting_ones_lack_with_those_on_the_host() -> None:
     assert (got.num_blocks, got.sequences, got.backlog_tokens) == (100, 7, 50)
 
 
+def test_each_one_that_waits_lacks_a_block_however_short_it_is() -> None:
+    assert read(engine(host_blocks_used=0), load(waiting_tokens=50, waiting=20)).waiting_blocks == 20
+
+
 def test_demand_of_an_engine_is_what_all_its_sequences_hold_and_lack() -> None:
     scheduler = make_scheduler(num_blocks=16, max_num_seqs=4, host_blocks=8, recovery="swap")
     model = KVSimulation(4)
