@@ -46,7 +46,8 @@ def draw(run: Recording, folder: Path) -> Path:
     memory.step(at, [look.replicas for look in looks], where="post", color=GREY, label="KV there is")
     memory.set_ylabel("pools of one replica")
 
-    seen = [look for look in run.serve if look.at >= run.began]
+    # A new controller calls no replica running before it has found it again.
+    seen = [look for look in run.serve if look.at >= run.began and "RECOVERING" not in look.states.values()]
     times = [look.at - run.began for look in seen]
     replicas.step(
         times, [look.target for look in seen], where="post", color=ORANGE, label="target", linewidth=2.5

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
     "num_blocks": POOL_BLOCKS,
     "token_budget": 128,
-    "max_num_seqs": 64,
+    "max_num_seqs": POOL_BLOCKS,  # routing counts tokens, of which these blocks hold few; seats it sees exactly
     "scale_down_after_s": DOWN_AFTER_S,
     "startup_s": 15.0,
     "scaling_reserve": 0.0,
@@ -52,7 +52,10 @@ SLEEPING = {**OPTIONS, "min_replicas": 0, "scale_down_after_s": 3.0}
 class Plan:
     """Times in seconds."""
 
-    settle_s: float = 8.0  # of the streams alone
+    alone_s: float = (
+        32.0  # the streams; longer than the policy looks back, or they and the clients are one trend
+    )
+    settle_s: float = 8.0  # with two replicas
     after_kill_s: float = 60.0  # that the target must stay as it was
     hold_s: float = 15.0  # with all replicas
     expected_s: float = 240.0  # that the streams should last
@@ -66,4 +69,4 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(settle_s=3.0, after_kill_s=15.0, hold_s=5.0, expected_s=150.0)
+QUICK = Plan(settle_s=4.0, after_kill_s=15.0, hold_s=5.0, expected_s=160.0)

@@ -129,7 +129,7 @@ class Stage:
         self._say(f"of {tokens} tokens each")
         load.start_streams(STREAMS, tokens)
         self._await(lambda: bool(watch.serve) and bool(watch.engines), TARGET_LIMIT_S, "nothing to be seen")
-        time.sleep(plan.settle_s)
+        time.sleep(plan.alone_s)
         rise(FEW_CLIENTS, 2)
         time.sleep(plan.settle_s)
         run.killed = event("controller killed")
