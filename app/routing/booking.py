@@ -16,6 +16,9 @@ class NoRouteError(QuireError):
     """No replica has an open channel at the moment, or the attempt to be routed is over."""
 
 
+SHORTEST_CLAIM_S, LONGEST_CLAIM_S = 0.5, 10.0
+
+
 class Route(NamedTuple):
     """An open channel: attempts live and die with exactly this one."""
 
@@ -56,12 +59,19 @@ class Standing:
     def __post_init__(self) -> None:
         self.seed = name_key(self.replica)
 
-    def busy_seconds(self) -> float:
-        """Until all prompt tokens that wait here, or are on their way, are computed."""
-        load = self.load
-        if load is None:
-            return self.booked.prefill / cost.PREFILL_RATE
-        return (self.booked.prefill + load.waiting_tokens) / (load.prefill_rate or cost.PREFILL_RATE)
+    def claim_seconds(self) -> float:
+        """How long blocks count that are sent for now: twice the time that the work here takes, in bounds.
+
+        Siblings that come before the first event find them.
+        """
+        ahead, rate, load = self.booked.prefill, cost.PREFILL_RATE, self.load
+        if load is not None:
+            ahead += load.waiting_tokens
+            rate = load.prefill_rate or rate
+        lasts = 2.0 * ahead / rate
+        if lasts < SHORTEST_CLAIM_S:
+            return SHORTEST_CLAIM_S
+        return lasts if lasts < LONGEST_CLAIM_S else LONGEST_CLAIM_S
 
 
 @dataclass(slots=True, eq=False)

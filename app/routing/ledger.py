@@ -11,18 +11,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, TypeVar
 
 from app.routing.booking import Booking, Entry, NoRouteError, Route, Standing
+from app.routing.candidates import Candidates
 from app.routing.load import LoadReport, sane
 from app.routing.policies import Chooser, Policy, Wanted, least_booked
-from app.routing.residency import PrefixIndex
+from app.routing.residency import Residency
 from app.routing.waiting import ExpectedWait, expected_wait
 
-__all__ = ["Booking", "Ledger", "NoRouteError", "PrefixIndex", "Route"]
+__all__ = ["Booking", "Ledger", "NoRouteError", "Residency", "Route"]
 
 T = TypeVar("T")
 
@@ -30,8 +30,6 @@ _PREFIX = Policy.PREFIX  # Python 3.11 finds a member of an enumeration by a cal
 
 BLOCK_SIZE = 16
 """Until a report says otherwise."""
-
-SHORTEST_SPECULATION_S, LONGEST_SPECULATION_S = 0.5, 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class Ledger:
     def __init__(
         self,
         policy: Policy = Policy.PREFIX,
-        index: PrefixIndex | None = None,
+        index: Residency | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
@@ -57,9 +55,7 @@ class Ledger:
         self._expected: set[int] = set()
         self._entries: dict[int, Entry] = {}
         self._standings: dict[str, Standing] = {}
-        self._candidates: list[Standing] = []
-        self._names: list[str] = []
-        self._pick: Callable[[Mapping[str, int]], Sequence[int]] | None = None
+        self._candidates = Candidates()
         self._stale: list[Standing] = []
         self._unacknowledged: dict[Route, dict[int, Entry]] = {}
         self._faults = 0
@@ -75,7 +71,7 @@ class Ledger:
         """Tokens that a sequence comes to, on average of the last ones that ended."""
         return self._chooser.outputs.tokens
 
-    def configure(self, policy: Policy | None = None, index: PrefixIndex | None = None) -> None:
+    def configure(self, policy: Policy | None = None, index: Residency | None = None) -> None:
         """Change what is given, for the choices from now on."""
         with self._lock:
             self._chooser.policy = policy or self._chooser.policy
@@ -134,8 +130,7 @@ class Ledger:
     def routable(self, members: Collection[str] | None = None) -> list[str]:
         """Replicas with an open channel and no suspicion, of ``members`` where given."""
         with self._lock:
-            names = [standing.replica for standing in self._candidates]
-            return names if members is None else [name for name in names if name in members]
+            return [name for name in self._candidates.names if members is None or name in members]
 
     def report(self, route: Route, load: LoadReport) -> bool:
         """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
@@ -190,13 +185,9 @@ class Ledger:
             again = avoid != "" or attempt in self._entries
             if attempt in self._entries:
                 self._release(attempt)
-            standings = self._candidates
-            if members is not None and not all(map(members.__contains__, self._names)):
-                standings = [standing for standing in standings if standing.replica in members]
+            standings = self._candidates.among(members, avoid)
             if not standings:
                 raise NoRouteError("no engine replica has an open channel")
-            if avoid:
-                standings = [standing for standing in standings if standing.replica != avoid] or standings
             wanted = Wanted(request_id, prefill, decode, sequences, keys, again, fading)
             now = self._clock()
             place, blocks = self._choose(standings, wanted, now)
@@ -239,7 +230,9 @@ class Ledger:
     def expected_wait(self, members: Collection[str]) -> ExpectedWait | None:
         """Of a new request like the last ones, on routable ``members``; ``None`` before any has reported."""
         with self._lock:
-            return expected_wait(self._candidates, members, self._entries, self._chooser, self._clock())
+            return expected_wait(
+                self._candidates.standings, members, self._entries, self._chooser, self._clock()
+            )
 
     def state(self) -> dict[str, Any]:
         """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""
@@ -249,11 +242,9 @@ class Ledger:
             return {"faults": self._faults, "running": running}
 
     def _list_candidates(self) -> None:
-        self._candidates = [
+        self._candidates = Candidates(
             self._standings[replica] for replica in self._routes if replica not in self._suspects
-        ]
-        names = self._names = [standing.replica for standing in self._candidates]
-        self._pick = itemgetter(*names) if len(names) > 1 else None
+        )
 
     def _settle(self, now: float) -> None:
         """What the next choice would have to do first, done while no request waits for it."""
@@ -263,10 +254,7 @@ class Ledger:
                 self._chooser.refresh(standing)
         self._stale.clear()
         if self._index is not None:
-            try:
-                self._index.expire(now)
-            except Exception:  # noqa: BLE001  (as in _choose)
-                self._fault()
+            self._tried(self._index.expire, now)
 
     def _choose(self, standings: Sequence[Standing], wanted: Wanted, now: float) -> tuple[int, int]:
         """The place of the best, and the blocks that it holds; a defect must not fail requests."""
@@ -274,7 +262,7 @@ class Ledger:
             held: Sequence[int]
             if wanted.keys and self._index is not None and self._chooser.policy is _PREFIX:
                 self._index.expire(now)
-                held = self._held(standings, self._index.longest(wanted.keys))
+                held = self._candidates.held(standings, self._index.longest(wanted.keys))
             else:
                 held = [0] * len(standings)
             place = self._chooser.choose(standings, held, wanted, now)
@@ -282,14 +270,6 @@ class Ledger:
         except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)
             self._fault()
             return least_booked(standings, range(len(standings)), wanted._replace(keys=()), 0), 0
-
-    def _held(self, standings: Sequence[Standing], found: Mapping[str, int]) -> Sequence[int]:
-        if standings is self._candidates and self._pick is not None:
-            try:
-                return self._pick(found)
-            except KeyError:  # the index has lost one, by a defect
-                pass
-        return [found.get(standing.replica, 0) for standing in standings]
 
     def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:
         """A replica about whose blocks the index may be wrong is routed to by its load alone."""
@@ -301,6 +281,13 @@ class Ledger:
                 with contextlib.suppress(Exception):
                     self._index.remove(replica)
             return None
+
+    def _tried(self, change: Callable[..., object], *arguments: object) -> None:
+        """What the index does beside a choice; a defect is no request's fault."""
+        try:
+            change(*arguments)
+        except Exception:  # noqa: BLE001  (as in _choose)
+            self._fault()
 
     def _fault(self) -> None:
         self._faults += 1
@@ -329,22 +316,9 @@ class Ledger:
         standing.terms = None
         self._stale.append(standing)
         if keys and self._index is not None and self._chooser.policy is _PREFIX:
-            self._speculate(self._index, standing, keys, blocks, now)
+            until = now + standing.claim_seconds()
+            self._tried(self._index.speculate, standing.replica, keys, now, until, blocks)
         return booking
-
-    def _speculate(
-        self, index: PrefixIndex, standing: Standing, keys: Sequence[int], blocks: int, now: float
-    ) -> None:
-        """Siblings that come before the first event find it; it holds for twice the time that it takes."""
-        lasts = 2.0 * standing.busy_seconds()
-        if lasts < SHORTEST_SPECULATION_S:
-            lasts = SHORTEST_SPECULATION_S
-        elif lasts > LONGEST_SPECULATION_S:
-            lasts = LONGEST_SPECULATION_S
-        try:
-            index.speculate(standing.replica, keys, now, now + lasts, blocks)
-        except Exception:  # noqa: BLE001  (as in _choose)
-            self._fault()
 
     def _release(self, attempt: int) -> bool:
         entry = self._entries.pop(attempt, None)
@@ -352,7 +326,8 @@ class Ledger:
             return False
         booking, standing = entry.booking, entry.standing
         if not entry.prefilled:
-            self._withdraw(entry)
+            if entry.keys and self._index is not None:
+                self._tried(self._index.withdraw, booking.route.replica, entry.keys)
             entry.release_prefill()
         if entry.acknowledged:
             standing.booked.seen_rows -= entry.rows
@@ -367,13 +342,6 @@ class Ledger:
         self._stale.append(standing)
         self._forget(booking.route.replica)
         return True
-
-    def _withdraw(self, entry: Entry) -> None:
-        if entry.keys and self._index is not None:
-            try:
-                self._index.withdraw(entry.booking.route.replica, entry.keys)
-            except Exception:  # noqa: BLE001  (as in _choose)
-                self._fault()
 
     def _forget(self, replica: str) -> None:
         standing = self._standings.get(replica)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
-class PrefixIndex(Protocol):
+class Residency(Protocol):
     """Which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
 
     def add(self, replica: str, epoch: int = 0) -> None:
