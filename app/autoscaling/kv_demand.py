@@ -33,11 +33,11 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
         return unknown
 
     stats = snapshot.replicas.values()
-    demand, growth, pool, sequences, backlog, rate, slowest, step = _sums(stats, config)
+    demand, growth, pool, sequences, backlog, largest, rate, slowest, step, seats = _sums(stats, config)
     # Replicas without a report are taken to be like the others.
     reporting = len(stats)
     scale = snapshot.running / reporting
-    demand, sequences, backlog = demand * scale, sequences * scale, backlog * scale
+    demand, sequences = demand * scale, sequences * scale
     size = pool / reporting
     each = (demand + growth * scale) / max(sequences, 1.0)
     demand += growth * scale * config.growth_share + snapshot.queued * each
@@ -47,8 +47,13 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     forecast = _forecast(state, config, now, demand, each, size, start)
 
     capacity = rate / reporting
-    seconds = _over(backlog, snapshot.running * capacity)
+    # Without the largest: one long prompt keeps one replica busy however many there are.
+    shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
+    seconds = _over(shared, capacity)
     need_kv = _over(forecast, size * config.kv_high)
+    # Short sequences run out of seats before they run out of blocks.
+    seated, seats = sequences + snapshot.queued, seats / reporting
+    need_kv = max(need_kv, _over(seated * max(_over(forecast, demand), 1.0), seats * config.kv_high))
     need_prefill = _over(per_second, capacity * config.prefill_high)
     if seconds > 0.125 * config.ttft_target_s:
         need_prefill = max(need_prefill, snapshot.running * min(2.0, seconds / (0.25 * config.ttft_target_s)))
@@ -60,7 +65,11 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     state.worked(now, busy)
     reserve = config.reserve if busy or low else 0.0
 
-    lowest = max(_over(demand, size * config.kv_low), _over(per_second, capacity * config.prefill_low))
+    lowest = max(
+        _over(demand, size * config.kv_low),
+        _over(seated, seats * config.kv_low),
+        _over(per_second, capacity * config.prefill_low),
+    )
     state.add_low(now, max(lowest + reserve, need_decode), config.down_window_s)
 
     filled = _over(demand, size * snapshot.running)
@@ -95,18 +104,22 @@ def _over(amount: float, unit: float) -> float:
     return min(amount / unit, _MOST) if unit > 1e-6 else 0.0
 
 
-def _sums(stats: Any, config: ScalingConfig) -> tuple[float, float, float, float, float, float, float, float]:
-    demand = growth = pool = sequences = backlog = rate = slowest = steps = 0.0
+def _sums(
+    stats: Any, config: ScalingConfig
+) -> tuple[float, float, float, float, float, float, float, float, float, float]:
+    demand = growth = pool = sequences = backlog = largest = rate = slowest = steps = seats = 0.0
     for one in stats:
         demand += one.referenced_blocks + one.waiting_blocks
         growth += one.growth_blocks
         pool += one.num_blocks
         sequences += one.sequences
         backlog += one.backlog_tokens
+        largest = max(largest, one.backlog_tokens)
         rate += one.prefill_rate
         steps += one.step_seconds
+        seats += one.max_running
         slowest = max(slowest, one.step_seconds)
-    return demand, growth, pool, sequences, backlog, rate, slowest, steps / len(stats)
+    return demand, growth, pool, sequences, backlog, largest, rate, slowest, steps / len(stats), seats
 
 
 def _arrived(snapshot: Snapshot, state: ScalingState, now: float) -> float:

@@ -56,6 +56,7 @@ class StatsReporter:
             started_at=self._started_at,
             node=self._node,
             on_head=self._on_head,
+            max_running=float(load.max_running),
         )
 
     def _average_step(self, load: EngineLoad) -> float:

@@ -24,6 +24,7 @@ class ReplicaStats(NamedTuple):
     started_at: float = 0.0  # seconds since the epoch; 0 if not known
     node: float = 0.0  # a number below 2**48 that stands for its node; 0 if not known
     on_head: float = 0.0  # 1 on Ray's head node
+    max_running: float = 0.0  # sequences at once; 0 if not known
 
 
 @dataclass(frozen=True, slots=True)

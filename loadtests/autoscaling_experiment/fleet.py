@@ -146,7 +146,7 @@ class Fleet:
             repeat(self.service.prefill_rate),
             self.step[slots].tolist(),
             self.preempted[slots].tolist(),
-            *map(repeat, ReplicaStats._field_defaults.values()),
+            *map(repeat, {**ReplicaStats._field_defaults, "max_running": self.service.max_rows}.values()),
         )
         # A thousand a second are made; the class itself would take three times as long.
         made = map(tuple.__new__, repeat(ReplicaStats), columns)

@@ -27,6 +27,7 @@ LOADS: dict[str, Callable[[int], Workload]] = {
     "idle, burst": workloads.burst,
     "long decode": workloads.long_decode,
     "long prompts": workloads.long_prompts,
+    "short chat": workloads.short_chat,
     "thousand": lambda seed: workloads.many(seed, FLEET, 3_600.0),
 }
 SIZED_LOADS: dict[str, Callable[[int, int], Workload]] = {

@@ -155,6 +155,26 @@ def _prefill_bound() -> Scenario:
     return Scenario(matches, judge)
 
 
+def _seat_bound() -> Scenario:
+    matches = tuple(Match("short chat", policy, first=3) for policy in COMPARED)
+
+    def judge(outcomes: Sequence[Outcome]) -> Judgement:
+        by_name = dict(zip(COMPARED, outcomes, strict=True))
+        ours, ray = by_name[OURS], by_name["ray slow"]
+        title = "Short prompts and answers: seat-bound"
+        hours = ours.replica_hours / ray.replica_hours
+        return Judgement(
+            [_table(title, outcomes)],
+            [
+                Figure("short chat: in time", 100 * ours.served, " %", 99.0),
+                Figure("short chat: replica-hours, of Ray's", hours, "", 0.80, True),
+            ],
+            [Picture("autoscaling-short-chat", title, (ours, ray))],
+        )
+
+    return Scenario(matches, judge)
+
+
 def _constant() -> Scenario:
     matches = tuple(
         Match(f"constant {size}", OURS, seed, first=size)
@@ -268,6 +288,7 @@ def scenarios(trace: Path | None, times: int) -> dict[str, Scenario]:
         "recorded": _recorded(trace, times),
         "kv-bound": _kv_bound(),
         "prefill-bound": _prefill_bound(),
+        "seat-bound": _seat_bound(),
         "constant": _constant(),
         "reaction": _reaction(),
         "step": _compare("step x3", "Three times the rate in the middle third"),

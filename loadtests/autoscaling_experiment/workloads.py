@@ -58,6 +58,7 @@ def poisson(
 CHAT = ((1_000.0, 0.8), (250.0, 0.6))
 LONG_DECODE = ((600.0, 0.5), (2_500.0, 0.5))
 LONG_PROMPTS = ((12_000.0, 0.5), (100.0, 0.5))
+SHORT_CHAT = ((50.0, 0.5), (500.0, 0.5))
 
 
 def constant(seed: int, rate: float = 8.0, seconds: float = 1_800.0) -> Workload:
@@ -116,6 +117,12 @@ def overload(seed: int, rate: float) -> Workload:
     shift = float(np.random.default_rng(seed).random())
     seconds = made.seconds + shift
     return replace(made, arrival=made.arrival + shift, seconds=seconds, overload_at=_CALM_S + shift)
+
+
+def short_chat(seed: int, rate: float = 60.0, seconds: float = 1_800.0) -> Workload:
+    """Short prompts and answers: seats run out first. The rate nearly triples and falls back."""
+    at = np.linspace(0.0, 1.0, 60)
+    return poisson("short chat", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *SHORT_CHAT, seed)
 
 
 JITTER_S = 10.0

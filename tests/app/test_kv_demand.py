@@ -71,6 +71,24 @@ def test_a_backlog_of_prompts_is_seen_at_once() -> None:
     assert decision.need_prefill == pytest.approx(8.0)
 
 
+def test_one_long_prompt_is_no_lack_of_replicas_where_the_others_have_no_backlog() -> None:
+    long = stats(10.0, backlog_tokens=20_000.0)
+    one = decide(snapshot(0.0, 3, long, stats(10.0), stats(10.0)), ScalingConfig(), ScalingState())
+    assert (one.target, one.need_prefill) == (3, 0.0)
+    # A second one is shared: 10,000 tokens for each of the other two, a second of each.
+    two = decide(snapshot(0.0, 3, long, long, stats(10.0)), ScalingConfig(), ScalingState())
+    assert (two.target, two.need_prefill) == (7, pytest.approx(6.0))
+
+
+def test_short_sequences_run_out_of_seats_before_blocks() -> None:
+    full = stats(100.0, sequences=256.0, max_running=256.0)
+    decision = decide(snapshot(0.0, 2, full, full, queued=64.0), ScalingConfig(), ScalingState())
+    assert decision.need_kv == pytest.approx((512.0 + 64.0) / (0.75 * 256.0))
+    assert decision.target == 4
+    half = stats(100.0, sequences=120.0, max_running=256.0)
+    assert settled(3, half, half, half).target == 3  # at 60 % of two and a half, and one in reserve
+
+
 def test_slow_steps_are_a_need() -> None:
     reports = [stats(10.0, step_seconds=0.09)] * 4
     decision = decide(snapshot(0.0, 4, *reports), ScalingConfig(), ScalingState())
