@@ -160,11 +160,12 @@ def test_stopping_ends_the_call() -> None:
     async def test() -> None:
         handle, client = await sleeping()
         waiting = asyncio.ensure_future(collect(client, request([1])))
-        await until(lambda: len(handle.queued) == 1)
-        await client.stop()
-        with pytest.raises(UnavailableError, match="shutting down"):
-            await waiting
-        await until(lambda: not handle.queued)
+        with client.awaited():  # as a request that came before any limits were known
+            await until(lambda: len(handle.queued) == 1)
+            await client.stop()
+            with pytest.raises(UnavailableError, match="shutting down"):
+                await waiting
+            await until(lambda: not handle.queued)
 
     run(test)
 
