@@ -284,15 +284,15 @@ def test_request_given_up_before_its_first_token_leaves_no_speculation() -> None
     assert index.longest([1, 2, 3, 4]) == {"a": 4}  # computed: its event is on the way
 
 
-@pytest.mark.parametrize(("policy", "count"), [(Policy.PREFIX, 10_000), (Policy.LEAST_TOKENS, 100_000)])
-def test_random_aborts_leave_no_booking(policy: Policy, count: int) -> None:
+@pytest.mark.parametrize("policy", [Policy.PREFIX, Policy.LEAST_TOKENS])
+def test_random_aborts_leave_no_booking(policy: Policy) -> None:
     index, draw = KvIndex(), random.Random(7)
     ledger = Ledger(policy, index)
     routes = {name: Route(name, place) for place, name in enumerate("abcd")}
     for route in routes.values():
         ledger.open(route)
     live: list[int] = []
-    for attempt in range(count):
+    for attempt in range(100_000):
         ledger.expect(attempt)
         if draw.random() < 0.02:
             ledger.release(attempt)  # given up before the router has seen it
