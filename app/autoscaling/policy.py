@@ -62,7 +62,8 @@ class ServePolicy:
 
     def _wanted(self, ctx: Any) -> int:
         now, target = float(ctx.current_time), int(ctx.target_num_replicas)
-        if now - self._decided_at >= self.config.report_interval_s or self.last is None:
+        # A clock that was set back must not keep it from deciding until it is where it was.
+        if self.last is None or not 0.0 <= now - self._decided_at < self.config.report_interval_s:
             self._decided_at = now
             self._decide(ctx, now, target)
         elif self.outcome.due:

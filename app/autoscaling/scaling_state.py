@@ -16,6 +16,8 @@ _KEPT_STARTS = 20
 _PATIENCE = 10.0
 """Times to start after which a replica that does not run is not waited for: there may be no room for it."""
 _LONGEST_START_S = 3600.0
+_LONGEST_PAUSE_SHARE = 0.1
+"""Of the window: decisions further apart leave a hole in it."""
 _INTENDED_S = 60.0
 _INTENDED_SHARE = 0.25
 """A scale-down is intended once fewer have been enough for a minute, or this share of the window."""
@@ -32,6 +34,7 @@ class ScalingState:
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
     awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of an up, the target then)
     since: float | None = None  # the first decision with enough reports
+    decided_at: float | None = None
     last_up: float = -math.inf
     last_down: float = -math.inf
     last_preemption: float = -math.inf
@@ -43,7 +46,8 @@ class ScalingState:
         After its restart the controller knows of no running replica, then of some, and at last of reports.
         """
         target = snapshot.target
-        self._learn_starts(snapshot)
+        self._follow_clock(snapshot.now, config)
+        self._learn_starts(snapshot, config)
         if not snapshot.running:
             if target or not snapshot.queued:
                 return Decision(target, "hold", held_by="no replica runs")
@@ -122,9 +126,26 @@ class ScalingState:
         fewer = max(math.ceil(largest - ROUNDING), self.floor(snapshot, config), least)
         return min(max(snapshot.target - fewer, 0), step)
 
-    def _learn_starts(self, snapshot: Snapshot) -> None:
+    def _follow_clock(self, now: float, config: ScalingConfig) -> None:
+        """Begin the windows anew where the clock was set, or nothing was decided for long."""
+        before, self.decided_at = self.decided_at, now
+        longest = max(config.stale_s, _LONGEST_PAUSE_SHARE * config.down_window_s)
+        if before is None or 0.0 <= now - before <= longest:
+            return
+        self.since = None
+        self.last_work = now
+        if now < before:  # what lies ahead of the clock would stay until it gets there
+            for window in (self.demand, self.arrivals, self.lows, self.awaited):
+                window.clear()
+            self.last_up = min(self.last_up, now)
+            self.last_down = min(self.last_down, now)
+            self.last_preemption = min(self.last_preemption, now)
+
+    def _learn_starts(self, snapshot: Snapshot, config: ScalingConfig) -> None:
+        """A replica that had to wait for room says little of how long starts take."""
         awaited = self.awaited
         while awaited and (snapshot.running >= awaited[0][1] or snapshot.target < awaited[0][1]):
             began, count = awaited.popleft()
             if snapshot.running >= count:
-                self.starts.append(min(snapshot.now - began, _LONGEST_START_S))
+                longest = min(_PATIENCE * self.startup_s(config), _LONGEST_START_S)
+                self.starts.append(min(snapshot.now - began, longest))
