@@ -87,7 +87,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
         state.started_up(now, count)
         return decision(count, _largest(need_kv, need_prefill, need_decode))
 
-    at_once = max(1, int(config.down_share * target))
+    at_once = config.most_stopped(target)
     fewer = max(math.ceil(state.lows[0][1] - ROUNDING), state.floor(snapshot, config))
     if fewer >= target:
         return decision(target, "hold", intended=state.intended(snapshot, config, wanted, at_once))
@@ -95,7 +95,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     if held:
         return decision(target, "hold", held, state.intended(snapshot, config, wanted, at_once))
     count = max(fewer, target - at_once)
-    state.last_down = now
+    state.lowered(now, config)
     return decision(count, "less needed", intended=0 if config.shadow else target - count)
 
 

@@ -20,8 +20,8 @@ _EXACT = 1e-6
 def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
     """Decide how many replicas there should be: running ones x occupancy / ``occupancy_target``.
 
-    Up at once; down by the largest answer of ``down_window_s``, at once as well. Changes nothing but ``state``.
-    O(replicas).
+    Up at once; down by the largest answer of ``down_window_s``, a little at a time. Changes nothing but
+    ``state``. O(replicas).
     """
     now, target, high = snapshot.now, snapshot.target, snapshot.most
     unknown = state.hold_or_start(snapshot, config)
@@ -52,14 +52,16 @@ def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: Scalin
     # Serve goes to zero from one only, too.
     floor = 1 if target > 1 else 0
     fewer = max(math.ceil(state.lows[0][1]), state.floor(snapshot, config), floor)
-    if fewer >= target:
-        intended = state.intended(snapshot, config, least=max(answer, floor), step=target)
-        return decision(target, "hold", intended=intended)
-    held = state.unsettled(snapshot, config)
-    if not held and not state.window_full(now, config):
-        held = "window not full"
-    if held:
-        intended = state.intended(snapshot, config, least=max(answer, floor), step=target)
-        return decision(target, "hold", held, intended)
-    state.last_down = now
-    return decision(fewer, "less needed", intended=0 if config.shadow else target - fewer)
+    at_once = config.most_stopped(target)
+    held = ""
+    if fewer < target:
+        held = state.unsettled(snapshot, config)
+        if not held and not state.window_full(now, config):
+            held = "window not full"
+        if not held and now - state.last_down < config.down_interval_s:
+            held = "scaled down lately"
+    if fewer >= target or held:
+        return decision(target, "hold", held, state.intended(snapshot, config, max(answer, floor), at_once))
+    count = max(fewer, target - at_once)
+    state.lowered(now, config)
+    return decision(count, "less needed", intended=0 if config.shadow else target - count)

@@ -62,6 +62,10 @@ class ScalingConfig:
         """A report that is older counts as missing."""
         return max(2.0, self.stale_after * self.report_interval_s) + self.report_interval_s
 
+    def most_stopped(self, target: int) -> int:
+        """How many of ``target`` replicas one decision may stop."""
+        return max(1, int(self.down_share * target))
+
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> ScalingConfig:
         """From a Serve config's ``policy_kwargs``; a ``ValueError`` names what is unknown or wrong."""

@@ -70,6 +70,11 @@ class ScalingState:
         self.last_up = now
         self.awaited.append((now, count))
 
+    def lowered(self, now: float, config: ScalingConfig) -> None:
+        """The target fell; in shadow mode it did not, and what would be asked for stays the same."""
+        if not config.shadow:
+            self.last_down = now
+
     def startup_s(self, config: ScalingConfig) -> float:
         """Seconds from a decision to a serving replica: longer than nine of ten starts took."""
         if not self.starts:

@@ -148,3 +148,12 @@ def test_what_is_intended_stays_within_bounds_and_is_nothing_when_the_target_ris
                 assert decision.intended == 0
             elif decision.target < before <= 100:
                 assert decision.intended == before - decision.target
+
+
+def test_in_shadow_mode_it_goes_on_asking_for_fewer() -> None:
+    config, state = ScalingConfig(shadow=True), ScalingState()
+    reports = dict.fromkeys(range(30), stats(10.0))
+    asked = [
+        decide(Snapshot(float(second), 30, 30, 1, 100, reports), config, state).target for second in range(340)
+    ]
+    assert asked == [30] * 300 + [27] * 40

@@ -74,7 +74,24 @@ def moves(loads: list[tuple[int, float]], target: int, **options: Any) -> list[t
 
 def test_up_at_once_and_down_by_the_largest_answer_of_the_window() -> None:
     # 4,200 blocks are six replicas, 1,400 are two.
-    assert moves([(10, 4_200.0), (400, 1_400.0)], target=5) == [(0, 6), (310, 2)]
+    found = moves([(10, 4_200.0), (400, 1_400.0)], target=5)
+    assert found == [(0, 6), (310, 5), (320, 4), (330, 3), (340, 2)]
+
+
+def test_one_decision_stops_a_tenth_at_most() -> None:
+    found = moves([(10, 35_000.0), (600, 7_000.0)], target=50)
+    assert found[:4] == [(310, 45), (320, 41), (330, 37), (340, 34)]
+    assert found[-1][1] == 11  # as 10 would be, within a tenth
+
+
+def test_in_shadow_mode_it_goes_on_asking_for_as_few() -> None:
+    config, state = ScalingConfig(shadow=True), ScalingState()
+    replicas = dict.fromkeys(range(30), stats(100.0))
+    asked = [
+        decide_by_occupancy(Snapshot(float(second), 30, 30, 1, 100, replicas), config, state).target
+        for second in range(340)
+    ]
+    assert asked == [30] * 300 + [27] * 40
 
 
 def test_to_zero_from_one_after_a_long_rest() -> None:
