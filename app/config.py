@@ -23,6 +23,10 @@ from engine.sizes import parse_bytes
 
 ENV_PREFIX = "QUIRE_"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+MOST_REPLICAS = 10_000
+LONGEST_S = 500_000.0
+"""Of the times that the scaling policy is given: in Serve's controller it must not find them wrong."""
+
 # Read elsewhere, not options of the application.
 _OTHER_ENV = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_")
 
@@ -99,17 +103,17 @@ class AppConfig(BaseModel):
     check_at_idle: bool = False
 
     routing: str = Field("prefix", pattern=f"^({'|'.join(ROUTERS)})$")
-    engine_replicas: int = Field(2, ge=1)  # with max_replicas only how many there are at first
-    ingress_replicas: int = Field(1, ge=1)
-    max_replicas: OptionalInt = Field(None, ge=1)  # engine replicas follow demand up to this many
+    engine_replicas: int = Field(2, ge=1, le=MOST_REPLICAS)  # with max_replicas only at first
+    ingress_replicas: int = Field(1, ge=1, le=MOST_REPLICAS)
+    max_replicas: OptionalInt = Field(None, ge=1, le=MOST_REPLICAS)  # engine replicas follow demand
     min_replicas: OptionalInt = Field(None, ge=0)  # else 1; 0 lets the last one go
     scaling_policy: str = Field("kv_demand", pattern=f"^({'|'.join(SCALING_POLICIES)})$")
-    ttft_target_s: float = Field(2.0, gt=0)
-    tpot_target_s: float = Field(0.05, gt=0)
-    scaling_reserve: float = Field(1.0, ge=0)  # replicas beyond the need
-    occupancy_target: float = Field(0.7, gt=0, le=1)  # of KV blocks, for the policy of that name
-    scale_down_after_s: float = Field(300.0, gt=0)  # of less need
-    startup_s: float = Field(60.0, gt=0)  # of a replica, until starts have been seen
+    ttft_target_s: float = Field(2.0, ge=0.001, le=LONGEST_S)
+    tpot_target_s: float = Field(0.05, ge=0.0001, le=LONGEST_S)
+    scaling_reserve: float = Field(1.0, ge=0, le=MOST_REPLICAS)  # replicas beyond the need
+    occupancy_target: float = Field(0.7, ge=0.01, le=1)  # of KV blocks, for the policy of that name
+    scale_down_after_s: float = Field(300.0, ge=0.1, le=LONGEST_S)  # of less need
+    startup_s: float = Field(60.0, ge=0.1, le=LONGEST_S)  # of a replica, until starts have been seen
     scaling_shadow: bool = False  # decide and report, but leave the number alone
     max_wait_s: OptionalFloat = Field(
         None,

@@ -63,4 +63,8 @@ def figure(value: Any) -> float | None:
     """The value as a float; None if it is no finite number or negative."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None

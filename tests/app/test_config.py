@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,10 @@ def test_environment_wins() -> None:
         ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
         ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "less than or equal to 1"]),
         ({"log_level": "LOUD"}, ["log_level='LOUD'"]),
+        ({"max_replicas": 10**9}, ["max_replicas=1000000000", "less than or equal to 10000"]),
+        ({"scale_down_after_s": 600_000}, ["scale_down_after_s=600000", "less than or equal to 500000"]),
+        ({"startup_s": "inf"}, ["startup_s='inf'", "less than or equal to 500000"]),
+        ({"tpot_target_s": math.nan}, ["tpot_target_s=nan", "less than or equal to 500000"]),
     ],
 )
 def test_wrong_options_are_named_in_one_line(args: dict[str, object], words: list[str]) -> None:

@@ -16,6 +16,7 @@ from app import application, config
 from app.autoscaling import deployment
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats
+from engine.errors import ConfigError
 
 
 class Replica:
@@ -52,6 +53,27 @@ def test_bounds(args: dict[str, Any], least: int, first: int | None, most: int) 
     got = deployed(**args).autoscaling_config
     assert got is not None
     assert (got.min_replicas, got.initial_replicas, got.max_replicas) == (least, first, most)
+
+
+def numbers() -> dict[str, tuple[float, float]]:
+    """The least and the most of each option that the policy gets."""
+    names = ["ttft_target_s", "tpot_target_s", "scaling_reserve", "occupancy_target", "scale_down_after_s"]
+    found = {}
+    for name in [*names, "startup_s"]:
+        bounds = {type(one).__name__: one for one in config.AppConfig.model_fields[name].metadata}
+        found[name] = bounds["Ge"].ge, bounds["Le"].le
+    return found
+
+
+@pytest.mark.parametrize("name", numbers())
+def test_what_the_options_allow_the_policy_takes(name: str) -> None:
+    """Else it would fail in Serve's controller only."""
+    for value in numbers()[name]:
+        made = ScalingConfig.from_options(deployment.policy_kwargs(options(max_replicas=4, **{name: value})))
+        assert value in [getattr(made, one) for one in ScalingConfig.__slots__]
+    for wrong in ("inf", "nan", 1e7):
+        with pytest.raises(ConfigError, match=f"{name}=.*less than or equal"):
+            options(max_replicas=4, **{name: wrong})
 
 
 def test_the_policy_alone_decides_when() -> None:
@@ -94,6 +116,20 @@ def test_every_option_reaches_the_policy() -> None:
         made.shadow,
     ] == list(given.values())
     assert made.zero_after_s == 60.0
+
+
+@pytest.mark.parametrize("end", ["ge", "le"])
+def test_no_option_that_is_taken_fails_in_the_controller(end: str) -> None:
+    names = ("ttft_target_s", "tpot_target_s", "scaling_reserve", "occupancy_target", "startup_s")
+    given = {}
+    for name in (*names, "scale_down_after_s"):
+        bounds = [
+            getattr(one, end) for one in config.AppConfig.model_fields[name].metadata if hasattr(one, end)
+        ]
+        given[name] = bounds[0]
+    got = deployed(max_replicas=config.MOST_REPLICAS, **given).autoscaling_config
+    assert got is not None
+    ScalingConfig.from_options(got.policy.policy_kwargs)
 
 
 # Run where Quire cannot be imported: makes the policy and asks it for a fleet that is full.
