@@ -138,10 +138,11 @@ def test_walk(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
 def test_decision(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
     """``Ledger.book`` of one request in steady state: all that a request waits for, under one lock.
 
-    Claims that are over end, the longest prefix on every replica is found, what the request would cost on each
-    is summed, one is chosen, the work is booked there and its blocks are claimed. A hundred requests are under
-    way; what ends is released between the rounds (``test_release``), and each time leaves one replica's terms
-    to be computed anew. Not in it: hashing (``test_hash_and_decide``), what Serve does around it.
+    The longest prefix on every replica is found, what the request would cost on each is summed, one is chosen,
+    the work is booked there and its claim is noted. A hundred requests are under way. Not in it: what a choice
+    leaves to the next call (to learn, to claim its blocks, to make its replica's terms anew, to end claims that
+    are over), which here is a first token or an end (``test_release``), but in a burst the next decision;
+    hashing (``test_hash_and_decide``); what Serve does around it.
     """
     desk = Desk(fleet)
 
@@ -156,7 +157,7 @@ def test_decision(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
 
 @small_and_large
 def test_release(benchmark: Any, goals: Goals, fleet: Fleet) -> None:
-    """First token and end of one request, of a hundred. Its claim ends by its deadline, in a decision."""
+    """First token and end of one request, of a hundred, and what its decision has left to be done."""
     desk = Desk(fleet)
 
     def setup() -> tuple[tuple[int], dict[str, Any]]:
