@@ -9,7 +9,11 @@ REPLICAS = 3
 STREAMS = 20
 
 BLOCK_SIZE = 2048
-"""Tokens. So many that each request holds one block: two cores cannot compute enough KV to fill real pools."""
+"""Tokens. So many that each request holds one block: two cores cannot compute enough KV to fill real pools.
+
+Routing takes replicas for equally good whose costs differ by less than the computation of a block, which here is
+always: it evens out booked tokens, and requests may wait at one replica while another one has free blocks.
+"""
 
 POOL_BLOCKS = 40
 """Of one replica. A second one is asked for beyond 30, and one is enough below 24."""
@@ -35,7 +39,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
     "num_blocks": POOL_BLOCKS,
     "token_budget": 128,
-    "max_num_seqs": POOL_BLOCKS,  # routing counts tokens, of which these blocks hold few; seats it sees exactly
+    "max_num_seqs": POOL_BLOCKS,
     "scale_down_after_s": DOWN_AFTER_S,
     "startup_s": 15.0,
     "scaling_reserve": 0.0,
