@@ -11,8 +11,8 @@ STREAMS = 20
 BLOCK_SIZE = 2048
 """Tokens. So many that each request holds one block: two cores cannot compute enough KV to fill real pools.
 
-Routing takes replicas for equally good whose costs differ by less than the computation of a block, which here is
-always: it evens out booked tokens, and requests may wait at one replica while another one has free blocks.
+Routing takes replicas for equally good whose costs differ by less than the computation of a block, which is
+always here: it evens out booked tokens, and requests may wait at one replica while another one has free blocks.
 """
 
 POOL_BLOCKS = 40
