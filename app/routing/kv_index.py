@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.routing.block_masks import BlockMasks
-from app.routing.prefix_walk import prefix_ends, window_ends
+from app.routing.prefix_walk import PrefixWalk, window_ends
 from app.routing.replica_feed import Delta, KvIndexCounters, ReplicaFeed
 from app.routing.speculation import Speculation
 
@@ -13,8 +13,6 @@ SWEEP_SLICE = 512
 """Keys swept, while any slot waits to be swept, with each delta or part of a snapshot."""
 MAX_NAMED = 1024
 """Sets of replicas whose names are remembered."""
-MAX_LIKELY, MOST_LIKELY = 4096, 6
-"""First blocks of which is remembered where runs ended, and how many of these ends."""
 
 
 class KvIndex:
@@ -65,7 +63,7 @@ class KvIndex:
         self._feeds: dict[str, ReplicaFeed] = {}
         self._names: list[str] = []
         self._named: dict[int, tuple[str, ...]] = {}
-        self._likely: dict[int, list[int]] = {}
+        self._walk = PrefixWalk()
         self._sent: list[tuple[str, Sequence[int], float, float, int]] = []
         self._exact = 0
 
@@ -125,7 +123,7 @@ class KvIndex:
         if keys and self.window_blocks is None:
             starts, count = self._speculation.starts, len(keys)
             coming = [0] if keys[0] in starts else []
-            for replicas, blocks in self._ends(keys):
+            for replicas, blocks in self._walk.ends(keys, self._masks.shards, self._exact):
                 for name in self._names_of(replicas):
                     depths[name] = blocks
                 if blocks < count and keys[blocks] in starts:
@@ -328,18 +326,6 @@ class KvIndex:
         feed.count += change.count
         self.counters.repeated += change.repeated
         self._speculation.confirm(replica, keys, self._masks.reader(feed.slot))
-
-    def _ends(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Where runs end; as often as not, where they did for the last prompt that began so."""
-        first, likely = keys[0], self._likely
-        known = likely.get(first, ())
-        ends = prefix_ends(keys, self._masks.shards, self._exact, known)
-        found = [blocks for _, blocks in ends[-MOST_LIKELY:] if blocks < len(keys)]
-        if found and found != known:
-            if len(likely) >= MAX_LIKELY:
-                likely.clear()
-            likely[first] = found
-        return ends
 
     def _present(self, keys: Sequence[int]) -> list[int]:
         """Who has each key, or is about to."""
