@@ -61,7 +61,8 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     if step > 0.9 * config.tpot_target_s:
         need_decode = snapshot.running * _over(step, 0.9 * config.tpot_target_s)
     need = max(need_kv, need_prefill, need_decode)
-    busy = demand > 0 or backlog > 0 or snapshot.queued > 0
+    # Between two reports short requests come and go.
+    busy = demand > 0 or backlog > 0 or snapshot.queued > 0 or arrived > 0
     state.worked(now, busy)
     reserve = config.reserve if busy or low else 0.0
 

@@ -49,6 +49,7 @@ class ScalingState:
         self._follow_clock(snapshot.now, config)
         self._learn_starts(snapshot, config)
         if not snapshot.running:
+            self.since = None
             if target or not snapshot.queued:
                 return Decision(target, "hold", held_by="no replica runs")
             count = max(snapshot.minimum, 1)

@@ -253,6 +253,25 @@ def test_to_zero_only_after_a_long_rest() -> None:
     assert when == 99 + 600
 
 
+def test_requests_that_no_report_sees_running_are_work() -> None:
+    config, state = ScalingConfig(zero_after_s=600.0, startup_s=10.0), ScalingState()
+    for second in range(3_000):
+        came = 1_000.0 * (second // 400)
+        decision = decide(snapshot(float(second), 1, stats(0.0, arrived_tokens=came), minimum=0), config, state)
+        assert decision.target == 1
+
+
+def test_one_that_serve_starts_from_zero_does_not_go_before_it_is_asked_anything() -> None:
+    config, state = ScalingConfig(zero_after_s=600.0, startup_s=10.0), ScalingState()
+    for second in range(700):
+        decide(snapshot(float(second), 1, stats(0.0), minimum=0), config, state)
+    for second in range(700, 2_000):
+        assert decide(snapshot(float(second), 0, minimum=0), config, state).target == 0
+    # While a call waits in its queue Serve does not ask the policy.
+    for second in range(2_010, 2_310):
+        assert decide(snapshot(float(second), 1, stats(0.0), minimum=0), config, state).target == 1
+
+
 def test_the_time_to_start_is_learned() -> None:
     config, state = ScalingConfig(startup_s=60.0), ScalingState()
     assert decide(snapshot(0.0, 1, stats(900.0, waiting_blocks=500.0)), config, state).target == 3
