@@ -91,8 +91,7 @@ def test_victims_are_announced_each_second_while_fewer_replicas_are_intended(kin
     run(policy, 60, 6)
     assert sink.messages == []
     run(policy, 10, 6, start=EPOCH + 60)
-    # Of 6, kv demand stops one at a time and occupancy goes down at once.
-    names = ["r5"] if kind is KvDemandPolicy else ["r5", "r4", "r3", "r2", "r1"]
+    names = ["r5"]  # of 6, one decision stops one
     assert sink.announced == [names] * 10
     assert {key for key, _ in sink.messages} == {"victims:quire:engine"}
     assert sink.messages[0][1] == {"seq": int(EPOCH * 1000) + 60_000, "replicas": names, "lasts_s": 5.0}
