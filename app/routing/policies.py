@@ -135,11 +135,13 @@ class Chooser:
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
         costs = cost.seconds(candidates, held, demand, self.steps, self.reuse.share, now, size)
         least = min(costs)
-        # A block, or two per cent of what is to be computed: two of the sum would, under load, give prefixes
-        # away, and two of the prompt, where all have most of it, the shortest queue.
+        # A block (of large ones the prompt, if it is shorter), or two per cent of what is to be computed: two of
+        # the sum would, under load, give prefixes away, and two of the prompt, where all have most of it, the
+        # shortest queue.
         best = costs.index(least)
         share = (tokens - held[best] * size) // 50
-        margin = 1.01 * (size if size > share else share) * candidates[best].per_token
+        few = size if size < tokens else tokens
+        margin = 1.01 * (few if few > share else share) * candidates[best].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]
         if wanted.fading:

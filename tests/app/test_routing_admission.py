@@ -64,3 +64,13 @@ def test_everybody_full_is_as_even_as_everybody_free() -> None:
     for route in fleet.routes:
         fleet.report(route, replace(BUSY, running=256, waiting=10, held_up=10))
     assert set(Counter(fleet.send(500) for _ in range(40)).values()) == {10}
+
+
+def test_large_blocks_do_not_make_a_full_replica_as_good_as_an_empty_one() -> None:
+    # A block's worth of computing is ten seconds here; the prompt's is a quarter of one.
+    fleet = Fleet(2)
+    large = replace(IDLE, block_size=2048, num_blocks=40, prefill_rate=200.0, max_running=256)
+    fleet.report(fleet.routes[0], replace(large, free=0, referenced=40, running=40, waiting=25, held_up=25))
+    fleet.report(fleet.routes[1], replace(large, free=20, referenced=20, running=20))
+    chosen = Counter(fleet.send(50) for _ in range(8))
+    assert chosen == {"r1": 8}
