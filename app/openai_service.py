@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -25,15 +24,13 @@ from app.sse import DONE, EventStream, WholeResponse
 from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, validate
 
-LIMITS_POLL_S = 0.05
-
 
 class EngineSource(TokenSource, Protocol):
     """The part of ``EngineClient`` that this needs."""
 
     def limits(self) -> ModelLimits | None: ...
 
-    def awaited(self) -> AbstractContextManager[None]: ...
+    async def first_limits(self, limit_s: float) -> ModelLimits | None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -199,14 +196,9 @@ class OpenAIService:
         return pieces(job, envelope.id, self._source, self._tokenizer.decoder)
 
     async def _limits(self) -> ModelLimits:
-        if (limits := self._source.limits()) is not None:
-            return limits
-        deadline = time.monotonic() + self.unavailable_after_s
-        with self._source.awaited():
-            while (limits := self._source.limits()) is None:
-                if time.monotonic() >= deadline:
-                    raise UnavailableError("no engine replica has started yet; try again in a moment")
-                await asyncio.sleep(LIMITS_POLL_S)
+        limits = self._source.limits() or await self._source.first_limits(self.unavailable_after_s)
+        if limits is None:
+            raise UnavailableError("no engine replica has started yet; try again in a moment")
         return limits
 
     def _check_model(self, name: str | None) -> None:

@@ -9,7 +9,6 @@ import itertools
 import logging
 import secrets
 from collections.abc import AsyncIterator, Collection
-from contextlib import AbstractContextManager
 from typing import Any
 
 from app import wire
@@ -99,9 +98,13 @@ class EngineClient:
         """Of the model, from the replicas' first frames; ``None`` until one has answered."""
         return self._limits
 
-    def awaited(self) -> AbstractContextManager[None]:
-        """Held by whoever waits for a replica: wakes an engine deployment that sleeps."""
-        return self._wake.wanted()
+    async def first_limits(self, limit_s: float) -> ModelLimits | None:
+        """As ``limits``, once a replica has answered, which wakes an engine deployment that sleeps.
+
+        ``None`` if none does within ``limit_s`` seconds.
+        """
+        await self._wake.until(lambda: self._limits is not None, limit_s)
+        return self._limits
 
     def status(self) -> dict[str, Any]:
         """For /health: known replicas, those with an open channel, live requests, each channel's state."""

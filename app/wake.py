@@ -42,14 +42,14 @@ class Wake:
         """Whether it is by intent that there are no replicas among ``members``: the next request wakes one."""
         return self._handle is not None and not members and not self._in_vain
 
-    async def until(self, routable: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until ``routable()``, asked at each change; false if that takes longer than ``limit_s``."""
-        if routable():
+    async def until(self, there: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until ``there()``, asked at each change; false if that takes longer than ``limit_s``."""
+        if there():
             return True
-        with self.wanted():
+        with self._wanted():
             try:
                 async with asyncio.timeout(limit_s):
-                    while not routable():
+                    while not there():
                         self._changed.clear()
                         await self._changed.wait()
             except TimeoutError:
@@ -58,7 +58,7 @@ class Wake:
         return True
 
     @contextlib.contextmanager
-    def wanted(self) -> Iterator[None]:
+    def _wanted(self) -> Iterator[None]:
         """Held for as long as some request waits for a replica."""
         self._waiting += 1
         if self._task is None and self._handle is not None:

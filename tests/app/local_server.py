@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ class LocalClient:
     def limits(self) -> ModelLimits | None:
         return self.engine.limits
 
-    def awaited(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    async def first_limits(self, limit_s: float) -> ModelLimits | None:
+        return self.limits()
 
     def status(self) -> dict[str, Any]:
         return {"replicas": 1, "routable": 1, "live_requests": len(self._queues)}

@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
 
 from app.chat import INLINE_CHARS, MAX_THREADS
 from app.ingress import IngressReplica
+from engine.request import ModelLimits
 
 CAPITAL = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -242,21 +242,19 @@ def test_engines_that_sleep_are_healthy_and_woken_by_a_request(
     limits = server.client.limits()
     held: list[str] = []
 
-    @contextmanager
-    def awaited() -> Iterator[None]:
+    async def first_limits(limit_s: float) -> ModelLimits | None:
         held.append("woken")
-        yield
-        held.append("answered")
+        return limits
 
-    monkeypatch.setattr(server.client, "awaited", awaited)
-    monkeypatch.setattr(server.client, "limits", lambda: limits if held else None)
+    monkeypatch.setattr(server.client, "first_limits", first_limits)
+    monkeypatch.setattr(server.client, "limits", lambda: None)
     monkeypatch.setattr(server.client, "status", lambda: {"routable": 0, "asleep": True})
     health = http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "asleep")
     assert http.get("/v1/models").json()["data"][0]["id"] == MODEL
     assert held == []
     assert http.post("/v1/completions", json=COUNT).status_code == 200
-    assert held == ["woken", "answered"]
+    assert held == ["woken"]
 
 
 # --- the openai client -------------------------------------------------------------------------------------

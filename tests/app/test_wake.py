@@ -148,8 +148,21 @@ def test_who_waits_in_vain_is_told_so_and_health_says_it_until_a_replica_comes()
 def test_what_waits_for_limits_wakes_too() -> None:
     async def test() -> None:
         handle, client = await sleeping()
-        with client.awaited():
-            await until(lambda: len(handle.queued) == 1)
+        waiting = asyncio.ensure_future(client.first_limits(60.0))
+        await until(lambda: len(handle.queued) == 1)
+        handle.add()
+        assert await waiting is not None
+        await until(lambda: not handle.queued)
+        await client.stop()
+
+    run(test)
+
+
+def test_who_waits_for_limits_in_vain_is_seen_in_the_status() -> None:
+    async def test() -> None:
+        handle, client = await sleeping()
+        assert await client.first_limits(0.01) is None
+        assert not client.status()["asleep"]
         await until(lambda: not handle.queued)
         await client.stop()
 
@@ -160,12 +173,13 @@ def test_stopping_ends_the_call() -> None:
     async def test() -> None:
         handle, client = await sleeping()
         waiting = asyncio.ensure_future(collect(client, request([1])))
-        with client.awaited():  # as a request that came before any limits were known
-            await until(lambda: len(handle.queued) == 1)
-            await client.stop()
-            with pytest.raises(UnavailableError, match="shutting down"):
-                await waiting
-            await until(lambda: not handle.queued)
+        early = asyncio.ensure_future(client.first_limits(60.0))
+        await until(lambda: len(handle.queued) == 1)
+        await client.stop()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await waiting
+        await until(lambda: not handle.queued)
+        early.cancel()
 
     run(test)
 
