@@ -27,7 +27,8 @@ class ServePolicy:
     """A policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
 
     An exception in a policy would stall every application of the cluster, so whatever goes wrong is logged and
-    holds the target. It decides once for each interval of reports, and answers from memory in between.
+    holds the target. It decides once for each interval of reports; in between the target stays what it is,
+    since Serve takes a decision at once, and may itself start one from zero.
     """
 
     def __init__(
@@ -63,16 +64,15 @@ class ServePolicy:
     def _wanted(self, ctx: Any) -> int:
         now, target = float(ctx.current_time), int(ctx.target_num_replicas)
         # A clock that was set back must not keep it from deciding until it is where it was.
-        if self.last is None or not 0.0 <= now - self._decided_at < self.config.report_interval_s:
-            self._decided_at = now
-            self._decide(ctx, now, target)
-        elif self.outcome.due:
-            self.outcome.observe(ctx.running_replicas, target)
-        if self.config.shadow or self.last is None or self.last.reason == "hold":
+        if 0.0 <= now - self._decided_at < self.config.report_interval_s:
+            if self.outcome.due:
+                self.outcome.observe(ctx.running_replicas, target)
             return target
-        return self.last.target
+        self._decided_at = now
+        decision = self._decide(ctx, now, target)
+        return target if self.config.shadow or decision.reason == "hold" else decision.target
 
-    def _decide(self, ctx: Any, now: float, target: int) -> None:
+    def _decide(self, ctx: Any, now: float, target: int) -> Decision:
         self.publisher.app, self.publisher.deployment = str(ctx.app_name), str(ctx.deployment_name)
         running = list(ctx.running_replicas or ())
         snapshot = Snapshot(
@@ -98,6 +98,7 @@ class ServePolicy:
             self.outcome.lowered(order, running, decision.target)
         self.publisher.figures(snapshot, decision, self.outcome)
         self.publisher.faults(self.faults)
+        return decision
 
 
 class KvDemandPolicy(ServePolicy):

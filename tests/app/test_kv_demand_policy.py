@@ -20,7 +20,7 @@ def test_the_policy_answers_for_serve_and_keeps_its_state() -> None:
     assert (target, state) == (5, {"__decision_counters": 3})
 
 
-def test_between_new_data_it_answers_from_memory() -> None:
+def test_between_new_data_the_target_stays() -> None:
     policy = KvDemandPolicy(report_interval_s=1.0)
     busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)})
     assert policy(busy)[0] == 5
@@ -29,6 +29,18 @@ def test_between_new_data_it_answers_from_memory() -> None:
     quick.running_replicas = None  # type: ignore[assignment]
     assert policy(quick)[0] == 5
     assert policy.faults == 0
+
+
+def test_what_serve_sets_meanwhile_stands_until_the_next_decision() -> None:
+    policy = KvDemandPolicy(report_interval_s=10.0, down_window_s=100.0, zero_after_s=200.0)
+    now, target = 0.0, 1
+    while target:
+        target, _ = policy(context(now, 1, {"a": stats(0.0)}, capacity_adjusted_min_replicas=0))
+        now += 10.0
+    # A call in its queue has made Serve start one, which runs at once.
+    assert policy(context(now - 9.0, 0, {}, capacity_adjusted_min_replicas=0))[0] == 0
+    started = context(now - 5.0, 1, {"b": stats(0.0)}, capacity_adjusted_min_replicas=0)
+    assert policy(started)[0] == 1
 
 
 def test_in_shadow_it_decides_and_leaves_the_target() -> None:
