@@ -90,7 +90,7 @@ class EngineReplica:
             raise EngineDeadError(f"the engine's thread has ended: {self._death}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Serve for the scaling policy, every half a second or less often; see ``ReplicaStats``.
+        """Asked by Serve for the scaling policy, four times for each report sent; see ``ReplicaStats``.
 
         Raises:
             EngineDeadError: the engine's thread has ended; the policy then misses this report.
