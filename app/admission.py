@@ -32,11 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 class Refusal(NamedTuple):
-    """Why a request is not taken: ``wait_s`` with all replicas that there may be is over ``limit_s``."""
+    """Why a request is not taken: ``wait_s`` with all replicas that there may be is over ``limit_s``.
+
+    ``startup_s`` is the part of the limit that replicas are granted to start.
+    """
 
     wait_s: float
     limit_s: float
     retry_after_s: int
+    startup_s: float = 0.0
 
 
 class Admission:
@@ -74,6 +78,7 @@ class Admission:
         self._wait_s: float | None = None
         self._scaled_s = 0.0
         self._limit_s = longest_wait_s
+        self._granted_s = 0.0
         self._over = False
         self._since = -math.inf  # the wait has been over the limit, or within it
         self._overloaded = False
@@ -89,7 +94,7 @@ class Admission:
         if not (self._overloaded and self._over):
             return None
         self._refused += 1
-        return Refusal(self._scaled_s, self._limit_s, self.retry_after_s())
+        return Refusal(self._scaled_s, self._limit_s, self.retry_after_s(), self._granted_s)
 
     def retry_after_s(self) -> int:
         """Whole seconds until the wait should be within the limit, or over if there is no limit; at least 1.
@@ -108,7 +113,8 @@ class Admission:
         replicas = expected.replicas if expected is not None else 0
         self._wait_s = expected.seconds if expected is not None else None
         self._scaled_s = (self._wait_s or 0.0) * min(replicas / self._most_replicas, 1.0)
-        self._limit_s = self._longest_wait_s + (self._startup_s if replicas < self._most_replicas else 0.0)
+        self._granted_s = self._startup_s if replicas < self._most_replicas else 0.0
+        self._limit_s = self._longest_wait_s + self._granted_s
         over = self._scaled_s > self._limit_s
         if over is not self._over:
             self._over, self._since = over, now

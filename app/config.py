@@ -119,7 +119,8 @@ class AppConfig(BaseModel):
         None,
         gt=0,
         description="requests are refused with a 429 once new ones have had to wait longer than this for so "
-        "long with as many replicas as there may be; unless given, ttft_target_s with max_replicas, else never",
+        "long with as many replicas as there may be; unless given, ttft_target_s with max_replicas (but not in "
+        "shadow mode), else never",
     )
     engine_cpus: OptionalFloat = Field(
         None, ge=0
@@ -206,7 +207,17 @@ class AppConfig(BaseModel):
         """What admission lets a new request wait; infinite if it refuses none."""
         if self.max_wait_s is not None:
             return self.max_wait_s
-        return self.ttft_target_s if self.scales else math.inf
+        return self.ttft_target_s if self.scales and not self.scaling_shadow else math.inf
+
+    @property
+    def reachable_replicas(self) -> int:
+        """Engine replicas that demand can bring; in shadow mode it brings none beyond the first."""
+        return self.first_replicas if self.scaling_shadow else self.most_replicas
+
+    @property
+    def startup_grace_s(self) -> float:
+        """Seconds that admission grants replicas to start; none where demand starts none."""
+        return 0.0 if self.scales and self.scaling_shadow else self.startup_s
 
     @property
     def live(self) -> LiveOptions:

@@ -64,11 +64,14 @@ class RefusedError(ApiError):
 
 def overloaded(refusal: Refusal) -> RefusedError:
     """429 while the engines at their most would let new requests wait too long."""
+    options = "max_wait_s"
+    if refusal.startup_s:
+        options = f"max_wait_s, and {refusal.startup_s:g} s for replicas that may be starting: startup_s"
     return RefusedError(
         ApiFault(
             429,
             f"a new request would wait {refusal.wait_s:.1f} s with all replicas that there may be, and at most "
-            f"{refusal.limit_s:g} s are allowed (max_wait_s); try again in {refusal.retry_after_s} s",
+            f"{refusal.limit_s:g} s are allowed ({options}); try again in {refusal.retry_after_s} s",
             "rate_limit_error",
             code="overloaded",
             retry_after_s=refusal.retry_after_s,

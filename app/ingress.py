@@ -124,8 +124,8 @@ class IngressReplica:
         self._admission = Admission(
             expected_wait(engine),
             longest_wait_s=options.longest_wait_s,
-            most_replicas=options.most_replicas,
-            startup_s=options.startup_s,
+            most_replicas=options.reachable_replicas,
+            startup_s=options.startup_grace_s,
             metrics=AdmissionMetrics(options.model_name),
         )
         self.service = OpenAIService(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -190,3 +191,25 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do() -> None:
         ConfigError, match=r"routing='nearest': must be one of prefix, least_tokens, round_robin"
     ):
         config.load({"routing": "nearest"}, {})
+
+
+@pytest.mark.parametrize(
+    ("args", "longest", "reachable", "grace"),
+    [
+        ({"engine_replicas": 3}, math.inf, 3, 60.0),
+        ({"engine_replicas": 3, "scaling_shadow": True}, math.inf, 3, 60.0),
+        ({"max_replicas": 8}, 2.0, 8, 60.0),
+        ({"max_replicas": 8, "scaling_shadow": True}, math.inf, 1, 0.0),
+        ({"max_replicas": 8, "engine_replicas": 3, "scaling_shadow": True}, math.inf, 3, 0.0),
+        ({"max_replicas": 8, "min_replicas": 2, "scaling_shadow": True, "max_wait_s": 5}, 5.0, 2, 0.0),
+    ],
+)
+def test_admission_counts_on_the_replicas_that_demand_can_bring(
+    args: dict[str, Any], longest: float, reachable: int, grace: float
+) -> None:
+    options = config.load(args, {})
+    assert (options.longest_wait_s, options.reachable_replicas, options.startup_grace_s) == (
+        longest,
+        reachable,
+        grace,
+    )

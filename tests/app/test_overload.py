@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopback import LoopbackHandle
+from ray import cloudpickle
 
+from app import config
 from app.admission import EVERY_S, Admission
+from app.ingress import IngressReplica
 from app.routing.waiting import ExpectedWait
 
 LONGEST, STARTUP, MOST = 2.0, 10.0, 4
@@ -80,12 +84,19 @@ def test_in_an_overload_each_relief_takes_requests_and_brings_no_new_grace() -> 
 
 
 def test_with_fewer_replicas_than_there_may_be_others_may_be_on_their_way() -> None:
-    for replicas, allowed in ((MOST, LONGEST), (MOST + 1, LONGEST), (2, (LONGEST + STARTUP) * 2)):
+    for replicas, grace, allowed in (
+        (MOST, 0.0, LONGEST),
+        (MOST + 1, 0.0, LONGEST),
+        (2, STARTUP, (LONGEST + STARTUP) * 2),
+    ):
         setting = Setting()
         assert not setting.refuses(allowed, replicas)
         assert not setting.refuses(allowed, replicas, after=60.0)
         assert not setting.refuses(allowed + 0.1, replicas)
         assert setting.refuses(allowed + 0.1, replicas, after=LONGEST)
+        refusal = setting.admission.refusal()
+        assert refusal is not None
+        assert (refusal.limit_s, refusal.startup_s) == (LONGEST + grace, grace)
 
 
 def test_nothing_known_or_a_defect_or_no_limit_admits(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,3 +205,21 @@ def test_it_looks_by_itself_and_once_only() -> None:
     assert asyncio.run(run()) == (1, 0)
     assert setting.asked == 1
     assert setting.admission.inspect()["expected_wait_s"] == 50.0
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+@pytest.mark.parametrize(("shadow", "limit"), [(True, 4.0), (False, 64.0)])
+def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, limit: float) -> None:
+    async def test() -> None:
+        options = config.load({"max_replicas": 3, "scaling_shadow": shadow, "max_wait_s": 4}, {})
+        # As Serve hands them over: the number of the first replicas depends on which options were given.
+        options = cloudpickle.loads(cloudpickle.dumps(options))
+        ingress = IngressReplica(options, LoopbackHandle(1))
+        admission = ingress._admission
+        admission._expected = lambda: ExpectedWait(6.0, 1)
+        admission.look()
+        assert admission.inspect()["limit_s"] == limit
+        assert admission._scaled_s == (6.0 if shadow else 2.0)
+        await ingress.__del__()
+
+    asyncio.run(test())

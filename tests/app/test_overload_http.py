@@ -11,7 +11,8 @@ import openai
 import pytest
 from local_server import COUNT, MODEL, LocalServer, is_idle
 
-from app.admission import Admission
+from app.admission import Admission, Refusal
+from app.errors import overloaded
 from app.routing.waiting import ExpectedWait
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
@@ -79,7 +80,16 @@ def test_a_refusal_says_why_and_when_to_come_again(
     assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "overloaded")
     for part in ("8.0 s", "at most 1.5 s", "max_wait_s", f"again in {seconds} s"):
         assert part in error["message"]
+    assert "startup_s" not in error["message"]
     assert door.admission.inspect()["refused"] == 1
+
+
+def test_a_limit_that_grants_replicas_time_to_start_is_named_with_it() -> None:
+    message = str(overloaded(Refusal(70.0, 62.0, 8, startup_s=60.0)))
+    assert (
+        "at most 62 s are allowed (max_wait_s, and 60 s for replicas that may be starting: startup_s)"
+        in message
+    )
 
 
 def test_what_is_wrong_with_a_request_comes_first(
