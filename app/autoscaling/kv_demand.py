@@ -52,7 +52,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     seconds = _over(shared, capacity)
     need_kv = _over(forecast, size * config.kv_high)
     # Short sequences run out of seats before they run out of blocks.
-    seated, seats = sequences + snapshot.queued, seats / reporting
+    seated = sequences + snapshot.queued
     need_kv = max(need_kv, _over(seated * max(_over(forecast, demand), 1.0), seats * config.kv_high))
     need_prefill = _over(per_second, capacity * config.prefill_high)
     if seconds > 0.125 * config.ttft_target_s:
@@ -109,6 +109,7 @@ def _sums(
     stats: Any, config: ScalingConfig
 ) -> tuple[float, float, float, float, float, float, float, float, float, float]:
     demand = growth = pool = sequences = backlog = largest = rate = slowest = steps = seats = 0.0
+    seating = 0
     for one in stats:
         demand += one.referenced_blocks + one.waiting_blocks
         growth += one.growth_blocks
@@ -118,9 +119,12 @@ def _sums(
         largest = max(largest, one.backlog_tokens)
         rate += one.prefill_rate
         steps += one.step_seconds
-        seats += one.max_running
+        if one.max_running:  # of an earlier version it is not known
+            seats += one.max_running
+            seating += 1
         slowest = max(slowest, one.step_seconds)
-    return demand, growth, pool, sequences, backlog, largest, rate, slowest, steps / len(stats), seats
+    step, seats = steps / len(stats), seats / max(seating, 1)
+    return demand, growth, pool, sequences, backlog, largest, rate, slowest, step, seats
 
 
 def _arrived(snapshot: Snapshot, state: ScalingState, now: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -122,21 +122,29 @@ def read_reports(
 
     A figure that has a default may be missing: replicas of an earlier version do not report it.
     """
-    reports: dict[Any, ReplicaStats] = {}
     defaults = ReplicaStats._field_defaults
-    columns = [(metrics.get(name) or {}, defaults.get(name)) for name in ReplicaStats._fields]
-    for replica in running:
-        values = []
-        for column, default in columns:
-            series = column.get(replica)
-            value = None
-            if series and now - series[-1].timestamp <= stale_s:
-                value = figure(series[-1].value)
-            if value is None:
-                value = default
-            if value is None:
-                break
-            values.append(value)
-        else:
-            reports[replica] = ReplicaStats(*values)
-    return reports
+    columns = []
+    for name in ReplicaStats._fields:
+        column = metrics.get(name) or {}
+        # Serve's ids are hashed by Python code; where all report, the column has the order of ``running``.
+        every = column.values() if list(column) == running else [column.get(replica) for replica in running]
+        columns.append(_last_values(every, now, stale_s, defaults.get(name)))
+    rows = zip(running, zip(*columns, strict=True), strict=True)
+    return {replica: ReplicaStats._make(row) for replica, row in rows if None not in row}
+
+
+def _last_values(
+    every: Iterable[Sequence[Any] | None], now: float, stale_s: float, default: float | None
+) -> list[float | None]:
+    """The last value of each series; the default where it is none, old or no figure."""
+    values = []
+    for series in every:
+        value = None
+        if series:
+            last = series[-1]
+            if now - last.timestamp <= stale_s:
+                value = last.value
+                if type(value) is not float or not 0.0 <= value < math.inf:
+                    value = figure(value)
+        values.append(default if value is None else value)
+    return values

@@ -35,6 +35,7 @@ class ScalingState:
     awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of an up, the target then)
     since: float | None = None  # the first decision with enough reports
     decided_at: float | None = None
+    short_since: float = -math.inf  # fewer run than should, in one go; minus infinity if not
     last_up: float = -math.inf
     last_down: float = -math.inf
     last_preemption: float = -math.inf
@@ -47,9 +48,14 @@ class ScalingState:
         """
         target = snapshot.target
         self._follow_clock(snapshot.now, config)
+        if snapshot.running >= target:
+            self.short_since = -math.inf
+        elif self.short_since == -math.inf:
+            self.short_since = snapshot.now
         self._learn_starts(snapshot, config)
         if not snapshot.running:
             self.since = None
+            # In production Serve's own fast path starts one first and does not ask; this is for other callers.
             if target or not snapshot.queued:
                 return Decision(target, "hold", held_by="no replica runs")
             count = max(snapshot.minimum, 1)
@@ -104,7 +110,9 @@ class ScalingState:
 
     def unsettled(self, snapshot: Snapshot, config: ScalingConfig) -> str:
         """Why a smaller fleet can be neither had nor intended now; empty if nothing speaks against it."""
-        late = snapshot.now - self.last_up >= _PATIENCE * self.startup_s(config)
+        # The first replicas start without an up, and so does one in the place of one that crashed.
+        began = max(self.last_up, self.short_since)
+        late = snapshot.now - began >= _PATIENCE * self.startup_s(config)
         if snapshot.running < snapshot.target and not late:
             return "replicas start"
         if len(snapshot.replicas) < snapshot.running:
@@ -143,6 +151,7 @@ class ScalingState:
         if now < before:  # what lies ahead of the clock would stay until it gets there
             for window in (self.demand, self.arrivals, self.lows, self.awaited):
                 window.clear()
+            self.short_since = min(self.short_since, now)
             self.last_up = min(self.last_up, now)
             self.last_down = min(self.last_down, now)
             self.last_preemption = min(self.last_preemption, now)

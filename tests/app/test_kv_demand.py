@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scaling_support import stats
 
 from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
 
@@ -88,6 +89,14 @@ def test_short_sequences_run_out_of_seats_before_blocks() -> None:
     assert decision.target == 4
     half = stats(100.0, sequences=120.0, max_running=256.0)
     assert settled(3, half, half, half).target == 3  # at 60 % of two and a half, and one in reserve
+
+
+def test_replicas_that_do_not_report_their_seats_are_taken_to_have_as_many() -> None:
+    full, unknown = (stats(100.0, sequences=256.0, max_running=seats) for seats in (256.0, 0.0))
+    decision = decide(snapshot(0.0, 2, full, unknown), ScalingConfig(), ScalingState())
+    assert decision.need_kv == pytest.approx(512.0 / (0.75 * 256.0))
+    decision = decide(snapshot(0.0, 2, unknown, unknown), ScalingConfig(), ScalingState())
+    assert decision.need_kv == pytest.approx(200.0 / 750.0)
 
 
 def test_slow_steps_are_a_need() -> None:
@@ -191,6 +200,28 @@ def test_a_fleet_that_cannot_reach_its_target_shrinks_all_the_same() -> None:
         targets.append(decide(Snapshot(float(second), 10, 8, 1, 100, reports), config, state).target)
     assert targets[299] == 10
     assert targets[300] == 9
+
+
+@pytest.mark.parametrize("rule", [decide, decide_by_occupancy])
+def test_first_replicas_that_start_for_longer_than_the_window_are_waited_for(rule: Any) -> None:
+    config, state = ScalingConfig(startup_s=60.0, down_window_s=100.0), ScalingState()
+    targets, reports = [], {0: stats(10.0)}
+    for second in range(701):
+        targets.append(rule(Snapshot(float(second), 4, 1, 1, 100, reports), config, state).target)
+    assert targets[599] == 4
+    assert targets[600] == 3, "there may be no room for them"
+
+
+def test_one_in_the_place_of_a_crashed_one_is_waited_for_anew() -> None:
+    config, state = ScalingConfig(startup_s=60.0, reserve=4.0), ScalingState()
+    for second in range(2_000):
+        running = 3 if second in (700, 701) or second > 1_000 else 4
+        reports = {place: stats(10.0) for place in range(running)}
+        decision = decide(Snapshot(float(second), 4, running, 1, 100, reports), config, state)
+        assert state.unsettled(Snapshot(float(second), 4, running, 1, 100, reports), config) == (
+            "replicas start" if running == 3 and second < 1_601 else ""
+        )
+        assert decision.target == 4
 
 
 def test_a_missed_report_loses_no_arrivals() -> None:

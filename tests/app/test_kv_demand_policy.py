@@ -72,6 +72,14 @@ def test_old_and_partial_reports_are_no_reports() -> None:
     assert list(read_reports(some, [A, B, Replica("c"), Replica("d")], 5.0, 2.0)) == [A]
 
 
+def test_reports_may_come_in_any_order() -> None:
+    some = metrics(5.0, {"a": stats(1.0), "b": stats(2.0)})
+    expected = {B: stats(2.0), A: stats(1.0)}
+    assert read_reports(some, [B, A], 5.0, 2.0) == expected
+    some["sequences"] = dict(reversed(some["sequences"].items()))
+    assert list(read_reports(some, [B, A], 5.0, 2.0).items()) == list(expected.items())
+
+
 def test_where_a_replica_runs_need_not_be_reported() -> None:
     some = metrics(5.0, {"a": stats(node=7.0, on_head=1.0)})
     del some["node"]
