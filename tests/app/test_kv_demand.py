@@ -208,7 +208,7 @@ def test_first_replicas_that_start_for_longer_than_the_window_are_waited_for(rul
     targets, reports = [], {0: stats(10.0)}
     for second in range(701):
         targets.append(rule(Snapshot(float(second), 4, 1, 1, 100, reports), config, state).target)
-    assert targets[599] == 4
+    assert set(targets[:600]) == {4}
     assert targets[600] == 3, "there may be no room for them"
 
 

@@ -211,7 +211,9 @@ def test_it_looks_by_itself_and_once_only() -> None:
 @pytest.mark.parametrize(("shadow", "limit"), [(True, 4.0), (False, 64.0)])
 def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, limit: float) -> None:
     async def test() -> None:
-        options = config.load({"max_replicas": 3, "scaling_shadow": shadow, "max_wait_s": 4}, {})
+        options = config.load(
+            {"max_replicas": 4, "engine_replicas": 2, "scaling_shadow": shadow, "max_wait_s": 4}, {}
+        )
         # As Serve hands them over: the number of the first replicas depends on which options were given.
         options = cloudpickle.loads(cloudpickle.dumps(options))
         ingress = IngressReplica(options, LoopbackHandle(1))
@@ -219,7 +221,7 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
         admission._expected = lambda: ExpectedWait(6.0, 1)
         admission.look()
         assert admission.inspect()["limit_s"] == limit
-        assert admission._scaled_s == (6.0 if shadow else 2.0)
+        assert admission._scaled_s == (3.0 if shadow else 1.5)
         await ingress.__del__()
 
     asyncio.run(test())
