@@ -24,16 +24,21 @@ def _main(arguments: list[str] | None) -> int:
         prog="python -m app",
         description="Serve a language model on this machine.",
         epilog=f"options: {', '.join(sorted(AppConfig.model_fields))}",
+        allow_abbrev=False,
     )
     parser.add_argument("options", nargs="*", metavar="option=value")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", default="8000", help="port to listen on (default %(default)s)")
-    parsed = parser.parse_intermixed_args(arguments)
+    parsed, switches = parser.parse_known_intermixed_args(arguments)
     try:
+        if switches:
+            raise ConfigError(f"unknown switch {switches[0]!r}; {_as_option(switches[0])}")
         pairs = [option.partition("=") for option in parsed.options]
         wrong = [name for name, equals, _ in pairs if not equals]
         if wrong:
             raise ConfigError(f"{wrong[0]!r} is no option=value; write it like port=8001")
+        if any(not name for name, _, _ in pairs):
+            raise ConfigError("an option's name is missing before '='; write it like port=8001")
         values = {name: value for name, _, value in pairs}
         host, port = values.pop("host", parsed.host), values.pop("port", parsed.port)
         if not str(port).isdecimal() or not 0 < int(port) < 65536:
@@ -43,6 +48,12 @@ def _main(arguments: list[str] | None) -> int:
         print(f"quire: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _as_option(switch: str) -> str:
+    """How to write what was meant by ``--max-replicas=4``."""
+    name, equals, value = switch.lstrip("-").partition("=")
+    return f"write {name.replace('-', '_')}={value if equals else '...'}" if name else "write option=value"
 
 
 def say(line: str) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 900.0
 PROGRESS_EVERY_S = 5.0
+WATCH_EVERY_S = 1.0
+STATUS_TIMEOUT_S = 2.0
 PROCESS_BYTES = 600 * 2**20
 """Of an engine replica's process before its weights and KV: interpreter, torch, Ray."""
 
@@ -133,6 +135,11 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
         )
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.model))
+    if fit.pool is not None:
+        from engine.model_runner import usable_cores
+
+        for line in shared_cores(options, usable_cores()):
+            say(line)
     stop = threading.Event()
     say(f"starting Ray and {options.first_replicas} engine replica(s) with {options.model_name} ...")
     server = LocalServer(host, port)
@@ -144,8 +151,9 @@ def serve_here(args: Mapping[str, Any], host: str, port: int, say: Say = print) 
         server.deploy(args, options, stop, say)
         if not stop.is_set():
             _announce(server, options, fit, say)
-        while not stop.wait(1.0):
-            pass
+        watch = ReplicaWatch(options.first_replicas, say)
+        while not stop.wait(WATCH_EVERY_S):
+            watch.update(server.ready())
         say("stopping (up to half a minute) ...")
     except KeyboardInterrupt:
         say("stopping (up to half a minute) ...")
@@ -226,11 +234,28 @@ class LocalServer:
             status = str(application.status) if application is not None else ""
             if status.endswith("DEPLOY_FAILED"):
                 raise ConfigError(_cause(application))
-            if status.endswith("RUNNING") and self._routable():
+            if status.endswith("RUNNING") and serves(self._health(), _counted(application)):
                 return
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
             progress.update(_ready(application), time.monotonic())
+
+    def ready(self) -> int | None:
+        """Engine replicas that run; None if Serve cannot say so now, as while its controller restarts."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.serve.context import _get_global_client
+        from ray.serve.exceptions import RayServeException
+        from ray.serve.schema import ServeInstanceDetails
+
+        try:
+            # serve.status() would wait without a limit, and an interrupt as long as it.
+            asked = _get_global_client()._controller.get_serve_instance_details.remote()
+            details = ServeInstanceDetails(**ray.get(asked, timeout=STATUS_TIMEOUT_S))
+        except (RayError, RayServeException):
+            return None
+        application = details._get_status().applications.get(serving.APP_NAME)
+        return None if application is None else _ready(application)
 
     def proxy(self) -> str:
         """Which proxy serves, by what listens."""
@@ -267,12 +292,21 @@ class LocalServer:
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
 
-    def _routable(self) -> bool:
+    def _health(self) -> dict[str, Any]:
+        """What ``/health`` says; nothing if it cannot be reached or is not well."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                return bool(json.load(response).get("routable", 0) > 0)
+                return dict(json.load(response))
         except (urllib.error.URLError, ValueError, OSError):
-            return False
+            return {}
+
+
+def serves(health: Mapping[str, Any], replicas: int) -> bool:
+    """Whether the application takes requests, by what ``/health`` says and Serve's number of engine replicas.
+
+    Where the last replica may go, short windows let it go before it is seen routable: asleep is started, too.
+    """
+    return health.get("routable", 0) > 0 or (health.get("asleep", False) and not replicas)
 
 
 class Progress:
@@ -297,10 +331,30 @@ class Progress:
             self._say("  waiting for the way to them: proxy, ingress, channels")
 
 
+class ReplicaWatch:
+    """Says when engine replicas come and go."""
+
+    def __init__(self, ready: int, say: Say) -> None:
+        self._ready = ready
+        self._say = say
+
+    def update(self, ready: int | None) -> None:
+        """``ready`` engine replicas run; None, where nobody knows, says nothing."""
+        if ready is not None and ready != self._ready:
+            self._say(f"engine replicas: {self._ready} -> {ready}")
+            self._ready = ready
+
+
+def _counted(application: Any, *states: str) -> int:
+    """Engine replicas in one of ``states``, or in any."""
+    engine = application.deployments.get(DEPLOYMENT) if application is not None else None
+    found = engine.replica_states.items() if engine else ()
+    return sum(count for state, count in found if not states or state in states)
+
+
 def _ready(application: Any) -> int:
     """Engine replicas that have loaded."""
-    engine = application.deployments.get(DEPLOYMENT) if application is not None else None
-    return sum(count for state, count in engine.replica_states.items() if state == "RUNNING") if engine else 0
+    return _counted(application, "RUNNING")
 
 
 def _on_interrupt(stop: threading.Event) -> None:
@@ -330,12 +384,31 @@ def _announce(server: LocalServer, options: config.AppConfig, fit: Fit, say: Say
 
 
 def replicas_line(options: config.AppConfig) -> str:
-    """How many engine replicas there are, and may come to be."""
+    """How many engine replicas there are, may come to be, and by what."""
     if not options.scales:
         return str(options.engine_replicas)
-    least = f", down to {options.least_replicas}" if options.least_replicas < options.first_replicas else ""
-    shadow = " (shadow: decided, but not done)" if options.scaling_shadow else ""
-    return f"{options.first_replicas}, up to {options.most_replicas}{least} by demand{shadow}"
+    if options.scaling_policy == "occupancy":
+        target = f"{options.occupancy_target:.0%} of the KV blocks in use"
+    else:
+        target = f"first token within {options.ttft_target_s:g} s, {options.tpot_target_s:g} s a token"
+    shadow = "; shadow: decided, but not done" if options.scaling_shadow else ""
+    return (
+        f"{options.first_replicas}, {options.least_replicas} to {options.most_replicas} by demand "
+        f"({target}; fewer after {options.scale_down_after_s:g} s of less need{shadow})"
+    )
+
+
+def shared_cores(options: config.AppConfig, cores: int) -> list[str]:
+    """A warning where engine replicas without GPUs outnumber the ``cores`` of this machine."""
+    most = options.most_replicas
+    if most <= cores:
+        return []
+    share = f"{cores} cores" if cores > 1 else "1 core"
+    cure = "max_replicas or raise tpot_target_s" if options.scales else options.replicas_option
+    return [
+        f"warning: {most} engine replicas would share {share}: more than {cores} make no step shorter; "
+        f"lower {cure}"
+    ]
 
 
 def _cause(application: Any) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
+from ray.serve.exceptions import RayServeException
 from safetensors.torch import save_file
 
 from app import __main__ as command
@@ -54,6 +57,13 @@ def test_unknown_and_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "engine_replicas='none of them'" in refusal(capsys, "engine_replicas=none of them")
     assert "'model' is no option=value" in refusal(capsys, "model")
     assert "dtype='int3'" in refusal(capsys, "dtype=int3")
+
+
+def test_what_was_meant_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "write max_replicas=4" in refusal(capsys, "--max_replicas=4")
+    assert "write max_replicas=4" in refusal(capsys, "--max-replicas=4", "seed=1")
+    assert "write max_replicas=..." in refusal(capsys, "--max-replicas", "4")
+    assert "name is missing before '='" in refusal(capsys, "=3")
 
 
 def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -113,14 +123,86 @@ def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
     ("args", "line"),
     [
         ({"engine_replicas": 3}, "3"),
-        ({"max_replicas": 4}, "1, up to 4 by demand"),
-        ({"max_replicas": 4, "engine_replicas": 3}, "3, up to 4, down to 1 by demand"),
-        ({"max_replicas": 4, "min_replicas": 0}, "1, up to 4, down to 0 by demand"),
-        ({"max_replicas": 4, "scaling_shadow": True}, "1, up to 4 by demand (shadow: decided, but not done)"),
+        (
+            {"max_replicas": 4},
+            "1, 1 to 4 by demand (first token within 2 s, 0.05 s a token; fewer after 300 s of less need)",
+        ),
+        (
+            {"max_replicas": 2, "min_replicas": 0, "ttft_target_s": 1.5, "scale_down_after_s": 20},
+            "1, 0 to 2 by demand (first token within 1.5 s, 0.05 s a token; fewer after 20 s of less need)",
+        ),
+        (
+            {"max_replicas": 4, "engine_replicas": 3, "scaling_policy": "occupancy"},
+            "3, 1 to 4 by demand (70% of the KV blocks in use; fewer after 300 s of less need)",
+        ),
+        (
+            {"max_replicas": 4, "scaling_shadow": True},
+            "1, 1 to 4 by demand (first token within 2 s, 0.05 s a token; fewer after 300 s of less need; "
+            "shadow: decided, but not done)",
+        ),
     ],
 )
 def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
     assert launch.replicas_line(config.load(args, {})) == line
+
+
+def test_more_replicas_than_cores_are_warned_of() -> None:
+    assert launch.shared_cores(config.load({"max_replicas": 2}, {}), 2) == []
+    assert launch.shared_cores(config.load({"max_replicas": 8}, {}), 2) == [
+        "warning: 8 engine replicas would share 2 cores: more than 2 make no step shorter; "
+        "lower max_replicas or raise tpot_target_s"
+    ]
+    assert launch.shared_cores(config.load({}, {}), 1) == [
+        "warning: 2 engine replicas would share 1 core: more than 1 make no step shorter; lower engine_replicas"
+    ]
+
+
+def test_replicas_that_come_and_go_are_told_once() -> None:
+    said: list[str] = []
+    watch = launch.ReplicaWatch(1, said.append)
+    for ready in (1, 2, 2, None, 2, 0):
+        watch.update(ready)
+    assert said == ["engine replicas: 1 -> 2", "engine replicas: 2 -> 0"]
+
+
+@pytest.mark.parametrize(
+    ("health", "replicas", "started"),
+    [
+        ({}, 1, False),
+        ({"routable": 0, "asleep": False}, 0, False),
+        ({"routable": 1}, 1, True),
+        ({"routable": 0, "asleep": True}, 0, True),
+        ({"routable": 0, "asleep": True}, 1, False),  # it has loaded, but the ingress has yet to hear of it
+    ],
+)
+def test_what_went_to_sleep_at_once_has_started(health: dict[str, Any], replicas: int, started: bool) -> None:
+    assert launch.serves(health, replicas) is started
+
+
+class Controller:
+    """Stands for the handle of Serve's controller, which answers with ``answer`` or fails with it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.get_serve_instance_details = self
+
+    def remote(self) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "fault", [GetTimeoutError("late"), ActorUnavailableError("restarts", None), RayServeException("gone")]
+)
+def test_a_status_that_cannot_be_read_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    def get(asked: Exception, *, timeout: float) -> None:
+        raise asked
+
+    client = SimpleNamespace(_controller=Controller(fault))
+    monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
+    monkeypatch.setattr("ray.get", get)
+    assert launch.LocalServer("127.0.0.1", 1).ready() is None
 
 
 def test_pools_of_every_kind_are_counted(tmp_path: Path) -> None:
