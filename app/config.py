@@ -7,10 +7,11 @@ and from ``QUIRE_<NAME>`` in the environment, which wins. Words are accepted for
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -26,6 +27,11 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MOST_REPLICAS = 10_000
 LONGEST_S = 500_000.0
 """Of the times that the scaling policy is given: in Serve's controller it must not find them wrong."""
+
+_SCALING_OPTIONS = (
+    *("scaling_policy", "ttft_target_s", "tpot_target_s", "scaling_reserve", "occupancy_target"),
+    *("scale_down_after_s", "startup_s", "scaling_shadow"),
+)
 
 # Read elsewhere, not options of the application.
 _OTHER_ENV = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_")
@@ -274,14 +280,30 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
             logger.warning("%s in the environment is no option and has no effect", name)
     unknown = sorted(set(values) - set(AppConfig.model_fields))
     if unknown:
-        raise ConfigError(
-            f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
-            f"there are: {', '.join(sorted(AppConfig.model_fields))}"
-        )
+        raise ConfigError(_unknown(unknown))
     try:
-        return AppConfig(**values)
+        options = AppConfig(**values)
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
+    # Not among the bounds: in what AppConfig is made of again in a replica, each option counts as given.
+    if "engine_replicas" in values and options.engine_replicas > options.most_replicas:
+        raise ConfigError(
+            f"engine_replicas={options.engine_replicas} is more than max_replicas={options.most_replicas}"
+        )
+    idle = without_effect(options)
+    if idle:
+        have = "have" if len(idle) > 1 else "has"
+        logger.warning("%s %s no effect without max_replicas", ", ".join(idle), have)
+    return options
+
+
+def without_effect(options: AppConfig) -> list[str]:
+    """Options that were given, but that only scaling reads, where there is none."""
+    if options.scales:
+        return []
+    # Admission grants startup_s to replicas that may be on their way, whether demand starts them or not.
+    read = {"startup_s"} if options.max_wait_s is not None else set()
+    return [name for name in _SCALING_OPTIONS if name in options.model_fields_set and name not in read]
 
 
 def load_live(user_config: Mapping[str, Any]) -> LiveOptions:
@@ -306,6 +328,14 @@ def set_log_level(level: str) -> None:
     """Of Quire's own loggers in this process."""
     for name in ("app", "engine", "kernels", "quire"):
         logging.getLogger(name).setLevel(level)
+
+
+def _unknown(names: Sequence[str]) -> str:
+    options = sorted(AppConfig.model_fields)
+    meant = [close for name in names for close in difflib.get_close_matches(name, options, n=1)]
+    hint = f"did you mean {', '.join(meant)}? " if meant else ""
+    there = f"{hint}there are: {', '.join(options)}"
+    return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {there}"
 
 
 def _one_line(error: ValidationError) -> str:

@@ -55,7 +55,7 @@ def test_a_fixed_number_of_replicas() -> None:
         ({"max_replicas": 4, "min_replicas": 0}, 0, 1, 4),
         ({"max_replicas": 4, "min_replicas": 0, "engine_replicas": 3}, 0, 3, 4),
         ({"max_replicas": 4, "min_replicas": 3, "engine_replicas": 1}, 3, 3, 4),
-        ({"max_replicas": 4, "engine_replicas": 9}, 1, 4, 4),
+        ({"max_replicas": 4, "engine_replicas": 4}, 1, 4, 4),
     ],
 )
 def test_replicas_that_follow_demand(args: dict[str, int], least: int, first: int, most: int) -> None:
@@ -71,6 +71,44 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
         config.load({"min_replicas": 1}, {})
     with pytest.raises(ConfigError, match="min_replicas=3 is more than max_replicas=2"):
         config.load({"min_replicas": 3, "max_replicas": 2}, {})
+    with pytest.raises(ConfigError, match="engine_replicas=4 is more than max_replicas=2"):
+        config.load({"engine_replicas": 4}, {"QUIRE_MAX_REPLICAS": "2"})
+
+
+def test_a_maximum_below_the_default_number_is_no_contradiction() -> None:
+    """Neither at the start nor in a replica, which is given each option."""
+    options = config.load({"max_replicas": 1}, {})
+    assert config.AppConfig(**options.model_dump()).first_replicas == options.first_replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "warned"),
+    [
+        ({"scaling_shadow": True}, ["scaling_shadow has no effect without max_replicas"]),
+        (
+            {"startup_s": 5, "ttft_target_s": 2},
+            ["ttft_target_s, startup_s have no effect without max_replicas"],
+        ),
+        ({"startup_s": 5, "max_wait_s": 2}, []),  # admission grants it
+        ({"ttft_target_s": 5, "max_wait_s": 2}, ["ttft_target_s has no effect without max_replicas"]),
+        ({"scaling_shadow": True, "max_replicas": 2}, []),
+        ({}, []),
+    ],
+)
+def test_scaling_options_without_scaling_are_warned_of(
+    args: dict[str, Any], warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config.load(args, {})
+    assert [record.getMessage() for record in caplog.records] == warned
+
+
+def test_a_misspelt_option_is_answered_with_the_likely_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^unknown option max_replcas; did you mean max_replicas\? there are: "
+    ):
+        config.load({"max_replcas": 2}, {})
+    with pytest.raises(ConfigError, match=r"^unknown option xyzzy; there are: "):
+        config.load({"xyzzy": 2}, {})
 
 
 def test_who_wakes_a_replica_waits_for_it_to_start() -> None:

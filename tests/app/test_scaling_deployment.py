@@ -46,7 +46,7 @@ def test_a_fixed_number_has_no_policy() -> None:
         ({"max_replicas": 4, "engine_replicas": 3}, 1, 3, 4),
         ({"max_replicas": 4, "min_replicas": 2}, 2, None, 4),
         ({"max_replicas": 4, "min_replicas": 0}, 0, 1, 4),
-        ({"max_replicas": 4, "min_replicas": 2, "engine_replicas": 9}, 2, 4, 4),
+        ({"max_replicas": 4, "min_replicas": 2, "engine_replicas": 4}, 2, 4, 4),
     ],
 )
 def test_bounds(args: dict[str, Any], least: int, first: int | None, most: int) -> None:
