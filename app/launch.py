@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from app import config, model_store, serving
+from app.replica_lines import Progress, ReplicaWatch, Say, replicas_line, shared_cores
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 from engine.sizes import format_bytes
@@ -29,13 +30,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 900.0
-PROGRESS_EVERY_S = 5.0
 WATCH_EVERY_S = 1.0
 STATUS_TIMEOUT_S = 2.0
 PROCESS_BYTES = 600 * 2**20
 """Of an engine replica's process before its weights and KV: interpreter, torch, Ray."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +236,7 @@ class LocalServer:
                 return
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
-            progress.update(_ready(application), time.monotonic())
+            progress.update(_counted(application, "RUNNING"), time.monotonic())
 
     def ready(self) -> int | None:
         """Engine replicas that run; None if Serve cannot say so now, as while its controller restarts."""
@@ -255,7 +253,7 @@ class LocalServer:
         except (RayError, RayServeException):
             return None
         application = details._get_status().applications.get(serving.APP_NAME)
-        return None if application is None else _ready(application)
+        return None if application is None else _counted(application, "RUNNING")
 
     def proxy(self) -> str:
         """Which proxy serves, by what listens."""
@@ -309,52 +307,11 @@ def serves(health: Mapping[str, Any], replicas: int) -> bool:
     return health.get("routable", 0) > 0 or (health.get("asleep", False) and not replicas)
 
 
-class Progress:
-    """Says every few seconds how many replicas are ready."""
-
-    def __init__(self, replicas: int, say: Say) -> None:
-        self._replicas = replicas
-        self._say = say
-        self._next = 0.0
-        self._began: float | None = None
-
-    def update(self, ready: int, now: float) -> None:
-        """``now`` in seconds on any clock; says nothing if it said something in the last few."""
-        if now < self._next:
-            return
-        self._next = now + PROGRESS_EVERY_S
-        self._began = now if self._began is None else self._began
-        if ready < self._replicas:
-            waited = f" after {now - self._began:.0f} s" if now > self._began else ""
-            self._say(f"  waiting for engine replicas: {ready} of {self._replicas} ready{waited}")
-        else:
-            self._say("  waiting for the way to them: proxy, ingress, channels")
-
-
-class ReplicaWatch:
-    """Says when engine replicas come and go."""
-
-    def __init__(self, ready: int, say: Say) -> None:
-        self._ready = ready
-        self._say = say
-
-    def update(self, ready: int | None) -> None:
-        """``ready`` engine replicas run; None, where nobody knows, says nothing."""
-        if ready is not None and ready != self._ready:
-            self._say(f"engine replicas: {self._ready} -> {ready}")
-            self._ready = ready
-
-
 def _counted(application: Any, *states: str) -> int:
-    """Engine replicas in one of ``states``, or in any."""
+    """Engine replicas in one of ``states``, or in any; those that run have loaded."""
     engine = application.deployments.get(DEPLOYMENT) if application is not None else None
     found = engine.replica_states.items() if engine else ()
     return sum(count for state, count in found if not states or state in states)
-
-
-def _ready(application: Any) -> int:
-    """Engine replicas that have loaded."""
-    return _counted(application, "RUNNING")
 
 
 def _on_interrupt(stop: threading.Event) -> None:
@@ -381,34 +338,6 @@ def _announce(server: LocalServer, options: config.AppConfig, fit: Fit, say: Say
         '[{"role": "user", "content": "What is the capital of France?"}]}\''
     )
     say("  stop with Ctrl-C")
-
-
-def replicas_line(options: config.AppConfig) -> str:
-    """How many engine replicas there are, may come to be, and by what."""
-    if not options.scales:
-        return str(options.engine_replicas)
-    if options.scaling_policy == "occupancy":
-        target = f"{options.occupancy_target:.0%} of the KV blocks in use"
-    else:
-        target = f"first token within {options.ttft_target_s:g} s, {options.tpot_target_s:g} s a token"
-    shadow = "; shadow: decided, but not done" if options.scaling_shadow else ""
-    return (
-        f"{options.first_replicas}, {options.least_replicas} to {options.most_replicas} by demand "
-        f"({target}; fewer after {options.scale_down_after_s:g} s of less need{shadow})"
-    )
-
-
-def shared_cores(options: config.AppConfig, cores: int) -> list[str]:
-    """A warning where engine replicas without GPUs outnumber the ``cores`` of this machine."""
-    most = options.most_replicas
-    if most <= cores:
-        return []
-    share = f"{cores} cores" if cores > 1 else "1 core"
-    cure = "max_replicas or raise tpot_target_s" if options.scales else options.replicas_option
-    return [
-        f"warning: {most} engine replicas would share {share}: more than {cores} make no step shorter; "
-        f"lower {cure}"
-    ]
 
 
 def _cause(application: Any) -> str:

@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from safetensors.torch import save_file
 
 from app import __main__ as command
-from app import config, launch, serving
+from app import config, launch, replica_lines, serving
 from engine.errors import ConfigError
 
 
@@ -143,23 +143,23 @@ def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
     ],
 )
 def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
-    assert launch.replicas_line(config.load(args, {})) == line
+    assert replica_lines.replicas_line(config.load(args, {})) == line
 
 
 def test_more_replicas_than_cores_are_warned_of() -> None:
-    assert launch.shared_cores(config.load({"max_replicas": 2}, {}), 2) == []
-    assert launch.shared_cores(config.load({"max_replicas": 8}, {}), 2) == [
+    assert replica_lines.shared_cores(config.load({"max_replicas": 2}, {}), 2) == []
+    assert replica_lines.shared_cores(config.load({"max_replicas": 8}, {}), 2) == [
         "warning: 8 engine replicas would share 2 cores: more than 2 make no step shorter; "
         "lower max_replicas or raise tpot_target_s"
     ]
-    assert launch.shared_cores(config.load({}, {}), 1) == [
+    assert replica_lines.shared_cores(config.load({}, {}), 1) == [
         "warning: 2 engine replicas would share 1 core: more than 1 make no step shorter; lower engine_replicas"
     ]
 
 
 def test_replicas_that_come_and_go_are_told_once() -> None:
     said: list[str] = []
-    watch = launch.ReplicaWatch(1, said.append)
+    watch = replica_lines.ReplicaWatch(1, said.append)
     for ready in (1, 2, 2, None, 2, 0):
         watch.update(ready)
     assert said == ["engine replicas: 1 -> 2", "engine replicas: 2 -> 0"]
@@ -268,7 +268,7 @@ def test_ports_of_version_6() -> None:
 
 def test_progress_is_told_every_few_seconds() -> None:
     said: list[str] = []
-    progress = launch.Progress(2, said.append)
+    progress = replica_lines.Progress(2, said.append)
     for now, ready in [(100.0, 0), (100.2, 0), (104.9, 1), (105.0, 1), (111.0, 2)]:
         progress.update(ready, now)
     assert [line.strip() for line in said] == [
