@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 900.0
 WATCH_EVERY_S = 1.0
 STATUS_TIMEOUT_S = 2.0
+LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")  # what a new controller finds is recovering
 PROCESS_BYTES = 600 * 2**20
 """Of an engine replica's process before its weights and KV: interpreter, torch, Ray."""
 
@@ -253,7 +254,7 @@ class LocalServer:
         except (RayError, RayServeException):
             return None
         application = details._get_status().applications.get(serving.APP_NAME)
-        return None if application is None else _counted(application, "RUNNING")
+        return None if application is None else _counted(application, *LOADED)
 
     def proxy(self) -> str:
         """Which proxy serves, by what listens."""

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
+from ray.serve._private.common import ReplicaState
 from ray.serve.exceptions import RayServeException
 from safetensors.torch import save_file
 
 from app import __main__ as command
 from app import config, launch, replica_lines, serving
+from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 
 
@@ -203,6 +205,16 @@ def test_a_status_that_cannot_be_read_does_not_end_the_server(
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
     monkeypatch.setattr("ray.get", get)
     assert launch.LocalServer("127.0.0.1", 1).ready() is None
+
+
+def test_replicas_that_a_new_controller_finds_have_not_gone() -> None:
+    states = {ReplicaState.RECOVERING: 1, ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
+    engine = SimpleNamespace(replica_states={**states, ReplicaState.STOPPING: 1})
+    application = SimpleNamespace(deployments={DEPLOYMENT: engine})
+    assert launch._counted(application, *launch.LOADED) == 2
+    assert launch._counted(application, "RUNNING") == 1
+    assert launch._counted(application) == 4
+    assert launch._counted(None) == 0
 
 
 def test_pools_of_every_kind_are_counted(tmp_path: Path) -> None:
