@@ -35,7 +35,7 @@ class Figure:
         """Whether the figure is on the right side of its bar (true where it has none)."""
         if self.bar is None:
             return True
-        return self.value <= self.bar if self.at_most else self.value >= self.bar
+        return bool(self.value <= self.bar if self.at_most else self.value >= self.bar)
 
     def line(self) -> str:
         """Name, figure, bar, verdict."""
@@ -95,7 +95,12 @@ def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> No
     """Write the JSON file."""
     rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
     document = {"command": command, "machine": machine(), "figures": rows, **extra}
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    out.write_text(json.dumps(document, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's or torch's as Python's own; JSON knows no other."""
+    return value.item()
 
 
 def finish(command: str, figures: Sequence[Figure], arguments: argparse.Namespace, **extra: Any) -> None:

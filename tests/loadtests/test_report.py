@@ -1,0 +1,38 @@
+"""Figures and their JSON file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadtests.report import Figure, save
+
+
+@pytest.mark.parametrize(
+    ("value", "bar", "at_most", "holds"),
+    [
+        (1.0, None, False, True),
+        (2.0, 2.0, False, True),
+        (1.9, 2.0, False, False),
+        (2.0, 2.0, True, True),
+        (2.1, 2.0, True, False),
+    ],
+)
+def test_a_figure_is_held_to_its_bar(value: float, bar: float | None, at_most: bool, holds: bool) -> None:
+    assert Figure("figure", value, "", bar, at_most).holds is holds
+
+
+def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
+    figures = [
+        Figure("share", np.float64(0.5), " %", 0.25),
+        Figure("count", np.int64(3), "", 2, True),
+        Figure("rate", np.float32(0.5)),
+    ]
+    save("command", figures, tmp_path / "out.json", seeds=np.int64(7))
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [row["value"] for row in written["figures"]] == [0.5, 3, 0.5]
+    assert [row["holds"] for row in written["figures"]] == [True, False, True]
+    assert written["seeds"] == 7
