@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,11 @@ def test_a_figure_is_held_to_its_bar(value: float, bar: float | None, at_most: b
 
 
 def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
+    numbers: list[Any] = [np.float64(0.5), np.int64(3), np.float32(0.5)]
     figures = [
-        Figure("share", np.float64(0.5), " %", 0.25),
-        Figure("count", np.int64(3), "", 2, True),
-        Figure("rate", np.float32(0.5)),
+        Figure("share", numbers[0], " %", 0.25),
+        Figure("count", numbers[1], "", 2, True),
+        Figure("rate", numbers[2]),
     ]
     save("command", figures, tmp_path / "out.json", seeds=np.int64(7))
     written = json.loads((tmp_path / "out.json").read_text())
