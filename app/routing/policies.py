@@ -135,9 +135,8 @@ class Chooser:
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
         costs = cost.seconds(candidates, held, demand, self.steps, self.reuse.share, now, size)
         least = min(costs)
-        # A block (of large ones the prompt, if it is shorter), or two per cent of what is to be computed: two of
-        # the sum would, under load, give prefixes away, and two of the prompt, where all have most of it, the
-        # shortest queue.
+        # A block, or a prompt that is shorter, or two per cent of what is to be computed: two of the sum would,
+        # under load, give prefixes away, and two of the prompt, where all have most of it, the shortest queue.
         best = costs.index(least)
         share = (tokens - held[best] * size) // 50
         few = size if size < tokens else tokens
