@@ -13,6 +13,8 @@ from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepM
 from app.routing.fading import NEAR_S, lasting
 from app.routing.load import LoadReport
 
+_FEW = 16
+"""Tokens that always count as no difference: a usual block."""
 _SPEED_SHARE = 1 / 32
 _MASK = (1 << 64) - 1
 
@@ -135,11 +137,12 @@ class Chooser:
         demand = cost.Demand(tokens, output, self.outputs.tokens / 2, wanted.sequences, most, due)
         costs = cost.seconds(candidates, held, demand, self.steps, self.reuse.share, now, size)
         least = min(costs)
-        # A block, or a prompt that is shorter, or two per cent of what is to be computed: two of the sum would,
-        # under load, give prefixes away, and two of the prompt, where all have most of it, the shortest queue.
+        # A block (no large one for a short prompt), or two per cent of what is to be computed: two of the sum
+        # would, under load, give prefixes away, and two of the prompt, where all have most of it, the shortest
+        # queue.
         best = costs.index(least)
         share = (tokens - held[best] * size) // 50
-        few = size if size < tokens else tokens
+        few = size if size <= _FEW or size < tokens else max(tokens, _FEW)
         margin = 1.01 * (few if few > share else share) * candidates[best].per_token
         limit = least + margin
         ties = [place for place, seconds in enumerate(costs) if seconds <= limit]

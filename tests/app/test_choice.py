@@ -127,7 +127,9 @@ def plain_choice(
         standing, load = standings[place], standings[place].load
         assert load is not None
         at = cost.terms(load, standing.booked, chooser.steps, standing.speed, size, demand.remaining)
-        margin = 1.01 * max(min(size, wanted.tokens), (wanted.tokens - cached[place]) // 50) * at.per_token
+        margin = (
+            1.01 * max(min(size, max(wanted.tokens, 16)), (wanted.tokens - cached[place]) // 50) * at.per_token
+        )
         for edge in (least + margin - 1e-9, least + margin + 1e-9):
             ties = [place for place, seconds in enumerate(costs) if seconds <= edge]
             key = wanted.keys[deepest] if deepest < len(wanted.keys) else name_key(wanted.request_id)

@@ -67,7 +67,7 @@ class Compared(Chooser):
         )
         assert quick == pytest.approx(costs, rel=1e-9)
         best = costs.index(min(costs))
-        least = max(min(size, wanted.tokens), (wanted.tokens - cached[best]) // 50)
+        least = max(min(size, max(wanted.tokens, 16)), (wanted.tokens - cached[best]) // 50)
         margin = 1.01 * least * terms[best].per_token
         ties = [place for place, seconds in enumerate(costs) if seconds <= costs[best] + margin]
         return least_booked(standings, ties, wanted, deepest), costs
