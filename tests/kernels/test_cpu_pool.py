@@ -82,7 +82,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 def test_memory_that_runs_out_is_an_error_of_the_call(threads: int) -> None:
     code = (
         "import resource, torch\n"
-    # float32: products of bf16 are left to the processor where it has instructions for them
+        # float32: products of bf16 are left to the processor where it has instructions for them
         "from kernels.cpu import CpuKernels\n"
         f"kernels = CpuKernels({threads})\n"
         "packed = kernels.pack_linear(torch.zeros(8, 1 << 20), None)\n"
