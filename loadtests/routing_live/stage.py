@@ -86,7 +86,6 @@ class Stage:
             engine_replicas=self._replicas,
             engine_cpus=1,
             threads=1,
-            dtype="float32",  # or prompts cost next to nothing where the processor multiplies matrices of bf16
             block_size=BLOCK_SIZE,
             num_blocks=self.blocks,
             max_num_seqs=MAX_NUM_SEQS,
