@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--arms", nargs="+", type=LiveArm, choices=list(LiveArm), default=list(COMPARED), metavar="ROUTING",
         help=f"of {', '.join(LiveArm)} (default: {' '.join(COMPARED)})",
     )  # fmt: skip
+    made.add_argument("--dtype", default="auto", help="of the engines: float32 where bf16 has instructions")
     made.add_argument("--replicas", type=int, default=2, choices=(2, 3, 4), help="engine replicas (2)")
     made.add_argument(
         "--rate", type=above_zero, metavar="R", help="requests per second, instead of a calibration"
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
     runs: dict[LiveArm, list[Recording]] = {arm: [] for arm in arms}
     oracle: list[float] = []
     with tqdm(unit="request", desc="live", disable=None) as bar:
-        stage = Stage(traffic, arguments.replicas, bar.set_description, bar.update)
+        stage = Stage(traffic, arguments.replicas, bar.set_description, bar.update, arguments.dtype)
         try:
             stage.start()
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray's handler would skip the clean-up

@@ -55,10 +55,16 @@ class Stage:
     """Owns the cluster. ``say`` is told what happens, ``on_end`` called as each request has ended."""
 
     def __init__(
-        self, traffic: Traffic, replicas: int, say: Callable[[str], object], on_end: Callable[[], object]
+        self,
+        traffic: Traffic,
+        replicas: int,
+        say: Callable[[str], object],
+        on_end: Callable[[], object],
+        dtype: str = "auto",
     ) -> None:
         self._traffic = traffic
         self._replicas = replicas
+        self._dtype = dtype
         self._say = say
         self._on_end = on_end
         self._cluster = LocalCluster(observed.IMPORT_PATH)
@@ -86,6 +92,7 @@ class Stage:
             engine_replicas=self._replicas,
             engine_cpus=1,
             threads=1,
+            dtype=self._dtype,
             block_size=BLOCK_SIZE,
             num_blocks=self.blocks,
             max_num_seqs=MAX_NUM_SEQS,
