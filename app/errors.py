@@ -49,47 +49,44 @@ class ApiFault:
 class ApiError(QuireError):
     """A request that the HTTP surface itself refuses."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        kind: str = "invalid_request_error",
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.fault = ApiFault(status, message, "invalid_request_error", param, code)
+        self.fault = ApiFault(status, message, kind, param, code, retry_after_s)
 
 
-class RefusedError(ApiError):
-    """A request that there is no room for now, refused before any work was done for it."""
-
-    def __init__(self, fault: ApiFault) -> None:
-        super().__init__(fault.status, fault.message)
-        self.fault = fault
-
-
-def overloaded(refusal: Refusal) -> RefusedError:
+def overloaded(refusal: Refusal) -> ApiError:
     """429 while the engines at their most would let new requests wait too long."""
     options = "max_wait_s"
     if refusal.startup_s:
         options = f"max_wait_s, and {refusal.startup_s:g} s for replicas that may be starting: startup_s"
-    return RefusedError(
-        ApiFault(
-            429,
-            f"a new request would wait {refusal.wait_s:.1f} s with all replicas that there may be, and at most "
-            f"{refusal.limit_s:g} s are allowed ({options}); try again in {refusal.retry_after_s} s",
-            "rate_limit_error",
-            code="overloaded",
-            retry_after_s=refusal.retry_after_s,
-        )
+    return ApiError(
+        429,
+        f"a new request would wait {refusal.wait_s:.1f} s with all replicas that there may be, and at most "
+        f"{refusal.limit_s:g} s are allowed ({options}); try again in {refusal.retry_after_s} s",
+        code="overloaded",
+        kind="rate_limit_error",
+        retry_after_s=refusal.retry_after_s,
     )
 
 
-def too_many_live(live: int, most: int, retry_after_s: int) -> RefusedError:
+def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
     """503 while one ingress replica has all the requests that it may have."""
-    return RefusedError(
-        ApiFault(
-            503,
-            f"{live} requests are live and at most {most} are allowed (max_live_requests); "
-            f"try again in {retry_after_s} s",
-            "service_unavailable_error",
-            code="unavailable",
-            retry_after_s=retry_after_s,
-        )
+    return ApiError(
+        503,
+        f"{live} requests are live and at most {most} are allowed (max_live_requests); "
+        f"try again in {retry_after_s} s",
+        code="unavailable",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
     )
 
 

@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from app.autoscaling.publishing import NAMESPACE, victims_key
 from app.routing.timed_set import TimedSet
-
-NAMESPACE = b"quire"
 
 LOOK_EVERY_S = 1.0
 
@@ -50,7 +49,7 @@ class VictimFeed:
         read: Read | None = None,
         every_s: float = LOOK_EVERY_S,
     ) -> None:
-        self.key = f"victims:{app}:{deployment}".encode()
+        self.key = victims_key(app, deployment)
         self.taken = 0
         self.faults = 0
         self._fading = fading

@@ -106,6 +106,7 @@ class LocalCluster:
         paths = [*self._paths, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a look at /health is no news
         ray.init(
             address="local",
             _temp_dir=str(self._folder / "ray"),

@@ -19,6 +19,13 @@ logger = logging.getLogger("ray.serve")
 
 NAMESPACE = b"quire"
 """Of the keys in Ray's internal KV."""
+
+
+def victims_key(app: str, deployment: str) -> bytes:
+    """Under which a deployment's predicted victims are published, and read by its ingresses."""
+    return f"victims:{app}:{deployment}".encode()
+
+
 _EVERY_S = 1.0
 _LASTS_S = 5.0
 """A list of victims that is not repeated is forgotten after so long."""
@@ -133,7 +140,7 @@ class Publisher:
         self._announced = True
         self._seq = max(self._seq + 1, int(now * 1000))
         message = {"seq": self._seq, "replicas": list(replicas), "lasts_s": _LASTS_S}
-        self._sink.put(f"victims:{self.app}:{self.deployment}".encode(), json.dumps(message).encode())
+        self._sink.put(victims_key(self.app, self.deployment), json.dumps(message).encode())
         self._announced = bool(replicas)
 
     def _figures(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:

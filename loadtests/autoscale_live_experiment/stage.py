@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -46,7 +45,6 @@ class Stage:
     def start(self) -> None:
         """Ray and Serve."""
         self._say("starting Ray")
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a look at /health is no news
         self._cluster.start()
 
     def stop(self) -> None:

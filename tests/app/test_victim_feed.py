@@ -14,9 +14,10 @@ from loopback import LoopbackHandle
 
 from app import config, victim_feed
 from app.autoscaling import publishing
+from app.autoscaling.publishing import NAMESPACE
 from app.ingress import IngressReplica
 from app.routing.timed_set import TimedSet
-from app.victim_feed import LONGEST_S, NAMESPACE, VictimFeed, Victims, parse
+from app.victim_feed import LONGEST_S, VictimFeed, Victims, parse
 
 
 class Store:
@@ -150,7 +151,7 @@ def test_what_the_scaling_policy_publishes_is_understood(store: Store) -> None:
             assert key == store.feed.key
             store.value = value
 
-    assert publishing.NAMESPACE == NAMESPACE
+    assert store.feed.key == b"victims:quire:engine"
     publisher = publishing.Publisher(Sink())
     publisher.app, publisher.deployment = "quire", "engine"
     publisher.victims(1e9, ["a", "b"])

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from local_cluster import BreakableCluster
 
-from app.victim_feed import NAMESPACE
+from app.autoscaling.publishing import NAMESPACE
 
 
 def test_what_one_process_writes_there_another_one_reads(bare_cluster: BreakableCluster) -> None:
