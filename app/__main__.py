@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _main(arguments: list[str] | None) -> int:
     # Imported here, so that an interrupt ends quietly while they load, too.
     from app.config import AppConfig
-    from app.launch import serve_here
+    from app.launch.launcher import serve_here
     from engine.errors import ConfigError
 
     parser = argparse.ArgumentParser(

@@ -10,8 +10,9 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app import config, placement, serving
+from app import config
 from app.autoscaling.deployment import replicas_options
+from app.launch import placement, serving
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 

@@ -20,20 +20,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app import config
-from app.admission import Admission
-from app.chat import PromptTokenizer
+from app.api.chat import PromptTokenizer
+from app.api.errors import ERROR_HANDLERS
+from app.api.openai_service import OpenAIService
+from app.api.request_body import read_json_object
+from app.api.tenant import tenant_of
 from app.config import AppConfig
-from app.errors import ERROR_HANDLERS
-from app.hand_over import AFTER_S
+from app.fleet.admission import Admission
+from app.fleet.engine_client import EngineClient
+from app.fleet.hand_over import AFTER_S
+from app.fleet.victim_feed import VictimFeed
+from app.launch.model_store import resolve
 from app.metrics import AdmissionMetrics
-from app.model_store import resolve
-from app.openai_service import OpenAIService
-from app.relay import EngineClient
-from app.request_body import read_json_object
 from app.routing import fleet
 from app.routing.waiting import ExpectedWait
-from app.tenant import tenant_of
-from app.victim_feed import VictimFeed
 
 
 async def health(request: Request) -> Response:

@@ -11,13 +11,15 @@ from typing import Any
 
 import ray
 
-from app import config, metrics, placement, wire
+from app import config, metrics
 from app.autoscaling.replica_stats import StatsReporter
-from app.channel_engine import ChannelHub, run_attempt
-from app.model_store import resolve
+from app.channel import wire
+from app.channel.engine_end import ChannelHub, run_attempt
+from app.launch import placement
+from app.launch.model_store import resolve
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
-from engine.kv_events import KvSnapshot
+from engine.kv.kv_events import KvSnapshot
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may keep the interpreter from the event loop; at Python's 5 ms frames wait."""
@@ -98,7 +100,7 @@ class EngineReplica:
         return self._scaling.read(self._engine.stats(), self._engine.load())._asdict()
 
     async def wake(self, *, wait: bool) -> bool:
-        """Nothing but a call that reaches a replica once there is one; see ``app.wake``."""
+        """Nothing but a call that reaches a replica once there is one; see ``app.fleet.wake``."""
         return wait
 
     async def inspect(self, *, target: str | None = None) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.block_keys import KeyScheme
-from engine.block_pool import BlockPool
-from engine.calibration import (
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError
+from engine.execution.calibration import (
     CPU_TRIAL_TOKENS,
     DECODE_SHARE,
     GPU_BUDGET,
@@ -22,18 +22,18 @@ from engine.calibration import (
     steady_prefill_rate,
     swap_costs,
 )
-from engine.config import EngineConfig
-from engine.errors import EngineDeadError
-from engine.host_pool import HostPool
-from engine.kv_events import KvEvents, root_key_of
-from engine.load import LoadMeter
-from engine.model_runner import ModelRunner
-from engine.prefix_index import PrefixIndex
-from engine.random import request_seed
-from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.execution.model_runner import ModelRunner
+from engine.execution.random import request_seed
+from engine.kv.block_keys import KeyScheme
+from engine.kv.block_pool import BlockPool
+from engine.kv.host_pool import HostPool
+from engine.kv.kv_events import KvEvents, root_key_of
+from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits, Request, TokenDelta
-from engine.scheduler import ScheduledChunk, Scheduler, SchedulerStats
-from engine.step_plan import Candidates, StepTiming
+from engine.scheduling.load import LoadMeter
+from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.scheduling.scheduler import ScheduledChunk, Scheduler, SchedulerStats
+from engine.scheduling.step_plan import Candidates, StepTiming
 
 _log = logging.getLogger("quire.engine")
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from engine.block_keys import KeyScheme
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineStats
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.kv_events import KvBatch, KvSnapshot
-from engine.load import EngineLoad
+from engine.kv.block_keys import KeyScheme
+from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
+from engine.scheduling.load import EngineLoad
 
 _log = logging.getLogger("quire.engine")
 

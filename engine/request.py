@@ -10,7 +10,7 @@ from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.family import Family
+    from engine.scheduling.family import Family
 
 
 class RequestState(enum.Enum):

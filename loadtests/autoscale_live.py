@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from loadtests.autoscale_live_experiment.judge import figures
-from loadtests.autoscale_live_experiment.picture import draw
-from loadtests.autoscale_live_experiment.plan import FULL, OPTIONS, QUICK
-from loadtests.autoscale_live_experiment.stage import Stage
+from loadtests.experiments.autoscale_live.judge import figures
+from loadtests.experiments.autoscale_live.picture import draw
+from loadtests.experiments.autoscale_live.plan import FULL, OPTIONS, QUICK
+from loadtests.experiments.autoscale_live.stage import Stage
 from loadtests.report import Figure, add_arguments, finish, print_table
 
 

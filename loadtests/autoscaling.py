@@ -2,7 +2,7 @@
 
 The function that production runs decides, beside Ray Serve's own policy and the usual rules, over a fleet that
 is modelled: a rate of prefill, a step time, a pool, a time to start. Every assumption is in
-``loadtests/autoscaling_experiment/constants.py``.
+``loadtests/experiments/autoscaling/constants.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from engine.errors import ConfigError
-from loadtests.autoscaling_experiment import workloads
-from loadtests.autoscaling_experiment.constants import TRACE_TIMES
-from loadtests.autoscaling_experiment.matches import Match
-from loadtests.autoscaling_experiment.pictures import Picture, draw
-from loadtests.autoscaling_experiment.runs import Outcome
-from loadtests.autoscaling_experiment.scenarios import most_stopped, scenarios
+from loadtests.experiments.autoscaling import workloads
+from loadtests.experiments.autoscaling.constants import TRACE_TIMES
+from loadtests.experiments.autoscaling.matches import Match
+from loadtests.experiments.autoscaling.pictures import Picture, draw
+from loadtests.experiments.autoscaling.runs import Outcome
+from loadtests.experiments.autoscaling.scenarios import most_stopped, scenarios
 from loadtests.in_processes import in_processes
 from loadtests.report import Figure, add_arguments, finish, print_table
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.admission import Admission
-from engine.prefix_index import PrefixIndex
+from engine.kv.prefix_index import PrefixIndex
 from engine.sampling_params import SamplingParams
+from engine.scheduling.admission import Admission
 
 TOKENS = range(100, 40_000)  # ordinary tokens
 
@@ -66,7 +66,7 @@ def cache_share(model: str, requests: int, prompt: int, output: int) -> float:
     Raises:
         RuntimeError: something was found there.
     """
-    from app.model_store import resolve
+    from app.launch.model_store import resolve
     from engine import LLM
 
     draw = random.Random(0)

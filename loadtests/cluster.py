@@ -23,7 +23,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
-from app import serving
+from app.launch import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 300.0

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.kv_cache import KVCache
+from engine.kv.kv_cache import KVCache
 from engine.models.config import ModelConfig
-from engine.step_plan import Transfers
+from engine.scheduling.step_plan import Transfers
 from kernels.interface import AttentionMetadata
 from kernels.registry import get_kernels
 from loadtests.report import Figure, print_table

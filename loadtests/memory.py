@@ -2,7 +2,7 @@
 
 The real scheduler, block pool and prefix index, with a model that only takes time, against contiguous
 allocation as published: Orca with three ways to reserve, and padded static batches. Every assumption is in
-``loadtests/memory_experiment/constants.py``.
+``loadtests/experiments/memory/constants.py``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from loadtests.memory_experiment.block_sizes import run_block_sizes
-from loadtests.memory_experiment.findings import Findings
-from loadtests.memory_experiment.latency import run_latency
-from loadtests.memory_experiment.recovery_runs import run_recovery
-from loadtests.memory_experiment.saturation import run_saturation
-from loadtests.memory_experiment.sharing_runs import run_beam, run_parallel, run_prefix
-from loadtests.memory_experiment.trace_runs import run_trace
-from loadtests.memory_experiment.traces import TraceError
+from loadtests.experiments.memory.block_sizes import run_block_sizes
+from loadtests.experiments.memory.findings import Findings
+from loadtests.experiments.memory.latency import run_latency
+from loadtests.experiments.memory.recovery_runs import run_recovery
+from loadtests.experiments.memory.saturation import run_saturation
+from loadtests.experiments.memory.sharing_runs import run_beam, run_parallel, run_prefix
+from loadtests.experiments.memory.trace_runs import run_trace
+from loadtests.experiments.memory.traces import TraceError
 from loadtests.report import Figure, add_arguments, finish, print_table
 
 PARTS: dict[str, Callable[[], Findings]] = {
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.record_beams:
-        from loadtests.memory_experiment.recorder import record_beams  # loads a model
+        from loadtests.experiments.memory.recorder import record_beams  # loads a model
 
         record_beams()
         return
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
             if table.note:
                 print(f"({table.note})")
     if arguments.plot is not None:
-        from loadtests.memory_experiment.plots import draw
+        from loadtests.experiments.memory.plots import draw
 
         for path in draw([plot for part in findings for plot in part.plots], arguments.plot):
             print(f"wrote {path}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.recovery import Recovery
+from engine.scheduling.recovery import Recovery
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.report import Figure, finish, print_table
 from loadtests.streams import Outcome, complete, prompts

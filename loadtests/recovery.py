@@ -20,14 +20,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from app.model_store import resolve
+from app.launch.model_store import resolve
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.recovery import Recovery, RecoveryMode
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.scheduling.recovery import Recovery, RecoveryMode
+from engine.scheduling.step_plan import SchedulerStats
 from engine.sizes import parse_bytes
-from engine.step_plan import SchedulerStats
 from loadtests.report import Figure, add_arguments, finish, print_table
 
 BLOCK_SIZE = 16

@@ -2,7 +2,7 @@
 
 The application's own prefix index, ledger and cost, and the engine's block pool and prefix index, around a
 model that only takes time; against an oracle, an index that knows only what it routed, and routers without any.
-Every assumption is in ``loadtests/routing_experiment/constants.py``.
+Every assumption is in ``loadtests/experiments/routing/constants.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from loadtests.experiments.routing.progress import Part, simulate_parts
+from loadtests.experiments.routing.scenarios import SCENARIOS
 from loadtests.report import Figure, add_arguments, finish, print_table, save
-from loadtests.routing_experiment.progress import Part, simulate_parts
-from loadtests.routing_experiment.scenarios import SCENARIOS
 
 COMMAND = "loadtests.routing"
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     if "--live" in given or "--replay" in given:  # these have options of their own
         module = "command" if "--live" in given else "replayed"
         rest = [word for word in given if word not in ("--live", "--replay")]
-        importlib.import_module(f"loadtests.routing_live.{module}").main(rest)
+        importlib.import_module(f"loadtests.experiments.routing_live.{module}").main(rest)
         return
     arguments = parser.parse_args(argv)
     began = time.monotonic()
@@ -101,7 +101,7 @@ def _show(part: Part, arguments: argparse.Namespace) -> None:
         print(figure.line())
     print()
     if arguments.plot is not None:
-        from loadtests.memory_experiment.plots import draw
+        from loadtests.experiments.memory.plots import draw
 
         for path in draw(findings.plots, arguments.plot):
             print(f"wrote {path}")

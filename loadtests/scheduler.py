@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from engine.block_pool import BlockPool
-from engine.prefix_index import PrefixIndex
-from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.kv.block_pool import BlockPool
+from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.step_plan import Candidates, ScheduledChunk, StepTiming
+from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_plan import Candidates, ScheduledChunk, StepTiming
 from loadtests.cache_share import cache_share
 from loadtests.report import Figure, add_arguments, finish, print_table
 

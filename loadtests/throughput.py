@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from app.model_store import resolve
+from app.launch.model_store import resolve
 from engine import LLM, SamplingParams
 from loadtests.report import Figure, add_arguments, finish, print_table
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from leftovers import give_back
 
-from app.model_store import resolve
+from app.launch.model_store import resolve
 
 MUCH = 800_000_000
 """Bytes of this process from which on what the tests before have left is given back."""

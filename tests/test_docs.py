@@ -145,14 +145,15 @@ def test_settings_exist(page: Path) -> None:
 
 def test_the_checks_see_what_is_wrong() -> None:
     text = (
-        "`python -m loadtests.no --check` and\n$ .venv/bin/python -m engine.plan --model x --memery 4 # y\n"
-        "\n    A=1 python -m loadtests.kernels --bad\n\n```\npython -m app.model_store pull --no  # x\n```\n"
+        "`python -m loadtests.no --check` and\n$ .venv/bin/python -m engine.capacity --model x --memery 4 # y\n"
+        "\n    A=1 python -m loadtests.kernels --bad\n\n"
+        "```\npython -m app.launch.model_store pull --no  # x\n```\n"
     )
     assert list(commands(text)) == [
         ("loadtests.no", ["--check"]),
-        ("engine.plan", ["--model", "--memery"]),
+        ("engine.capacity", ["--model", "--memery"]),
         ("loadtests.kernels", ["--bad"]),
-        ("app.model_store", ["--no"]),
+        ("app.launch.model_store", ["--no"]),
     ]
     kernels = ROOT / "loadtests" / "kernels.py"
     assert takes(kernels, "--device")

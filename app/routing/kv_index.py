@@ -23,7 +23,7 @@ class KvIndex:
     snapshot on, until a gap, a newer epoch or a digest that differs. Until then it stays a candidate, with the
     blocks that are speculated, and its deltas wait.
 
-    **Keys** are those of :mod:`engine.block_keys`: each names the whole prefix up to its block. Without a
+    **Keys** are those of :mod:`engine.kv.block_keys`: each names the whole prefix up to its block. Without a
     window, an engine never holds a block without those before it, so the walk bisects: it visits
     O(log keys) of them for each change of the set of replicas, and goes on with what is coming right behind.
     With a window (``window_blocks``, see there) a hit needs only the last blocks, and the walk visits all keys.

@@ -11,7 +11,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTreeActor
 from ray.serve.request_router import PendingRequest
 
-import app.wire as wire
+import app.channel.wire as wire
 from app.routing.router import PowerOfTwoRouter, _PinnedCalls
 
 _FIRST_CHAR, _SURROGATES, _AFTER_SURROGATES = 0x100, 0xD800, 0xE000

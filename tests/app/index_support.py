@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.routing.kv_index import KvIndex
-from engine.block_keys import block_keys, root_key
+from engine.kv.block_keys import block_keys, root_key
 from engine.request import CacheNamespace
 
 ROOT = root_key("model", "float32", 16, CacheNamespace())

@@ -6,24 +6,24 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 
+from engine_client_setting import until
 from loopback import LIMITS, LoopbackHandle, LoopbackReplica
-from relay_setting import until
 
-from app import wire
-from app.channel_engine import ChannelHub
-from app.channel_ingress import IngressChannel
-from app.kv_feed import KvFeed
+from app.channel import wire
+from app.channel.engine_end import ChannelHub
+from app.channel.ingress_end import IngressChannel
+from app.channel.kv_feed import KvFeed
+from app.channel.wire_kv import KvSection, Section
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
-from app.wire_kv import KvSection, Section
-from engine.block_keys import KeyScheme
-from engine.block_pool import BlockPool
 from engine.engine_thread import StepOutputs
-from engine.kv_events import KvEvents, KvSnapshot, root_key_of
-from engine.load import EngineLoad
-from engine.prefix_index import PrefixIndex
+from engine.kv.block_keys import KeyScheme
+from engine.kv.block_pool import BlockPool
+from engine.kv.kv_events import KvEvents, KvSnapshot, root_key_of
+from engine.kv.prefix_index import PrefixIndex
 from engine.request import CacheNamespace, TokenDelta
+from engine.scheduling.load import EngineLoad
 
 SCHEME = KeyScheme("revision", "float32", LIMITS.block_size)
 ROOT = (("revision", "float32", LIMITS.block_size), LIMITS.block_size, "", "", "")

@@ -16,11 +16,11 @@ from typing import Any
 
 import uvicorn
 
-from app.cache_reset import CacheReset
-from app.chat import PromptTokenizer
+from app.api.chat import PromptTokenizer
+from app.api.openai_service import OpenAIService
+from app.fleet.cache_reset import CacheReset
+from app.fleet.engine_client import Delta, GenerateRequest, GenerationError
 from app.ingress import fingerprint, make_api
-from app.openai_service import OpenAIService
-from app.relay import Delta, GenerateRequest, GenerationError
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iter
 from types import SimpleNamespace
 from typing import Any
 
-from app import wire
-from app.channel_engine import ChannelHub, run_attempt
+from app.channel import wire
+from app.channel.engine_end import ChannelHub, run_attempt
 from app.routing import fleet
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app import config, serving
+from app import config
+from app.launch import serving
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import openai
 import pytest
 from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
 
-from app.chat import INLINE_CHARS, MAX_THREADS
+from app.api.chat import INLINE_CHARS, MAX_THREADS
 from app.ingress import IngressReplica
 from engine.request import ModelLimits
 

@@ -10,9 +10,9 @@ from ray.serve import metrics
 
 from app.metrics import AdmissionMetrics, EngineMetrics
 from engine.engine import EngineStats
-from engine.recovery import Rates, Recovery, RecoveryStats
 from engine.request import FinishReason
-from engine.step_plan import SchedulerStats
+from engine.scheduling.recovery import Rates, Recovery, RecoveryStats
+from engine.scheduling.step_plan import SchedulerStats
 
 RECOVERY = RecoveryStats(
     decisions={Recovery.SWAP: 5, Recovery.RECOMPUTE: 2},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray import serve
 
-from app import serving
+from app.launch import serving
 from loadtests.cluster import LocalCluster
 
 

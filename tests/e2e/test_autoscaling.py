@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from scaled_toy import FIRST, Other, broken, toy
 
-from app import serving
+from app.launch import serving
 from loadtests.cluster import wait_for
 from loadtests.streams import Outcome, complete, prompts
 

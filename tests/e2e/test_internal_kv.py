@@ -16,8 +16,8 @@ def test_what_one_process_writes_there_another_one_reads(bare_cluster: Breakable
 
     class Ingress:
         def __init__(self) -> None:
+            from app.fleet.victim_feed import VictimFeed
             from app.routing.timed_set import TimedSet
-            from app.victim_feed import VictimFeed
 
             self.feed = VictimFeed("an app", "engine", TimedSet())
 

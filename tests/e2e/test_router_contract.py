@@ -13,8 +13,8 @@ from ray.serve._private.router import AsyncioRouter
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from app import serving
-from app.relay import EngineClient, GenerateRequest
+from app.fleet.engine_client import EngineClient, GenerateRequest
+from app.launch import serving
 from app.routing import fleet
 from engine.sampling_params import SamplingParams
 from loadtests.cluster import LocalCluster

@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from engine.block_pool import BlockPool
-from engine.host_pool import HostPool
-from engine.prefix_index import PrefixIndex
-from engine.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.kv.block_pool import BlockPool
+from engine.kv.host_pool import HostPool
+from engine.kv.prefix_index import PrefixIndex
 from engine.request import CacheNamespace, ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
-from engine.step_plan import Candidates, StepPlan, StepTiming, Transfers
+from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_plan import Candidates, StepPlan, StepTiming, Transfers
 
 VOCAB = 50
 EOS = 49

@@ -10,7 +10,7 @@ import torch
 from tiny_engines import made, make_request, run_to_end
 
 from engine.engine import Engine
-from engine.kv_cache import KVCache
+from engine.kv.kv_cache import KVCache
 from engine.request import Request, TokenDelta
 
 PROMPT = random.Random(0).choices(range(2, 97), k=37)

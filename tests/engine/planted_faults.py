@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from engine.block_pool import InvariantError
+from engine.kv.block_pool import InvariantError
 
 Check = Callable[[], None]
 Fault = Callable[[], Check]  # plants itself in a new state; returns the check that must find it

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kv_simulation import KVSimulation
 
 from engine.request import Request, RequestState
-from engine.scheduler import Scheduler
-from engine.step_plan import StepPlan
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_plan import StepPlan
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:

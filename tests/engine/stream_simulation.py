@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-import engine.kv_cache as kv_cache
-import engine.swap_stream as swap_stream
-from engine.kv_cache import KVCache
-from engine.swap_stream import SwapStream
+import engine.kv.kv_cache as kv_cache
+import engine.kv.swap_stream as swap_stream
+from engine.kv.kv_cache import KVCache
+from engine.kv.swap_stream import SwapStream
 
 Work = Callable[[], None]
 

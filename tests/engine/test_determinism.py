@@ -19,8 +19,8 @@ from model_checkpoints import save_tiny
 from tiny_engines import TINY_MODELS, made, make_request, run_to_end, tiny_engine_config
 
 from engine.engine import Engine
-from engine.recovery import Recovery
 from engine.request import Request
+from engine.scheduling.recovery import Recovery
 from kernels.cpu.build import BuildError, find_compilers
 
 try:

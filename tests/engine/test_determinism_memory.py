@@ -25,12 +25,12 @@ from logit_bits import (
 )
 from tiny_engines import TINY_MODELS, made, make_request, run_to_end
 
-from engine.block_pool import NO_BLOCK
 from engine.engine import Engine
-from engine.random import sequence_seed
-from engine.recovery import Recovery
+from engine.execution.random import sequence_seed
+from engine.kv.block_pool import NO_BLOCK
 from engine.request import Request, TokenDelta
-from engine.step_plan import StepPlan
+from engine.scheduling.recovery import Recovery
+from engine.scheduling.step_plan import StepPlan
 from kernels.cpu.build import BuildError, find_compilers
 
 try:

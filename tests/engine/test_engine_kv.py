@@ -14,7 +14,7 @@ from tiny_engines import make_request, tiny_engine_config
 from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
-from engine.kv_events import KvBatch, KvSnapshot
+from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.request import CacheNamespace, TokenDelta
 
 PROMPT = [place % 90 for place in range(40)]

@@ -24,7 +24,7 @@ from model_checkpoints import save_tiny
 from tiny_engines import TINY_MODELS, made, make_request, run_to_end
 
 from engine.engine import Engine
-from engine.recovery import Recovery
+from engine.scheduling.recovery import Recovery
 
 pytestmark = [*GPU]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from loadtests.autoscale_live_experiment import judge
-from loadtests.autoscale_live_experiment.judge import Recording
-from loadtests.autoscale_live_experiment.load import Request
-from loadtests.autoscale_live_experiment.picture import draw
-from loadtests.autoscale_live_experiment.plan import BLOCK_SIZE, FULL, MOST_TOKENS, POOL_BLOCKS, QUICK, STREAMS
-from loadtests.autoscale_live_experiment.watch import EngineLook, ServeLook
+from loadtests.experiments.autoscale_live import judge
+from loadtests.experiments.autoscale_live.judge import Recording
+from loadtests.experiments.autoscale_live.load import Request
+from loadtests.experiments.autoscale_live.picture import draw
+from loadtests.experiments.autoscale_live.plan import BLOCK_SIZE, FULL, MOST_TOKENS, POOL_BLOCKS, QUICK, STREAMS
+from loadtests.experiments.autoscale_live.watch import EngineLook, ServeLook
 from loadtests.streams import Outcome
 
 

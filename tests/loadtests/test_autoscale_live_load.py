@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadtests.autoscale_live_experiment.load import Load
 from loadtests.cluster import wait_for
+from loadtests.experiments.autoscale_live.load import Load
 
 ANSWER_TOKENS = 2
 LIMIT_S = 30.0

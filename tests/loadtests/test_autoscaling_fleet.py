@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from app.autoscaling.snapshot import ReplicaStats
-from loadtests.autoscaling_experiment.constants import BLOCK_SIZE, SERVICE
-from loadtests.autoscaling_experiment.fleet import Fleet
-from loadtests.autoscaling_experiment.policies import KvDemand, Occupancy, RayDefault, Saturation, View
-from loadtests.autoscaling_experiment.runs import simulate
-from loadtests.autoscaling_experiment.workloads import Workload, constant, long_decode, poisson
+from loadtests.experiments.autoscaling.constants import BLOCK_SIZE, SERVICE
+from loadtests.experiments.autoscaling.fleet import Fleet
+from loadtests.experiments.autoscaling.policies import KvDemand, Occupancy, RayDefault, Saturation, View
+from loadtests.experiments.autoscaling.runs import simulate
+from loadtests.experiments.autoscaling.workloads import Workload, constant, long_decode, poisson
 
 
 def load(*requests: tuple[float, float, float], seconds: float = 60.0) -> Workload:

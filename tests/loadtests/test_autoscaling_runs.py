@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
-from loadtests.autoscaling_experiment.constants import RATE_OF_ONE
-from loadtests.autoscaling_experiment.matches import LOADS, OURS, POLICIES, SIZED_LOADS, Match
-from loadtests.autoscaling_experiment.pictures import Picture, draw
-from loadtests.autoscaling_experiment.policies import KvDemand, View
-from loadtests.autoscaling_experiment.runs import IN_TIME_S, Outcome, simulate
-from loadtests.autoscaling_experiment.scenarios import most_stopped, scenarios
-from loadtests.autoscaling_experiment.workloads import Workload, constant, overload
+from loadtests.experiments.autoscaling.constants import RATE_OF_ONE
+from loadtests.experiments.autoscaling.matches import LOADS, OURS, POLICIES, SIZED_LOADS, Match
+from loadtests.experiments.autoscaling.pictures import Picture, draw
+from loadtests.experiments.autoscaling.policies import KvDemand, View
+from loadtests.experiments.autoscaling.runs import IN_TIME_S, Outcome, simulate
+from loadtests.experiments.autoscaling.scenarios import most_stopped, scenarios
+from loadtests.experiments.autoscaling.workloads import Workload, constant, overload
 
 
 class Script:

@@ -10,8 +10,8 @@ import pytest
 
 from engine.errors import ConfigError
 from loadtests import autoscaling
-from loadtests.autoscaling_experiment import workloads
-from loadtests.autoscaling_experiment.workloads import JITTER_S, trace
+from loadtests.experiments.autoscaling import workloads
+from loadtests.experiments.autoscaling.workloads import JITTER_S, trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 AZURE = HEADER + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,396,109\n"

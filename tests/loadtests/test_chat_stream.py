@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.openai_responses import ChunkWriter, Envelope, Usage
+from app.api.openai_responses import ChunkWriter, Envelope, Usage
 from loadtests.chat_stream import ChatStream, events_of
 
 WRITER = ChunkWriter(Envelope("id", 0, "m", "fp"), chat=True, include_usage=True, continuous_usage=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_experiment.constants import Shape
-from loadtests.routing_experiment.fleet import Fleet
-from loadtests.routing_experiment.workloads import shared, unshared
+from loadtests.experiments.routing.arms import Arm
+from loadtests.experiments.routing.constants import Shape
+from loadtests.experiments.routing.fleet import Fleet
+from loadtests.experiments.routing.workloads import shared, unshared
 
 SHAPE = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
 TIMES = [0.02 * number for number in range(100)]

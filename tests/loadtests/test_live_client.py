@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from loadtests.routing_live.client import Client, Reply
-from loadtests.routing_live.traffic import Ask, Shape, Traffic
+from loadtests.experiments.routing_live.client import Client, Reply
+from loadtests.experiments.routing_live.traffic import Ask, Shape, Traffic
 
 TRAFFIC = Traffic(Shape(groups=2, output=(20, 20)), ["one", "two"], 64)
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from app.config import ROUTERS
-from loadtests.routing_live.arms import LiveArm
-from loadtests.routing_live.client import Reply
-from loadtests.routing_live.command import parser
-from loadtests.routing_live.judge import HEADER, figures, rows
-from loadtests.routing_live.recording import Arrival, LiveFleet, Recording
-from loadtests.routing_live.stage import arrivals
-from loadtests.routing_live.traffic import Ask
+from loadtests.experiments.routing_live.arms import LiveArm
+from loadtests.experiments.routing_live.client import Reply
+from loadtests.experiments.routing_live.command import parser
+from loadtests.experiments.routing_live.judge import HEADER, figures, rows
+from loadtests.experiments.routing_live.recording import Arrival, LiveFleet, Recording
+from loadtests.experiments.routing_live.stage import arrivals
+from loadtests.experiments.routing_live.traffic import Ask
 
 FLEET = LiveFleet("prefix", 1, 2, 168, 16, 8, 64, 400, 220.0, 0.03, 0.005, 1e-6, 0.0, 10.0)
 

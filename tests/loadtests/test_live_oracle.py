@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_live.oracle import replay
-from loadtests.routing_live.recording import Arrival, LiveFleet, Recording, cached_share
+from loadtests.experiments.routing.arms import Arm
+from loadtests.experiments.routing_live.oracle import replay
+from loadtests.experiments.routing_live.recording import Arrival, LiveFleet, Recording, cached_share
 
 FLEET = LiveFleet("prefix", 1, 2, 168, 16, 8, 64, 400, 220.0, 0.03, 0.005, 1e-6, 10.0, 40.0)
 

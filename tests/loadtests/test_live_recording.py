@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.routing_live.recording import Arrival, LiveFleet, Recording, read, write
+from loadtests.experiments.routing_live.recording import Arrival, LiveFleet, Recording, read, write
 
 FLEET = LiveFleet("prefix", 1, 2, 160, 16, 8, 64, 400, 220.0, 0.03, 0.005, 1e-6, 10.0, 20.0)
 BEFORE = Arrival(5.0, 0, 440, 24, "a", 0, 2.0, 200, 12.0)

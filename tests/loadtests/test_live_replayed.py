@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadtests import routing
-from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_live.recording import Arrival, LiveFleet, Recording, write
+from loadtests.experiments.routing.arms import Arm
+from loadtests.experiments.routing_live.recording import Arrival, LiveFleet, Recording, write
 
 FLEET = LiveFleet("power_of_two", 1, 2, 168, 16, 8, 64, 400, 220.0, 0.03, 0.005, 1e-6, 2.0, 20.0)
 

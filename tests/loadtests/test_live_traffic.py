@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.chat import PromptTokenizer
-from app.openai_types import ChatMessage
-from loadtests.routing_live.stage import BLOCK_SIZE, MAX_NUM_SEQS, pool_blocks
-from loadtests.routing_live.traffic import Ask, Shape, Traffic
+from app.api.chat import PromptTokenizer
+from app.api.openai_types import ChatMessage
+from loadtests.experiments.routing_live.stage import BLOCK_SIZE, MAX_NUM_SEQS, pool_blocks
+from loadtests.experiments.routing_live.traffic import Ask, Shape, Traffic
 
 SHAPE = Shape(groups=3, system=128)
 

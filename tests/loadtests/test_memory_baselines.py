@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.memory_experiment.constants import StepCost
-from loadtests.memory_experiment.contiguous import Reservation, simulate_contiguous
-from loadtests.memory_experiment.jobs import Job
-from loadtests.memory_experiment.measure import Meter, Result, Split
-from loadtests.memory_experiment.static_batches import simulate_static
+from loadtests.experiments.memory.constants import StepCost
+from loadtests.experiments.memory.contiguous import Reservation, simulate_contiguous
+from loadtests.experiments.memory.jobs import Job
+from loadtests.experiments.memory.measure import Meter, Result, Split
+from loadtests.experiments.memory.static_batches import simulate_static
 
 SECOND = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # every step takes a second
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loadtests.memory_experiment.buddy import BuddyAllocator
+from loadtests.experiments.memory.buddy import BuddyAllocator
 
 
 def test_runs_are_the_next_power_of_two() -> None:

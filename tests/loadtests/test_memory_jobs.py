@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.memory_experiment.constants import ALPACA, GPU_LIKE, SHAREGPT, SIGMA, StepCost
-from loadtests.memory_experiment.jobs import draw_lengths, make_jobs, poisson_arrivals
-from loadtests.memory_experiment.trace_runs import possible_hits
-from loadtests.memory_experiment.traces import TraceError, read_records, read_trace
+from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, SIGMA, StepCost
+from loadtests.experiments.memory.jobs import draw_lengths, make_jobs, poisson_arrivals
+from loadtests.experiments.memory.trace_runs import possible_hits
+from loadtests.experiments.memory.traces import TraceError, read_records, read_trace
 
 
 @pytest.mark.parametrize("lengths", [SHAREGPT, ALPACA])

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.recovery import RecoveryMode
+from engine.scheduling.recovery import RecoveryMode
 from loadtests import memory
-from loadtests.memory_experiment import constants, findings, saturation
-from loadtests.memory_experiment.constants import ALPACA, GPU_LIKE, SHAREGPT, StepCost, Truth
-from loadtests.memory_experiment.contiguous import Reservation
-from loadtests.memory_experiment.findings import PAGED, Findings, Plot, Table
-from loadtests.memory_experiment.jobs import Job, make_jobs, own_tokens
-from loadtests.memory_experiment.latency import sustained
-from loadtests.memory_experiment.measure import Meter
-from loadtests.memory_experiment.paged import Machine, Memory, simulate_paged
-from loadtests.memory_experiment.plots import draw
-from loadtests.memory_experiment.recovery_runs import run_mode
-from loadtests.memory_experiment.saturation import filled
+from loadtests.experiments.memory import constants, findings, saturation
+from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, StepCost, Truth
+from loadtests.experiments.memory.contiguous import Reservation
+from loadtests.experiments.memory.findings import PAGED, Findings, Plot, Table
+from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
+from loadtests.experiments.memory.latency import sustained
+from loadtests.experiments.memory.measure import Meter
+from loadtests.experiments.memory.paged import Machine, Memory, simulate_paged
+from loadtests.experiments.memory.plots import draw
+from loadtests.experiments.memory.recovery_runs import run_mode
+from loadtests.experiments.memory.saturation import filled
 
 SECOND = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 

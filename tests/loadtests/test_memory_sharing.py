@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.memory_experiment.beams import Parents, load_parents, save_parents
-from loadtests.memory_experiment.constants import ALPACA, GPU_LIKE, WIDTHS
-from loadtests.memory_experiment.jobs import Job, make_jobs, own_tokens
-from loadtests.memory_experiment.measure import Meter
-from loadtests.memory_experiment.paged import PAGED, Machine, Memory, simulate_paged
-from loadtests.memory_experiment.sharing import SharingMeter, perfect_beam_blocks, perfect_blocks
+from loadtests.experiments.memory.beams import Parents, load_parents, save_parents
+from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, WIDTHS
+from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
+from loadtests.experiments.memory.measure import Meter
+from loadtests.experiments.memory.paged import PAGED, Machine, Memory, simulate_paged
+from loadtests.experiments.memory.sharing import SharingMeter, perfect_beam_blocks, perfect_blocks
 
 
 def random_parents(width: int, steps: int, seed: int) -> Parents:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
 from engine.request import FinishReason
-from engine.step_plan import SchedulerStats
+from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
+from engine.scheduling.step_plan import SchedulerStats
 from loadtests.pressure import Pressed, blocks_needed, figures_of
 from loadtests.recovery import Load, Run, bars, row, summary
 from loadtests.report import Figure

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.routing import main
-from loadtests.routing_experiment.approximate import ApproximateIndex
-from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_experiment.constants import (
+from loadtests.experiments.routing.approximate import ApproximateIndex
+from loadtests.experiments.routing.arms import Arm
+from loadtests.experiments.routing.constants import (
     BLOCK_SIZE,
     REPLICAS,
     SERVICE,
@@ -19,10 +18,11 @@ from loadtests.routing_experiment.constants import (
     Shape,
     saturating_rate,
 )
-from loadtests.routing_experiment.fleet import Fleet
-from loadtests.routing_experiment.runs import Run, Summary, merge, simulate
-from loadtests.routing_experiment.scenarios import SCENARIOS
-from loadtests.routing_experiment.workloads import Conversations, burst, shared, unshared
+from loadtests.experiments.routing.fleet import Fleet
+from loadtests.experiments.routing.runs import Run, Summary, merge, simulate
+from loadtests.experiments.routing.scenarios import SCENARIOS
+from loadtests.experiments.routing.workloads import Conversations, burst, shared, unshared
+from loadtests.routing import main
 
 SMALL = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
 FULL = Served(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=5.4)
@@ -160,7 +160,7 @@ def test_the_command_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from loadtests.memory_experiment.plots import draw
+    from loadtests.experiments.memory.plots import draw
 
     arms = (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN, Arm.ORACLE)
     results = {("served", arm): [run(arm, CALM)] for arm in arms}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from loadtests.routing_experiment.arms import Flush
-from loadtests.routing_experiment.constants import CHANNEL_DELAY
-from loadtests.routing_experiment.news import Channel, Feed
-from loadtests.routing_experiment.replica import Replica
-from loadtests.routing_experiment.row import Row
-from loadtests.routing_experiment.workloads import Job, Source
+from loadtests.experiments.routing.arms import Flush
+from loadtests.experiments.routing.constants import CHANNEL_DELAY
+from loadtests.experiments.routing.news import Channel, Feed
+from loadtests.experiments.routing.replica import Replica
+from loadtests.experiments.routing.row import Row
+from loadtests.experiments.routing.workloads import Job, Source
 
 Message = tuple[float, str, object]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from loadtests.experiments.routing import progress
+from loadtests.experiments.routing.arms import Arm
+from loadtests.experiments.routing.constants import Served, Shape
+from loadtests.experiments.routing.progress import Part, simulate_parts
+from loadtests.experiments.routing.runs import Run, Summary, simulate
+from loadtests.experiments.routing.scenarios import SCENARIOS, Results, Scenario
 from loadtests.findings import Findings
 from loadtests.report import Figure
-from loadtests.routing_experiment import progress
-from loadtests.routing_experiment.arms import Arm
-from loadtests.routing_experiment.constants import Served, Shape
-from loadtests.routing_experiment.progress import Part, simulate_parts
-from loadtests.routing_experiment.runs import Run, Summary, simulate
-from loadtests.routing_experiment.scenarios import SCENARIOS, Results, Scenario
 
 SHAPE = Shape(groups=2, system=64, questions=0, question=16, output=4)
 LOAD = Served(replicas=2, blocks=64, rate=5.0, warm_up=0.5, seconds=1.0)

@@ -6,14 +6,14 @@ import inspect
 
 import pytest
 
-from engine import admission, step_planner
-from engine.scheduler import Scheduler
-from loadtests.routing_experiment import replica as simulated
-from loadtests.routing_experiment.arms import report
-from loadtests.routing_experiment.constants import Service
-from loadtests.routing_experiment.replica import Replica
-from loadtests.routing_experiment.row import Row
-from loadtests.routing_experiment.workloads import Job, Prompt, Source
+from engine.scheduling import admission, step_planner
+from engine.scheduling.scheduler import Scheduler
+from loadtests.experiments.routing import replica as simulated
+from loadtests.experiments.routing.arms import report
+from loadtests.experiments.routing.constants import Service
+from loadtests.experiments.routing.replica import Replica
+from loadtests.experiments.routing.row import Row
+from loadtests.experiments.routing.workloads import Job, Prompt, Source
 
 SERVICE = Service(prefill_rate=1_000.0, base=0.1, row=0.01, kv_token=0.001)
 

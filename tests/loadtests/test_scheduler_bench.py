@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from loadtests.cache_share import CACHE_METHODS, clocked
 from loadtests.scheduler import POOLS, RUNNING, WINDOW, Bench, Case, Cost, all_cases, growth, microseconds
 

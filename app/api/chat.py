@@ -1,0 +1,185 @@
+"""From prompts and messages to token ids: chat template and tokenizer, off the event loop if long."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jinja2.exceptions import TemplateError
+
+from app.api.openai_types import ChatMessage
+from app.api.openings import Openings
+from app.api.text import TextDecoder
+from engine.errors import ConfigError, InvalidRequestError
+from engine.tokenizer import load_tokenizer
+
+INLINE_CHARS = 2000
+"""Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread."""
+
+MAX_THREADS = 4
+"""Texts tokenized at once. The tokenizer frees the interpreter lock, so they take as many processors."""
+
+MESSAGE_CHARS = 50
+"""Rendering a message costs as much as tokenizing about so many characters."""
+
+_PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
+
+T = TypeVar("T")
+
+
+class PromptTokenizer:
+    """One model's tokenizer, for any number of requests at a time.
+
+    ``folder`` holds the tokenizer's files. Every method that takes text also takes ``max_tokens``, the longest
+    sequence that can run: text that certainly exceeds it is refused before any work is done for it.
+
+    Raises:
+        ConfigError: there is no usable tokenizer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._hf: Any = load_tokenizer(folder)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(
+                f"the tokenizer in {folder} has no fast form (tokenizer.json), which serving needs"
+            )
+        self._backend = copy.deepcopy(backend)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._plain = copy.deepcopy(self._backend)  # reads special tokens' names as ordinary text
+        self._plain.encode_special_tokens = True
+        self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        self._bos: tuple[str, int] | None = None
+        if self._hf.bos_token is not None:
+            self._bos = (self._hf.bos_token, self._hf.bos_token_id)
+        added = self._backend.get_added_tokens_decoder().items()
+        specials = [(i, token) for i, token in added if token.special and token.content]
+        specials.sort(key=lambda entry: -len(entry[1].content))
+        self._special_ids = {token.content.strip(): i for i, token in specials}
+        self._special_name = _any_of([re.escape(token.content) for _, token in specials])
+        self._special_token = _any_of(
+            [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
+        )
+        self._first_chars = {token.content[0] for _, token in specials}
+        # Stand-ins for those characters occur neither in a special token's name nor in the template.
+        self._reserved = set(str(self._hf.chat_template)).union(*(token.content for _, token in specials))
+        self.openings = Openings(self._encode, self._special_token)
+        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
+        self.decoder = TextDecoder(self._backend)
+
+    async def encode_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """Raw prompts: special tokens written in them count as such; the tokenizer adds its own (BOS) once."""
+        for text in texts:
+            self._check_length(len(text), max_tokens, "prompt")
+        return await self._run(sum(map(len, texts)), lambda: [self._encode_raw(text) for text in texts])
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], max_tokens: int, owner: Hashable = None
+    ) -> list[int]:
+        """Messages through the chat template, with the opening of the assistant's turn.
+
+        What has been tokenized before saves time only to requests of the same ``owner``.
+
+        Names of special tokens inside a message are ordinary text: no message can end its turn or begin
+        another's.
+
+        Raises:
+            InvalidRequestError: the model has no chat template, or its template refuses the messages, or they
+                name special tokens and use up the private-use characters.
+        """
+        if self._hf.chat_template is None:
+            raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
+        length = sum(len(message.content) for message in messages)
+        self._check_length(length, max_tokens, "messages")
+        work = length + MESSAGE_CHARS * len(messages)
+        return await self._run(work, lambda: self._encode_messages(messages, owner))
+
+    def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
+        least = -(-chars // self._longest_token)
+        if least > max_tokens:
+            raise InvalidRequestError(
+                f"{param} of {chars} characters, at least {least} tokens, exceeds the context length of "
+                f"{max_tokens} tokens",
+                param,
+                "context_length_exceeded",
+            )
+
+    async def _run(self, chars: int, encode: Callable[[], T]) -> T:
+        if chars <= INLINE_CHARS:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
+
+    def _encode_raw(self, text: str) -> list[int]:
+        # encode_batch_fast frees the interpreter lock meanwhile; encode does not.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        if self._bos is not None and text.startswith(self._bos[0]) and ids[:2] == [self._bos[1]] * 2:
+            return ids[1:]
+        return ids
+
+    def _encode_messages(self, messages: Sequence[ChatMessage], owner: Hashable) -> list[int]:
+        contents = [message.content for message in messages]
+        named = self._special_name
+        if named is None or not any(map(named.search, contents)):
+            return self.openings.encode(self._render(messages, contents), contents[0], owner)
+        stand_ins = self._stand_ins(contents)
+        broken = [_broken(named, content, stand_ins) for content in contents]
+        return self._encode_broken(self._render(messages, broken), stand_ins)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _stand_ins(self, contents: Sequence[str]) -> dict[str, str]:
+        """A character that occurs nowhere else for each one that begins a special token's name."""
+        used = self._reserved.union(*contents)
+        free = [char for char in _PRIVATE_USE if char not in used]
+        if len(free) < len(self._first_chars):
+            raise InvalidRequestError(
+                f"messages that name special tokens must leave {len(self._first_chars)} of the "
+                f"{len(_PRIVATE_USE)} private-use characters unused (U+E000 to U+F8FF)",
+                "messages",
+            )
+        return dict(zip(sorted(self._first_chars), free, strict=False))
+
+    def _encode_broken(self, text: str, stand_ins: dict[str, str]) -> list[int]:
+        """Tokenize a rendered template in which the special names that came from messages are broken."""
+        assert self._special_token is not None
+        restored = str.maketrans({stand_in: char for char, stand_in in stand_ins.items()})
+        ids: list[int] = []
+        begin = 0
+        for match in self._special_token.finditer(text):
+            ids += self._encode_plain(text[begin : match.start()].translate(restored))
+            ids.append(self._special_ids[match.group().strip()])
+            begin = match.end()
+        return ids + self._encode_plain(text[begin:].translate(restored))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
+        return ids
+
+    def _render(self, messages: Sequence[ChatMessage], contents: Sequence[str]) -> str:
+        turns = [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)]
+        try:
+            text = self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", "messages", "chat_template_error"
+            ) from error
+        return str(text)
+
+
+def _any_of(patterns: list[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+def _broken(named: re.Pattern[str], text: str, stand_ins: dict[str, str]) -> str:
+    """``text`` with the first character of each special token's name replaced, also where names overlap."""
+    while named.search(text):
+        text = named.sub(lambda match: stand_ins[match.group()[0]] + match.group()[1:], text)
+    return text

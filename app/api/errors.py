@@ -1,0 +1,149 @@
+"""OpenAI-shaped errors: ``{"error": {"message", "type", "param", "code"}}`` for every way a call can fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.fleet.admission import Refusal
+from app.fleet.engine_client import GenerationError, UnavailableError
+from engine.errors import InvalidRequestError, QuireError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+MAX_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class ApiFault:
+    """What a client is told: an HTTP status, the four fields of OpenAI's error object, when to try again."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def to_json(self) -> str:
+        """The body, also used as a data chunk once a stream has begun."""
+        return json.dumps(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+    def to_response(self) -> Response:
+        seconds = RETRY_AFTER_SECONDS if self.status == 503 else None
+        if self.retry_after_s is not None:
+            seconds = self.retry_after_s
+        headers = {"retry-after": str(seconds)} if seconds is not None else None
+        return Response(self.to_json(), self.status, headers, media_type="application/json")
+
+
+class ApiError(QuireError):
+    """A request that the HTTP surface itself refuses."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        kind: str = "invalid_request_error",
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.fault = ApiFault(status, message, kind, param, code, retry_after_s)
+
+
+def overloaded(refusal: Refusal) -> ApiError:
+    """429 while the engines at their most would let new requests wait too long."""
+    options = "max_wait_s"
+    if refusal.startup_s:
+        options = f"max_wait_s, and {refusal.startup_s:g} s for replicas that may be starting: startup_s"
+    return ApiError(
+        429,
+        f"a new request would wait {refusal.wait_s:.1f} s with all replicas that there may be, and at most "
+        f"{refusal.limit_s:g} s are allowed ({options}); try again in {refusal.retry_after_s} s",
+        code="overloaded",
+        kind="rate_limit_error",
+        retry_after_s=refusal.retry_after_s,
+    )
+
+
+def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
+    """503 while one ingress replica has all the requests that it may have."""
+    return ApiError(
+        503,
+        f"{live} requests are live and at most {most} are allowed (max_live_requests); "
+        f"try again in {retry_after_s} s",
+        code="unavailable",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
+    )
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404 for a model that is not served here."""
+    return ApiError(
+        404, f"the model {show(name)} does not exist; this server has {served!r}", "model", "model_not_found"
+    )
+
+
+def fault_of(error: Exception) -> ApiFault:
+    """What to tell a client of ``error``. An unexpected one is logged whole and told in general words."""
+    if isinstance(error, ApiError):
+        return error.fault
+    if isinstance(error, InvalidRequestError):
+        return ApiFault(400, error.message, "invalid_request_error", error.param, error.code)
+    if isinstance(error, UnavailableError):
+        return ApiFault(503, str(error), "service_unavailable_error", code="unavailable")
+    if isinstance(error, GenerationError):
+        logger.error("generation failed: %s", error)
+        return ApiFault(500, str(error), "server_error", code="generation_failed")
+    logger.error("unexpected error while serving a request", exc_info=error)
+    return ApiFault(
+        500, "an internal error ended this request; the log says more", "server_error", code="internal"
+    )
+
+
+def show(value: object) -> str:
+    """A client's value for an error message: short, on one line, whatever was sent."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return fault_of(error).to_response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"there is no route {show(request.url.path)}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.method} is not allowed on {show(request.url.path)}"
+    else:
+        message = str(error.detail)
+    response = ApiFault(error.status_code, message, "invalid_request_error").to_response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+ERROR_HANDLERS = {HTTPException: _on_http_exception, QuireError: _on_error, Exception: _on_error}
+"""Give every error of an application the one shape, wrong paths and methods included."""

@@ -1,0 +1,64 @@
+"""Checks of single fields of a JSON request; each error names the field, its value and what it must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.api.errors import show
+from engine.errors import InvalidRequestError
+
+
+def text(value: object, name: str, param: str | None = None) -> str:
+    """``value`` as text that can be encoded; ``param`` is the field to blame if it is not ``name``."""
+    if not isinstance(value, str):
+        raise wrong(name, value, "a string", param)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} has half of a surrogate pair at character {error.start}, which is no text", param or name
+        ) from error
+    return value
+
+
+def integers(value: object, name: str, param: str | None = None) -> list[int]:
+    """``value`` as a list of integers; their range is the engine's to check."""
+    if not isinstance(value, list):
+        raise wrong(name, value, "a list of token ids", param)
+    if set(map(type, value)) - {int}:
+        i = next(i for i, entry in enumerate(value) if type(entry) is not int)
+        raise wrong(f"{name}[{i}]", value[i], "a token id", param or name)
+    return value
+
+
+def integer(fields: dict[str, Any], name: str, low: int | None) -> int:
+    """The field as an integer, at least ``low``."""
+    value = fields[name]
+    if type(value) is not int or (low is not None and value < low):
+        bound = "" if low is None else f", at least {low}"
+        raise wrong(name, value, f"an integer{bound}")
+    return value
+
+
+def number(fields: dict[str, Any], name: str, default: float) -> float:
+    """The field as a number, or ``default`` without it."""
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidRequestError(f"{name} is too large a number", name) from error
+
+
+def boolean(fields: dict[str, Any], name: str, prefix: str = "") -> bool:
+    """The field as a switch, off without it."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise wrong(f"{prefix}{name}", value, "true or false")
+    return bool(value)
+
+
+def wrong(name: str, value: object, must_be: str, param: str | None = None) -> InvalidRequestError:
+    """The error for a field of the wrong type or range."""
+    return InvalidRequestError(f"{name} is {show(value)} but must be {must_be}", param or name)

@@ -1,0 +1,271 @@
+"""What the HTTP routes do: prompts to token ids, tokens of the engine to text, all in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api.chat import PromptTokenizer
+from app.api.choices import Job, Piece, TokenSource, pieces
+from app.api.errors import ApiFault, model_not_found, overloaded, too_many_live
+from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
+from app.api.openai_types import parse_chat, parse_completion
+from app.api.sse import DONE, EventStream, WholeResponse
+from app.fleet.admission import Admission
+from app.fleet.cache_reset import CacheReset
+from app.fleet.engine_client import UnavailableError
+from engine.errors import InvalidRequestError
+from engine.request import ModelLimits, validate
+
+
+class EngineSource(TokenSource, Protocol):
+    """The part of ``EngineClient`` that this needs."""
+
+    def limits(self) -> ModelLimits | None: ...
+
+    async def first_limits(self, limit_s: float) -> ModelLimits | None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    async def reset_prefix_cache(self) -> CacheReset: ...
+
+
+class OpenAIService:
+    """One per ingress replica; runs on its event loop.
+
+    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` choices at a time are refused,
+    waiting ones included; requests that come before any engine has answered wait ``unavailable_after_s``
+    seconds for one. ``num_live`` counts the choices from a request's arrival to its response's end.
+    ``tenant_header`` and ``admin_routes`` are for the routes; see ``AppConfig``. ``admission`` may refuse
+    requests before anything is done for them; unless given, it refuses none.
+    """
+
+    def __init__(
+        self,
+        source: EngineSource,
+        tokenizer: PromptTokenizer,
+        model: str,
+        fingerprint: str,
+        *,
+        max_live_requests: int = 4096,
+        unavailable_after_s: float = 60.0,
+        tenant_header: str | None = None,
+        admin_routes: bool = False,
+        admission: Admission | None = None,
+    ) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._model = model
+        self._fingerprint = fingerprint
+        self._started = int(time.time())
+        self.max_live_requests = max_live_requests
+        self.num_live = 0
+        self.unavailable_after_s = unavailable_after_s
+        self.tenant_header = tenant_header
+        self.admin_routes = admin_routes
+        self.admission = admission or Admission()
+
+    def health(self) -> Response:
+        """200 while a request would find an engine, or wake one that sleeps; else 503."""
+        status = self._source.status()
+        ready = self._source.limits() is not None and bool(status.get("routable"))
+        asleep = bool(status.get("asleep"))
+        body = {"status": "ok" if ready else "asleep" if asleep else "unavailable", **status}
+        return JSONResponse(body, 200 if ready or asleep else 503)
+
+    def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_entry()]})
+
+    def model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._model_entry())
+
+    async def completions(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
+        """Answer ``POST /v1/completions``; ``tenant`` divides the prefix cache.
+
+        Raises:
+            InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
+        """
+        request = parse_completion(body)
+        self._check_model(request.options.model)
+        with self._admit(len(request.prompts) * request.options.params.width) as slots:
+            limits = await self._limits()
+            texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+            encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
+            prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+            response = self._respond(Job(request.options, prompts, chat=False, tenant=tenant), limits)
+            return _Admitted(response, slots.pop_all())
+
+    async def chat(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
+        """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
+        request = parse_chat(body)
+        self._check_model(request.options.model)
+        with self._admit(request.options.params.width) as slots:
+            limits = await self._limits()
+            owner = tenant, request.options.cache_salt
+            prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
+            response = self._respond(Job(request.options, [prompt], chat=True, tenant=tenant), limits)
+            return _Admitted(response, slots.pop_all())
+
+    async def reset_prefix_cache(self) -> Response:
+        """Answer ``POST /admin/reset_prefix_cache``: an error if any replica failed, naming it.
+
+        Raises:
+            UnavailableError: no engine replica is routable.
+        """
+        reset = await self._source.reset_prefix_cache()
+        replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
+        if reset.failures:
+            causes = "; ".join(f"{replica}: {why}" for replica, why in reset.failures.items())
+            message = f"{replicas} replicas freed {freed} blocks, {len(reset.failures)} failed: {causes}"
+            return ApiFault(500, message, "server_error", code="reset_failed").to_response()
+        return JSONResponse({"replicas": replicas, "freed_blocks": freed})
+
+    def _admit(self, sequences: int) -> ExitStack:
+        """Take slots before anything waits for the request; closing the result gives them back."""
+        refusal = self.admission.refusal()
+        if refusal is not None:
+            raise overloaded(refusal)
+        if self.num_live + sequences > self.max_live_requests:
+            raise too_many_live(self.num_live, self.max_live_requests, self.admission.retry_after_s())
+        self.num_live += sequences
+        slots = ExitStack()
+        slots.callback(self._release, sequences)
+        return slots
+
+    def _release(self, sequences: int) -> None:
+        self.num_live -= sequences
+
+    def _respond(self, job: Job, limits: ModelLimits) -> ASGIApp:
+        for prompt in job.prompts:
+            _check_prompt(prompt, job, limits)
+        prefix = "chatcmpl" if job.chat else "cmpl"
+        envelope = Envelope(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model, self._fingerprint)
+        return (
+            EventStream(self._events(job, envelope))
+            if job.options.stream
+            else WholeResponse(self._whole(job, envelope))
+        )
+
+    async def _whole(self, job: Job, envelope: Envelope) -> Response:
+        outputs = [_Collected() for _ in range(job.num_choices)]
+        async with aclosing(self._pieces(job, envelope)) as arriving:
+            async for piece in arriving:
+                outputs[piece.index].add(piece)
+        usage = Usage(
+            job.prompt_tokens,
+            sum(output.num_tokens for output in outputs),
+            sum(output.cached_tokens for output in outputs[:: job.options.params.n]),
+        )
+        results = [Output("".join(output.texts), output.finish_reason) for output in outputs]
+        body = (chat_body if job.chat else completion_body)(envelope, results, usage)
+        return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
+
+    async def _events(self, job: Job, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+        options = job.options
+        writer = ChunkWriter(
+            envelope,
+            chat=job.chat,
+            include_usage=options.include_usage,
+            continuous_usage=options.continuous_usage,
+        )
+        n = options.params.n
+        made = [0] * job.num_choices
+        cached = [0] * len(job.prompts)
+        usage = Usage(job.prompt_tokens)
+        opening = b"".join(map(writer.role, range(n))) if job.chat else b""
+        async with aclosing(self._pieces(job, envelope)) as arriving:
+            async for piece in arriving:
+                prompt = piece.index // n
+                usage.completion_tokens += piece.num_tokens - made[piece.index]
+                usage.cached_tokens += piece.cached_tokens - cached[prompt]
+                made[piece.index] = piece.num_tokens
+                cached[prompt] = piece.cached_tokens
+                yield opening + writer.text(piece.index, piece.text, piece.finish_reason, usage)
+                opening = b""
+        yield writer.usage(usage) + DONE
+
+    def _pieces(self, job: Job, envelope: Envelope) -> AsyncGenerator[Piece, None]:
+        return pieces(job, envelope.id, self._source, self._tokenizer.decoder)
+
+    async def _limits(self) -> ModelLimits:
+        limits = self._source.limits() or await self._source.first_limits(self.unavailable_after_s)
+        if limits is None:
+            raise UnavailableError("no engine replica has started yet; try again in a moment")
+        return limits
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            raise model_not_found(name, self._model)
+
+    def _model_entry(self) -> dict[str, Any]:
+        limits = self._source.limits()
+        entry: dict[str, Any] = {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "quire",
+        }
+        return entry if limits is None else {**entry, "max_model_len": limits.max_model_len}
+
+
+class _Admitted:
+    """A response that gives its slots back when it has ended, whatever the way."""
+
+    def __init__(self, response: ASGIApp, slots: ExitStack) -> None:
+        self._response = response
+        self._slots = slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._slots:
+            await self._response(scope, receive, send)
+
+
+class _Collected:
+    """One choice as it gathers."""
+
+    __slots__ = ("cached_tokens", "finish_reason", "num_tokens", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.finish_reason = ""
+        self.num_tokens = 0
+        self.cached_tokens = 0
+
+    def add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.num_tokens = piece.num_tokens
+        self.cached_tokens = piece.cached_tokens
+        self.finish_reason = piece.finish_reason or ""
+
+
+def _check_prompt(prompt: list[int], job: Job, limits: ModelLimits) -> None:
+    """What the engine would refuse is refused before a stream has begun."""
+    param = "messages" if job.chat else "prompt"
+    if len(prompt) > limits.max_model_len:  # before the tokens themselves are looked at
+        raise InvalidRequestError(
+            f"{param} of {len(prompt)} tokens exceeds the context length of {limits.max_model_len} tokens",
+            param,
+            "context_length_exceeded",
+        )
+    params = job.options.params
+    try:
+        longest = validate(prompt, params, limits)
+    except InvalidRequestError as error:
+        if job.chat and error.param == "prompt":
+            raise InvalidRequestError(error.message, param, error.code) from error
+        raise
+    if params.min_tokens > longest - len(prompt):
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens} but after a prompt of {len(prompt)} tokens at most "
+            f"{longest - len(prompt)} more can be made",
+            "min_tokens",
+            "context_length_exceeded",
+        )

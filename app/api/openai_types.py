@@ -1,0 +1,344 @@
+"""The requests of OpenAI's completions and chat routes, checked by hand so that each error names its field.
+
+Fields that are ``null`` count as absent. What is not implemented is refused by name, unless its value
+means "off"; an unknown field is refused too, since ignoring one would change what its sender gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from app.api.errors import show
+from app.api.json_fields import boolean, integer, integers, number, text, wrong
+from engine.errors import InvalidRequestError
+from engine.sampling_params import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+MAX_PROMPTS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_SALT_CHARS = 256
+MAX_TOP_K = 2**31 - 1
+MAX_PRIORITY = 1000
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+# fmt: off
+_KNOWN = frozenset({
+    "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
+    "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
+    "n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority",
+    # Hints that ask nothing of the answer:
+    "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
+    "reasoning_effort", "verbosity",
+})
+# fmt: on
+_OFF: dict[str, Callable[[Any], bool]] = {
+    "echo": lambda v: v is False,
+    "suffix": lambda v: v == "",
+    "logprobs": lambda v: v is False,
+    "top_logprobs": lambda v: v == 0,
+    "prompt_logprobs": lambda v: v is False,
+    "logit_bias": lambda v: v == {},
+    "presence_penalty": lambda v: v == 0,
+    "frequency_penalty": lambda v: v == 0,
+    "repetition_penalty": lambda v: v == 1,
+    "tools": lambda v: v == [],
+    "tool_choice": lambda v: v in ("none", "auto"),
+    "functions": lambda v: v == [],
+    "function_call": lambda v: v in ("none", "auto"),
+    "response_format": lambda v: v == {"type": "text"},
+    "modalities": lambda v: v == ["text"],
+    "store": lambda v: v is False,
+    "include_stop_str_in_output": lambda v: v is False,
+    "skip_special_tokens": lambda v: v is True,
+    "spaces_between_special_tokens": lambda v: v is True,
+    "add_generation_prompt": lambda v: v is True,
+    "continue_final_message": lambda v: v is False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What both routes share."""
+
+    model: str | None
+    params: SamplingParams
+    stop: tuple[str, ...]
+    cache_salt: str
+    priority: int  # lower runs first
+    stream: bool
+    include_usage: bool  # a last chunk with the usage
+    continuous_usage: bool  # the usage so far in every chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """``POST /v1/completions``; each prompt is text or token ids."""
+
+    prompts: list[str | list[int]]
+    options: GenerationOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message; a list of text parts has been joined by newlines."""
+
+    role: str  # system, user or assistant
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    options: GenerationOptions
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
+    fields = _known_fields(body, "prompt")
+    request = CompletionRequest(_prompts(fields.get("prompt")), _options(fields, COMPLETION_MAX_TOKENS))
+    _check_width(len(request.prompts), request.options.params)
+    return request
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
+    fields = _known_fields(body, "messages")
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", messages, "a list of at least 1")
+    return ChatRequest([_message(message, i) for i, message in enumerate(messages)], _options(fields, None))
+
+
+def _known_fields(body: dict[str, Any], own: str) -> dict[str, Any]:
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if name == own or name in _KNOWN:
+            continue
+        means_off = _OFF.get(name)
+        if means_off is None:
+            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
+        if not means_off(value):
+            raise InvalidRequestError(
+                f"{name} is {show(value)} but is not supported; leave it out", name, "unsupported_parameter"
+            )
+    return fields
+
+
+def _options(fields: dict[str, Any], default_max_tokens: int | None) -> GenerationOptions:
+    max_tokens = default_max_tokens
+    for name in ("max_tokens", "max_completion_tokens"):  # the newer name wins
+        if name in fields:
+            max_tokens = integer(fields, name, 1)
+    stream = boolean(fields, "stream")
+    stream_options = _stream_options(fields, stream)
+    for name in ("model", "user", "cache_salt"):
+        if name in fields:
+            text(fields[name], name)
+    salt = fields.get("cache_salt", "")
+    if len(salt) > MAX_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt has {len(salt)} characters but at most {MAX_SALT_CHARS} are allowed", "cache_salt"
+        )
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=integer(fields, "min_tokens", 0) if "min_tokens" in fields else 0,
+        temperature=number(fields, "temperature", 1.0),
+        top_k=min(integer(fields, "top_k", 0), MAX_TOP_K) if "top_k" in fields else 0,
+        top_p=number(fields, "top_p", 1.0),
+        min_p=number(fields, "min_p", 0.0),
+        seed=integer(fields, "seed", None) if "seed" in fields else None,
+        stop_token_ids=tuple(integers(fields.get("stop_token_ids", []), "stop_token_ids")),
+        ignore_eos=boolean(fields, "ignore_eos"),
+        **_sequences(fields),
+    )
+    stop = _stops(fields.get("stop", []))
+    if params.ranked:
+        _check_ranked(params, stop, stream)
+    return GenerationOptions(
+        model=fields.get("model"),
+        params=params,
+        stop=stop,
+        cache_salt=salt,
+        priority=_priority(fields),
+        stream=stream,
+        include_usage=stream_options.get("include_usage", False),
+        continuous_usage=stream_options.get("continuous_usage_stats", False),
+    )
+
+
+def _sequences(fields: dict[str, Any]) -> dict[str, Any]:
+    """How many sequences to make of one prompt, and by which search."""
+    n = integer(fields, "n", 1) if "n" in fields else 1
+    best_of = integer(fields, "best_of", 1) if "best_of" in fields else n
+    beams = boolean(fields, "use_beam_search")
+    length_penalty = number(fields, "length_penalty", 1.0)
+    early_stopping = fields.get("early_stopping", False)
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise wrong("early_stopping", early_stopping, 'true, false or "never"')
+    for name, given in (
+        ("length_penalty", length_penalty != 1),
+        ("early_stopping", early_stopping is not False),
+    ):
+        if given and not beams:
+            raise InvalidRequestError(
+                f"{name} is {show(fields[name])} but use_beam_search is not true; set it, or leave {name} out",
+                name,
+            )
+    return {
+        "n": n,
+        "best_of": best_of if best_of != n else None,  # as if it had not been given
+        "use_beam_search": beams,
+        "beam_width": integer(fields, "beam_width", 1) if "beam_width" in fields else None,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+    }
+
+
+def _check_ranked(params: SamplingParams, stop: tuple[str, ...], stream: bool) -> None:
+    """Results that are ranked exist at the end only, and the engine ranks tokens, not text."""
+    if params.use_beam_search:
+        name, asked = "use_beam_search", "use_beam_search is true"
+    else:
+        name, asked = "best_of", f"best_of is {params.best_of} with n {params.n}"
+    if stream:
+        raise InvalidRequestError(
+            f"{asked}, so which results to return is only known at the end, but stream is true; "
+            f"set stream to false or leave {name} out",
+            name,
+        )
+    if stop:
+        raise InvalidRequestError(
+            f"stop has {len(stop)} entries but {asked}: sequences are ranked by their tokens, before there is "
+            "any text to look for stop strings in; use stop_token_ids",
+            "stop",
+        )
+
+
+def _check_width(prompts: int, params: SamplingParams) -> None:
+    if prompts * params.width > MAX_PROMPTS:
+        name = "beam_width" if params.beam_width is not None else "n" if params.best_of is None else "best_of"
+        raise InvalidRequestError(
+            f"prompt has {prompts} entries and {name} is {params.width}, together {prompts * params.width} "
+            f"sequences, but at most {MAX_PROMPTS} are allowed",
+            name,
+        )
+
+
+def _priority(fields: dict[str, Any]) -> int:
+    if "priority" not in fields:
+        return 0
+    value = fields["priority"]
+    if type(value) is not int or abs(value) > MAX_PRIORITY:
+        raise wrong(
+            "priority", value, f"an integer between {-MAX_PRIORITY} (runs first) and {MAX_PRIORITY} (runs last)"
+        )
+    return value
+
+
+def _stream_options(fields: dict[str, Any], stream: bool) -> dict[str, bool]:
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise wrong("stream_options", options, "an object")
+    if options and not stream:
+        raise InvalidRequestError("stream_options is only allowed with stream true", "stream_options")
+    for name in options:
+        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+            raise InvalidRequestError(
+                f"{show(name)} is not a known stream option", "stream_options", "unknown_parameter"
+            )
+        options[name] = boolean(options, name, "stream_options.")
+    if options.get("include_obfuscation"):
+        raise InvalidRequestError(
+            "stream_options.include_obfuscation is not supported; leave it out",
+            "stream_options.include_obfuscation",
+            "unsupported_parameter",
+        )
+    return options
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [_prompt(prompt, "prompt")]
+    if isinstance(prompt, list) and prompt:
+        if type(prompt[0]) is int:
+            return [_prompt(prompt, "prompt")]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt has {len(prompt)} entries but at most {MAX_PROMPTS} are allowed", "prompt"
+            )
+        return [_prompt(entry, f"prompt[{i}]") for i, entry in enumerate(prompt)]
+    if prompt is None or prompt == []:
+        raise InvalidRequestError(
+            "prompt is missing or empty; at least 1 token is needed", "prompt", "empty_prompt"
+        )
+    raise InvalidRequestError(
+        f"prompt is {show(prompt)} but must be a string, a list of strings, a list of token ids or a list of "
+        "such lists",
+        "prompt",
+    )
+
+
+def _prompt(entry: object, name: str) -> str | list[int]:
+    if isinstance(entry, str | list) and not entry:
+        raise InvalidRequestError(f"{name} is empty; at least 1 token is needed", "prompt", "empty_prompt")
+    if isinstance(entry, str):
+        return text(entry, name, "prompt")
+    if isinstance(entry, list):
+        return integers(entry, name, "prompt")
+    raise wrong(name, entry, "a string or a list of token ids", "prompt")
+
+
+def _message(message: object, index: int) -> ChatMessage:
+    name = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise wrong(name, message, "an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
+    for key, value in message.items():
+        if key not in ("role", "content", "name") and value not in (None, [], ""):
+            raise InvalidRequestError(
+                f"{name}.{key[:64]} is not supported", f"{name}.{key[:64]}", "unsupported_parameter"
+            )
+    if message.get("name") is not None:
+        text(message["name"], f"{name}.name")
+    return ChatMessage(ROLES[role], _content(message.get("content"), f"{name}.content"))
+
+
+def _content(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return text(content, name)
+    if not isinstance(content, list) or not content:
+        raise wrong(name, content, "a string or a list of text parts")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name
+            )
+        texts.append(text(part.get("text"), f"{name}[{i}].text"))
+    return "\n".join(texts)
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    entries = [stop] if isinstance(stop, str) else stop
+    if not isinstance(entries, list):
+        raise wrong("stop", stop, "a string or a list of strings")
+    if len(entries) > MAX_STOPS:
+        raise InvalidRequestError(
+            f"stop has {len(entries)} entries but at most {MAX_STOPS} are allowed", "stop"
+        )
+    for i, entry in enumerate(entries):
+        found = text(entry, f"stop[{i}]", "stop")
+        if not 1 <= len(found) <= MAX_STOP_CHARS:
+            raise InvalidRequestError(
+                f"stop[{i}] has {len(found)} characters but must have 1 to {MAX_STOP_CHARS}", "stop"
+            )
+    return tuple(dict.fromkeys(entries))

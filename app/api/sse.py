@@ -1,0 +1,128 @@
+"""Responses that end with their client: a stream of server-sent events, or one body that takes long to make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.api.errors import fault_of
+
+HEADERS_WITHIN_S = 1.0
+"""A stream without a first event begins after this; until then an error still has its own HTTP status."""
+
+KEEP_ALIVE_S = 15.0
+"""While the first event is awaited, a comment this often keeps proxies from closing the connection."""
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventStream:
+    """An ASGI response that sends ``events`` as they come; each is one or more whole events.
+
+    An error before the first event becomes an HTTP error, a later one an ``{"error": ...}`` event that ends
+    the stream. When the client goes away, or the server cancels, ``events`` is closed before this returns.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self._events = events
+        self._begun = False
+        self._has_events = False
+        self._beginning = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _run_while_connected(receive, self._produce(scope, receive, send), lambda: self._wait(send))
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    if not self._has_events:
+                        self._has_events = True
+                        await self._begin(send)
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
+                fault = fault_of(error)
+                if not self._begun:
+                    await fault.to_response()(scope, receive, send)
+                    return
+                event = b"data: " + fault.to_json().encode() + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._begin(send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        async with self._beginning:  # whoever comes second waits until the headers are out
+            if not self._begun:
+                self._begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+
+    async def _wait(self, send: Send) -> float | None:
+        """Called while nothing has come; returns the seconds until the next call."""
+        if self._has_events:
+            return None
+        if self._begun:
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        else:
+            await self._begin(send)
+        return KEEP_ALIVE_S
+
+
+class WholeResponse:
+    """An ASGI response whose content ``make`` prepares; it is cancelled when the client goes away."""
+
+    def __init__(self, make: Coroutine[Any, Any, Response]) -> None:
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _run_while_connected(receive, self._produce(scope, receive, send), None)
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._make
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
+            response = fault_of(error).to_response()
+        await response(scope, receive, send)
+
+
+async def _run_while_connected(
+    receive: Receive,
+    work: Coroutine[Any, Any, None],
+    on_idle: Callable[[], Awaitable[float | None]] | None,
+) -> None:
+    """Run ``work`` to its end, or cancel it when the client goes away or this is cancelled.
+
+    Returns only once ``work`` has ended, so that what it held is released by then. The body must have been
+    read from ``receive`` before. ``on_idle`` is called after ``HEADERS_WITHIN_S``, then as it asks.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnect(receive))
+    wait: float | None = None if on_idle is None else HEADERS_WITHIN_S
+    try:
+        while True:
+            done, _ = await asyncio.wait({working, watching}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                break
+            assert on_idle is not None
+            wait = await on_idle()
+        if working in done:
+            await working  # its error, if any, is the server's
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,105 @@
+"""The channels of one ingress process: one for each engine replica that the router knows, or knew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import secrets
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from app.channel.ingress_end import ChannelEvents, IngressChannel
+from app.routing import fleet
+
+
+class ChannelOwner(ChannelEvents, Protocol):
+    """Knows which requests run where."""
+
+    def on_members(self) -> None:
+        """Replicas have come or begun to leave."""
+
+    def replicas_in_use(self) -> Collection[str]:
+        """Replicas with a live attempt."""
+
+    def move_away(self, replicas: Collection[str]) -> None:
+        """Run the requests of these replicas elsewhere."""
+
+
+class ChannelSet:
+    """Lives on the ingress's event loop.
+
+    A replica that has left the router's set keeps its channel until nothing runs there any more: its requests
+    move at once if another replica is routable, or as soon as one is. The ingress must be the one to close,
+    or Serve waits for the channel until the replica's time to drain is over.
+    """
+
+    def __init__(self, handle: Any, owner: ChannelOwner) -> None:
+        self.cid = secrets.token_hex(8)
+        self.fleet = fleet.of(handle.deployment_id.app_name, handle.deployment_id.name)
+        self._handle = handle
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._epochs = itertools.count(1)
+        self._channels: dict[str, IngressChannel] = {}
+        self._leaving: set[str] = set()
+        self.fleet.listen(self._members_from_router)
+
+    def known(self, replica: str) -> bool:
+        """Whether the replica is a member, not a leaving one."""
+        return replica in self._channels and replica not in self._leaving
+
+    def routable(self) -> bool:
+        """Whether any request could be sent now."""
+        return bool(self.fleet.ledger.routable(self.fleet.members))
+
+    def states(self) -> dict[str, str]:
+        """Of each channel, by replica."""
+        return {replica: channel.state.value for replica, channel in self._channels.items()}
+
+    @property
+    def num_members(self) -> int:
+        """Replicas that are not leaving."""
+        return len(self._channels) - len(self._leaving)
+
+    def settle(self) -> None:
+        """Called when a route has opened or closed, or an attempt has ended."""
+        if not self._leaving:
+            return
+        if self.routable():
+            self._owner.move_away(self._leaving)
+            done = set(self._leaving)
+        else:
+            done = self._leaving - set(self._owner.replicas_in_use())
+        self._leaving -= done
+        for replica in done:
+            self._channels.pop(replica).stop()
+            self.fleet.pin(replica, False)
+
+    async def stop(self) -> None:
+        """Close every channel."""
+        self.fleet.unlisten(self._members_from_router)
+        channels = list(self._channels.values())
+        self._channels.clear()
+        self._leaving.clear()
+        for channel in channels:
+            channel.stop()
+        for channel in channels:
+            await channel.stopped()
+            self.fleet.pin(channel.replica, False)
+
+    def _members_from_router(self, members: frozenset[str]) -> None:
+        """Called on the router's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending
+            self._loop.call_soon_threadsafe(self._update, members, context=contextvars.Context())
+
+    def _update(self, members: frozenset[str]) -> None:
+        for replica in members - self._channels.keys():
+            self.fleet.pin(replica, True)
+            self._channels[replica] = IngressChannel(
+                self._handle, self.cid, replica, lambda: next(self._epochs), self._owner
+            )
+        self._leaving = set(self._channels) - members
+        self._owner.on_members()
+        self.settle()

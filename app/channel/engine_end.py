@@ -1,0 +1,331 @@
+"""The engine replica's end of the channels: one multiplexed stream to each ingress process.
+
+Everything here runs on the replica's event loop; the engine's thread hands its outputs over with one
+``call_soon_threadsafe`` for each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+from app.channel import wire
+from app.channel.channel import Attempt, Channel, UnknownEpochError
+from app.routing.load import LoadReport
+from engine.engine_thread import StepOutputs
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.kv.kv_events import KvSnapshot
+from engine.request import ModelLimits, Request, TokenDelta
+from engine.scheduling.load import EngineLoad
+
+LEASE_S = 5.0
+"""A channel ends after this long without a beat from its ingress."""
+
+BEAT_S = 1.0
+"""A channel with nothing to say sends an empty frame this often."""
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptEngine(Protocol):
+    """What an attempt needs of the engine; ``EngineThread`` has it."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request, all its sequences, in whatever state."""
+
+
+class ChannelHub:
+    """All channels of one engine replica.
+
+    ``abort`` is called with an engine request id when an attempt ends before its end record. ``snapshot``
+    gives what the engine's prefix cache holds; without it channels carry no KV events. ``load`` is what new
+    channels begin with until the engine's first step: a replica that has said nothing is no known one.
+    """
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        abort: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        lease_s: float = LEASE_S,
+        beat_s: float = BEAT_S,
+        snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
+        load: EngineLoad | None = None,
+    ) -> None:
+        self._hello = hello
+        self._abort = abort
+        self._snapshot = snapshot if hello.keys is not None else None
+        self._load = load
+        self._clock = clock
+        self._lease_s = lease_s
+        self._beat_s = beat_s
+        self._channels: dict[str, Channel] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._refused: str = ""
+
+    async def stream(self, cid: str, epoch: int) -> AsyncIterator[bytes]:
+        """Frames of one channel until it ends; ends an older epoch of the same ingress.
+
+        Raises:
+            UnknownEpochError: a newer epoch is open, or the replica takes no channels any more.
+        """
+        channel = self._open(cid, epoch)
+        watcher = asyncio.get_running_loop().create_task(self._watch(channel))
+        try:
+            yield wire.pack_hello(epoch, self._next(channel), self._hello)
+            while not channel.closed:
+                self._fetch_if_wanted(channel)
+                await channel.wake.wait()
+                if channel.closed:
+                    break
+                channel.wake.clear()
+                if not channel.blocked:
+                    records, sections = channel.take(), channel.take_sections()
+                    yield wire.pack_records(epoch, self._next(channel), records, sections)
+            # What was made before the end still counts: the ingress goes on from there.
+            if channel.unsent and not channel.blocked:
+                yield wire.pack_records(epoch, self._next(channel), channel.take())
+        finally:
+            watcher.cancel()
+            self.close(channel, channel.closed or "the ingress closed it")
+
+    def attach(self, cid: str, epoch: int, attempt: int, engine_id: str) -> Attempt:
+        """Register an attempt before it is submitted to the engine.
+
+        Raises:
+            UnknownEpochError: the attempt's channel is not open.
+        """
+        channel = self._channels.get(cid)
+        if channel is None or channel.epoch != epoch or channel.closed:
+            raise UnknownEpochError(f"no open channel {cid} with epoch {epoch}")
+        entry = Attempt(attempt, engine_id, channel, asyncio.get_running_loop().create_future())
+        channel.attempts[attempt] = entry
+        self._attempts[engine_id] = entry
+        return entry
+
+    def detach(self, attempt: Attempt) -> bool:
+        """Forget an attempt and its unsent tokens; true if it had not ended and must be aborted."""
+        self._attempts.pop(attempt.engine_id, None)
+        live = attempt.channel.attempts.pop(attempt.number, None) is attempt
+        if live:
+            attempt.channel.unsent.pop(attempt.number, None)
+        return live
+
+    def on_step(self, outputs: StepOutputs) -> None:
+        """All that one engine step has brought about."""
+        self._load = outputs.load
+        for engine_id in outputs.taken:
+            attempt = self._attempts.get(engine_id)
+            if attempt is not None:
+                channel = attempt.channel
+                channel.taken = max(channel.taken, attempt.number)
+        for channel in self._channels.values():
+            load = _report(outputs.load, self._hello.limits, channel.taken)
+            channel.offer(load, outputs.kv if self._snapshot is not None else None)
+        self.deliver(outputs.deltas)
+
+    def deliver(self, deltas: Iterable[TokenDelta]) -> None:
+        """Tokens of one engine step."""
+        for delta in deltas:
+            attempt = self._attempts.get(delta.request_id)
+            if attempt is None:
+                continue
+            channel = attempt.channel
+            unsent = channel.unsent.setdefault(attempt.number, {})
+            record = unsent.get(delta.sequence)
+            if record is None:
+                record = wire.Record(
+                    attempt.number, delta.index, list(delta.token_ids), sequence=delta.sequence
+                )
+                unsent[delta.sequence] = record
+            else:
+                record.token_ids.extend(delta.token_ids)
+            record.cached_tokens = delta.cached_tokens
+            attempt.made += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                record.end = delta.finish_reason
+                record.message = delta.error or ""
+            if delta.final:
+                record.final = True
+                unsent[delta.sequence] = unsent.pop(delta.sequence)  # what waited longer must not come after it
+                del self._attempts[delta.request_id]
+                del channel.attempts[attempt.number]
+                if not attempt.done.done():
+                    attempt.done.set_result(attempt.made)
+            channel.wake.set()
+
+    def beat(
+        self, cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = (), resync: bool = False
+    ) -> bool:
+        """Renew a lease. False: no such channel.
+
+        ``stale`` names attempts that the ingress does not know; ``resync`` asks for a snapshot of the prefix
+        cache, because KV events were lost.
+        """
+        channel = self._channels.get(cid)
+        if channel is None or channel.epoch != epoch or channel.closed:
+            return False
+        channel.last_beat = self._clock()
+        was_blocked = channel.blocked
+        channel.acknowledged = max(channel.acknowledged, min(acknowledged, channel.sequence))
+        if was_blocked and not channel.blocked:
+            channel.wake.set()
+        if resync:
+            channel.kv.resend()
+            channel.wake.set()
+        for number in stale:
+            attempt = channel.attempts.get(number)
+            if attempt is not None:
+                logger.warning("aborting attempt %s that its ingress no longer knows", attempt.engine_id)
+                self._drop(attempt)
+        return True
+
+    def close(self, channel: Channel, reason: str) -> None:
+        """End a channel and abort its attempts."""
+        if not channel.closed:
+            channel.closed = reason
+            logger.info("channel %s epoch %d ended: %s", channel.cid, channel.epoch, reason)
+        channel.stop()
+        if self._channels.get(channel.cid) is channel:
+            del self._channels[channel.cid]
+        for attempt in list(channel.attempts.values()):
+            self._drop(attempt, keep_unsent=True)
+        channel.wake.set()
+
+    def close_all(self, reason: str) -> None:
+        """End every channel and refuse new ones."""
+        self._refused = reason
+        for channel in list(self._channels.values()):
+            self.close(channel, reason)
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        """For tests and logs: each channel's epoch, live attempts, frames sent and acknowledged."""
+        return {
+            channel.cid: {
+                "epoch": channel.epoch,
+                "attempts": len(channel.attempts),
+                "unsent": len(channel.unsent),
+                "frames": channel.sequence,
+                "acknowledged": channel.acknowledged,
+            }
+            for channel in self._channels.values()
+        }
+
+    def _open(self, cid: str, epoch: int) -> Channel:
+        if self._refused:
+            raise UnknownEpochError(f"this replica takes no channels: {self._refused}")
+        older = self._channels.get(cid)
+        if older is not None:
+            if older.epoch >= epoch:
+                raise UnknownEpochError(
+                    f"channel {cid} is open with epoch {older.epoch}, not older than {epoch}"
+                )
+            self.close(older, f"epoch {epoch} replaced it")
+        channel = Channel(cid, epoch, self._clock())
+        if self._load is not None:
+            channel.load = channel.last_load = _report(self._load, self._hello.limits, 0)
+            channel.wake.set()
+        self._channels[cid] = channel
+        logger.info("channel %s epoch %d opened", cid, epoch)
+        return channel
+
+    def _next(self, channel: Channel) -> int:
+        sequence = channel.sequence
+        channel.sequence += 1
+        channel.last_frame = self._clock()
+        return sequence
+
+    def _fetch_if_wanted(self, channel: Channel) -> None:
+        if self._snapshot is None or not channel.kv.wanted or channel.blocked:
+            return
+        channel.kv.fetch()
+        channel.fetch = asyncio.get_running_loop().create_task(self._fetch(channel, self._snapshot))
+
+    async def _fetch(self, channel: Channel, snapshot: Callable[[], Awaitable[KvSnapshot | None]]) -> None:
+        try:
+            made = await snapshot()
+        except EngineDeadError:
+            return  # its channels are about to end
+        if made is not None:
+            channel.kv.begin(made)
+            channel.wake.set()
+
+    async def _watch(self, channel: Channel) -> None:
+        """Ends the channel when its lease is over, breaks its silence when an empty frame is due."""
+        while not channel.closed:
+            await asyncio.sleep(self._beat_s / 4)
+            now = self._clock()
+            if now - channel.last_beat > self._lease_s:
+                self.close(channel, f"no beat for {self._lease_s:g} s")
+            elif now - channel.last_frame >= self._beat_s and not channel.blocked:
+                channel.wake.set()
+
+    def _drop(self, attempt: Attempt, keep_unsent: bool = False) -> None:
+        self._attempts.pop(attempt.engine_id, None)
+        attempt.channel.attempts.pop(attempt.number, None)
+        if not keep_unsent:
+            attempt.channel.unsent.pop(attempt.number, None)
+        self._abort(attempt.engine_id)
+        if not attempt.done.done():
+            attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
+
+
+def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadReport:
+    return LoadReport(
+        waiting_tokens=load.waiting_tokens,
+        running=load.running,
+        kv_tokens=load.kv_tokens,
+        referenced=load.referenced,
+        free=load.free,
+        evictable=load.evictable,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        prefill_rate=load.prefill_rate,
+        step_seconds=load.step_seconds,
+        acknowledged=acknowledged,
+        waiting=load.waiting,
+        held_up=load.held_up,
+        max_running=load.max_running,
+    )
+
+
+async def run_attempt(
+    hub: ChannelHub, engine: AttemptEngine, cid: str, epoch: int, payload: bytes
+) -> dict[str, Any]:
+    """Run one attempt until it ends; its tokens leave on the channel. Cancelling it aborts it.
+
+    Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}`` and ``{"refused": why}``: plain
+    values, since exceptions of own types would need the same code at the other end.
+    """
+    try:
+        submission = wire.unpack_submission(payload)
+        engine_id = f"{cid}:{submission.attempt}"
+        attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
+        try:
+            engine.submit(
+                Request(
+                    request_id=engine_id,
+                    token_ids=submission.token_ids,
+                    params=submission.params,
+                    namespace=submission.namespace,
+                    priority=submission.priority,
+                    arrival=time.monotonic() - submission.age_s,
+                    generated_before=submission.generated_before,
+                    outputs=submission.outputs,
+                )
+            )
+            return {"made": await attempt.done}
+        finally:
+            # Also when Serve cancels this call, the client being gone.
+            if hub.detach(attempt):
+                engine.abort(engine_id)
+    except InvalidRequestError as error:
+        return {"invalid": (error.message, error.param, error.code)}
+    except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
+        return {"refused": str(error)}

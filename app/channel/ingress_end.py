@@ -1,0 +1,268 @@
+"""The ingress's end of one channel to one engine replica: opens it, reads it, beats, opens it again.
+
+Runs on the ingress's event loop, in tasks with an empty context: a call made in the context of an HTTP request
+dies with that request's client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import enum
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from app.channel import wire
+from app.channel.wire_kv import KvSection, SnapshotSlice
+from app.routing.ledger import Route
+from app.routing.load import LoadReport
+
+BEAT_S = 1.0
+SUSPECT_S = 3.0
+"""No new requests go to a replica that has been silent this long."""
+
+DEAD_S = 10.0
+"""A channel that has been silent this long is given up."""
+
+MAX_BACKOFF_S = 2.0
+FRAMES_PER_BEAT = 128
+"""Acknowledge at least this often, so that the engine does not run into its bound between two beats."""
+
+RESYNC_S = 2.0
+"""A snapshot of a replica's prefix cache is asked for at most this often."""
+
+MAX_BEATS_IN_FLIGHT = 4
+MAX_STALE = 64
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelState(enum.Enum):
+    """Of one channel; requests are routed only to open ones."""
+
+    OPENING = "opening"
+    OPEN = "open"
+    SUSPECT = "suspect"
+    CLOSED = "closed"
+
+
+class ChannelEvents(Protocol):
+    """What a channel tells its owner."""
+
+    def on_open(self, route: Route, hello: wire.Hello) -> None:
+        """The first frame has come; the replica is routable."""
+
+    def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
+        """New tokens; returns the attempts among them that nobody waits for."""
+
+    def on_kv(self, route: Route, section: KvSection) -> bool:
+        """A part of what the replica's prefix cache holds, or a change of it. False: a snapshot is needed."""
+
+    def on_load(self, route: Route, load: LoadReport) -> None:
+        """How busy the replica is."""
+
+    def on_suspect(self, route: Route, suspected: bool) -> None:
+        """The replica went silent, or speaks again."""
+
+    def on_closed(self, route: Route, reason: str) -> None:
+        """The channel has ended, whatever the cause: its attempts are dead."""
+
+
+class IngressChannel:
+    """One replica's channel, reopened with a new epoch until ``stop``.
+
+    ``next_epoch`` draws from one counter for the whole process.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        cid: str,
+        replica: str,
+        next_epoch: Callable[[], int],
+        events: ChannelEvents,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replica = replica
+        self.state = ChannelState.OPENING
+        self._stream = handle.options(stream=True, _by_reference=False)
+        self._unary = handle.options(_by_reference=False)
+        self._cid = cid
+        self._next_epoch = next_epoch
+        self._events = events
+        self._clock = clock
+        self._route: Route | None = None
+        self._stopped = False
+        self._frames = 0
+        self._acknowledged = 0
+        self._last_frame = 0.0
+        self._stale: set[int] = set()
+        self._out_of_step = False  # KV events do not fit together; a snapshot is needed
+        self._next_resync = 0.0
+        self._gave_up = ""
+        self._generator: Any = None
+        self._beat_now = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
+
+    def stop(self) -> None:
+        """Close the channel for good; ``on_closed`` follows if it was open."""
+        if not self._stopped:
+            self._stopped = True
+            self._task.cancel()
+
+    async def stopped(self) -> None:
+        """Until ``stop`` has taken effect."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        backoff = 0.1
+        while not self._stopped:
+            epoch = self._next_epoch()
+            self._route = None
+            reason = "it ended"
+            try:
+                await self._read(epoch)
+                reason = "the replica ended it"
+            except asyncio.CancelledError:
+                reason = "closed here"
+                if self._stopped or self._task.cancelling():
+                    raise
+                reason = "Serve cancelled it"
+            except Exception as error:  # noqa: BLE001  (whatever ends a channel, the next one starts afresh)
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            finally:
+                was_open = self._route is not None
+                self._end(reason)
+            backoff = 0.1 if was_open else min(2 * backoff, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff)
+
+    def _end(self, reason: str) -> None:
+        """The engine's generator is told by ``cancel`` only, never by dropping the stream."""
+        if self._generator is not None:
+            self._generator.cancel()
+            self._generator = None
+        self.state = ChannelState.CLOSED
+        route, self._route = self._route, None
+        if route is not None:
+            logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
+            self._events.on_closed(route, reason)
+
+    async def _read(self, epoch: int) -> None:
+        self.state = ChannelState.OPENING
+        self._frames = self._acknowledged = 0
+        self._stale.clear()
+        self._out_of_step = False  # KV events do not fit together; a snapshot is needed
+        self._next_resync = 0.0
+        self._gave_up = ""
+        self._last_frame = self._clock()
+        self._generator = self._stream.channel.remote(self._cid, epoch, target=self.replica)
+        loop = asyncio.get_running_loop()
+        watch: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout_at(loop.time() + DEAD_S) as limit:
+                watch = loop.create_task(self._watch(epoch, limit))
+                async for data in self._generator:
+                    self._take(epoch, wire.unpack_frame(data))
+        except TimeoutError:
+            raise TimeoutError(self._gave_up or f"no frame for {DEAD_S:g} s") from None
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    def _take(self, epoch: int, frame: wire.Frame) -> None:
+        if frame.epoch != epoch or frame.sequence != self._frames:
+            raise wire.WireError(
+                f"frame {frame.epoch}/{frame.sequence} came where {epoch}/{self._frames} was due"
+            )
+        self._frames += 1
+        self._last_frame = self._clock()
+        if frame.hello is not None:
+            self._route = Route(self.replica, epoch)
+            self.state = ChannelState.OPEN
+            self._events.on_open(self._route, frame.hello)
+        elif self._route is None:
+            raise wire.WireError("the first frame was no hello")
+        else:
+            if frame.load is not None:
+                self._events.on_load(self._route, frame.load)
+            for section in frame.kv:
+                self._take_kv(self._route, section)
+            if frame.records:
+                self._stale.update(self._events.on_records(self._route, frame.records))
+        if self._frames - self._acknowledged >= FRAMES_PER_BEAT:
+            self._beat_now.set()
+
+    def _take_kv(self, route: Route, section: KvSection) -> None:
+        if not self._events.on_kv(route, section):
+            self._out_of_step = True
+            if self._clock() >= self._next_resync:
+                self._beat_now.set()
+        elif isinstance(section, SnapshotSlice) and section.part + 1 == section.parts:
+            self._out_of_step = False
+
+    def _resync_now(self) -> bool:
+        """Whether to ask for a snapshot, which takes a while to come."""
+        now = self._clock()
+        if not self._out_of_step or now < self._next_resync:
+            return False
+        self._next_resync = now + RESYNC_S
+        logger.warning("KV events of replica %s do not fit together; asking for all", self.replica)
+        return True
+
+    async def _watch(self, epoch: int, limit: asyncio.Timeout) -> None:
+        """Beats each second, and notices silence."""
+        loop = asyncio.get_running_loop()
+        pending: set[asyncio.Task[None]] = set()
+        try:
+            while not limit.expired():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._beat_now.wait(), BEAT_S)
+                self._beat_now.clear()
+                if limit.expired():
+                    return
+                silent = self._clock() - self._last_frame
+                limit.reschedule(loop.time() + (0.0 if self._gave_up else DEAD_S - silent))
+                self._suspect(silent > SUSPECT_S)
+                if self._route is not None and len(pending) < MAX_BEATS_IN_FLIGHT:
+                    beat = loop.create_task(self._beat(epoch))
+                    pending.add(beat)
+                    beat.add_done_callback(pending.discard)
+        finally:
+            for task in pending:
+                task.cancel()
+
+    def _suspect(self, silent: bool) -> None:
+        if self._route is None:
+            return
+        if silent != (self.state is ChannelState.SUSPECT):
+            self.state = ChannelState.SUSPECT if silent else ChannelState.OPEN
+            logger.info("replica %s %s", self.replica, "went silent" if silent else "speaks again")
+            self._events.on_suspect(self._route, silent)
+
+    async def _beat(self, epoch: int) -> None:
+        acknowledged = self._frames
+        stale = sorted(self._stale)[:MAX_STALE]
+        self._stale.difference_update(stale)
+        self._acknowledged = acknowledged
+        resync = self._resync_now()
+        response = None
+        try:
+            response = self._unary.beat.remote(
+                self._cid, epoch, acknowledged, stale, resync, target=self.replica
+            )
+            async with asyncio.timeout(DEAD_S):
+                known = await response
+        except Exception as error:  # noqa: BLE001  (the channel itself tells whether the replica lives)
+            logger.info("a beat to %s failed: %s", self.replica, error)
+            if response is not None:
+                response.cancel()
+            if resync:
+                self._next_resync = 0.0  # the next beat asks again
+            return
+        if not known:
+            self._gave_up = "the replica does not know this channel"
+            self._beat_now.set()

@@ -1,0 +1,291 @@
+"""Packed messages between an ingress and an engine replica. Little-endian, no pickling of own types.
+
+A frame is a header, its records, and its sections (:mod:`app.channel.wire_kv`)::
+
+    header  version u8, kind u8, epoch u32, sequence u32, count u32, sections u16
+    record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, final u8, message bytes u16;
+            then the tokens, u32 each, and the message
+
+A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids:
+the prompt's, then those of each unfinished output, whose lengths the JSON has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import json
+import operator
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.channel.wire_kv import KvSection, Section, pack_section, unpack_section
+from app.routing.load import LoadReport
+from engine.errors import InvalidRequestError, QuireError
+from engine.kv.block_keys import KeyScheme
+from engine.request import CacheNamespace, FinishReason, ModelLimits
+from engine.sampling_params import SamplingParams
+
+VERSION = 4
+MAX_MESSAGE_BYTES = 2000
+
+_HEADER = struct.Struct("<BBIIIH")
+_RECORD = struct.Struct("<QIIIIBBH")
+_SUBMISSION = struct.Struct("<BII")
+
+_END_CODES: dict[FinishReason | None, int] = {
+    None: 0,
+    FinishReason.STOP: 1,
+    FinishReason.LENGTH: 2,
+    FinishReason.ABORT: 3,
+    FinishReason.ERROR: 4,
+}
+_END_REASONS = {code: reason for reason, code in _END_CODES.items()}
+
+
+class WireError(QuireError):
+    """A message that this version cannot read."""
+
+
+class FrameKind(enum.IntEnum):
+    """What follows a frame's header."""
+
+    HELLO = 0
+    RECORDS = 1
+
+
+@dataclass(slots=True)
+class Record:
+    """New tokens of one sequence of an attempt; ``index`` is the offset of the first one in its whole output.
+
+    With ``end`` it is the sequence's last record, with ``final`` the attempt's, too.
+    """
+
+    attempt: int
+    index: int
+    token_ids: list[int]
+    cached_tokens: int = 0
+    end: FinishReason | None = None
+    message: str = ""  # with FinishReason.ERROR
+    sequence: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of a channel: what the engine serves, and what the keys of its blocks depend on.
+
+    ``keys`` is ``None`` if it caches no prefixes. ``window`` is the most tokens that any layer sees, if each
+    has a sliding window. ``probe`` are the keys that the engine gives to a fixed text: an ingress that makes
+    other ones of it must not compare its keys with the engine's.
+    """
+
+    limits: ModelLimits
+    keys: KeyScheme | None = None
+    window: int | None = None
+    probe: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, limits: ModelLimits, keys: KeyScheme | None, window: int | None) -> Hello:
+        """With the probe of this process."""
+        return cls(limits, keys, window, () if keys is None else tuple(keys.probe()))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether this process makes the same keys as the engine; also if that caches nothing."""
+        return self.keys is None or self.probe == tuple(self.keys.probe())
+
+
+@dataclass(slots=True)
+class Frame:
+    """One decoded frame; ``hello`` is set in the first one only."""
+
+    epoch: int
+    sequence: int
+    records: list[Record] = field(default_factory=list)
+    hello: Hello | None = None
+    kv: list[KvSection] = field(default_factory=list)
+    load: LoadReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One attempt: ``token_ids`` ends with the ``generated_before`` tokens that earlier attempts made.
+
+    If it goes on with several sequences, ``token_ids`` is the prompt alone, and ``outputs`` has the tokens that
+    each of them has so far, or ``None`` for one that has ended.
+    """
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    params: SamplingParams
+    namespace: CacheNamespace = field(default_factory=CacheNamespace)
+    priority: int = 0
+    generated_before: int = 0
+    outputs: tuple[tuple[int, ...] | None, ...] = ()
+    age_s: float = 0.0  # since the client's request arrived; keeps its place in the engine's order
+
+
+def pack_records(
+    epoch: int, sequence: int, records: Iterable[Record], sections: Sequence[Section] = ()
+) -> bytes:
+    """One frame of records and sections; nothing at all is a sign of life."""
+    parts = [b""]
+    count = 0
+    for record in records:
+        count += 1
+        message = record.message.encode("utf-8", "replace")[:MAX_MESSAGE_BYTES] if record.message else b""
+        tokens = record.token_ids
+        parts.append(
+            _RECORD.pack(
+                record.attempt,
+                record.sequence,
+                record.index,
+                record.cached_tokens,
+                len(tokens),
+                _END_CODES[record.end],
+                record.final,
+                len(message),
+            )
+        )
+        parts.append(struct.pack(f"<{len(tokens)}I", *tokens))
+        if message:
+            parts.append(message)
+    parts += map(pack_section, sections)
+    parts[0] = _HEADER.pack(VERSION, FrameKind.RECORDS, epoch, sequence, count, len(sections))
+    return b"".join(parts)
+
+
+def pack_hello(epoch: int, sequence: int, hello: Hello) -> bytes:
+    """The first frame of a channel."""
+    body = json.dumps(dataclasses.asdict(hello)).encode()
+    return _HEADER.pack(VERSION, FrameKind.HELLO, epoch, sequence, len(body), 0) + body
+
+
+def unpack_frame(data: bytes) -> Frame:
+    """Decode one frame.
+
+    Raises:
+        WireError: another version, or a truncated or over-long frame.
+    """
+    try:
+        if data:
+            _check_version(data[0])
+        _, kind, epoch, sequence, count, sections = _HEADER.unpack_from(data)
+        if kind == FrameKind.HELLO:
+            end = _HEADER.size + count
+            frame = Frame(epoch, sequence, hello=_unpack_hello(data[_HEADER.size : end]))
+        else:
+            records, end = _unpack_records(data, _HEADER.size, count)
+            frame = Frame(epoch, sequence, records)
+        for _ in range(sections):
+            section, end = unpack_section(data, end)
+            if isinstance(section, LoadReport):
+                frame.load = section
+            else:
+                frame.kv.append(section)
+    except (struct.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise WireError(f"unreadable frame of {len(data)} bytes: {error}") from error
+    if end != len(data):
+        raise WireError(f"frame of {len(data)} bytes has {len(data) - end} bytes too many")
+    return frame
+
+
+def _unpack_hello(data: bytes) -> Hello:
+    body = json.loads(data)
+    keys = None if body["keys"] is None else KeyScheme(**body["keys"])
+    return Hello(ModelLimits(**body["limits"]), keys, body["window"], tuple(body["probe"]))
+
+
+def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:
+    records = []
+    for _ in range(count):
+        attempt, sequence, index, cached, num_tokens, code, final, length = _RECORD.unpack_from(data, offset)
+        offset += _RECORD.size
+        tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
+        offset += 4 * num_tokens
+        if offset + length > len(data):
+            raise ValueError("a message runs past the end")
+        message = data[offset : offset + length].decode("utf-8", "replace") if length else ""
+        offset += length
+        end = _END_REASONS[code]
+        records.append(Record(attempt, index, tokens, cached, end, message, sequence, bool(final)))
+    return records, offset
+
+
+def pack_submission(submission: Submission) -> bytes:
+    """Encode one attempt; about 4 bytes a token."""
+    params: dict[str, Any] = dataclasses.asdict(submission.params)
+    head = json.dumps(
+        {
+            "request_id": submission.request_id,
+            "attempt": submission.attempt,
+            "params": params,
+            "namespace": dataclasses.asdict(submission.namespace),
+            "outputs": [None if output is None else len(output) for output in submission.outputs],
+            "priority": submission.priority,
+            "generated_before": submission.generated_before,
+            "age_s": submission.age_s,
+        }
+    ).encode()
+    tokens = [*submission.token_ids, *itertools.chain.from_iterable(filter(None, submission.outputs))]
+    header = _SUBMISSION.pack(VERSION, len(head), len(submission.token_ids))
+    return header + head + struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def unpack_submission(data: bytes) -> Submission:
+    """Decode one attempt.
+
+    Raises:
+        WireError: another version, or an unreadable message.
+        InvalidRequestError: sampling parameters out of range.
+    """
+    try:
+        if data:
+            _check_version(data[0])
+        _, length, num_tokens = _SUBMISSION.unpack_from(data)
+        offset = _SUBMISSION.size + length
+        head = json.loads(data[_SUBMISSION.size : offset])
+        tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
+        outputs, end = _unpack_outputs(head["outputs"], data, offset + 4 * num_tokens)
+        params = head["params"]
+        params["stop_token_ids"] = tuple(params["stop_token_ids"])
+        submission = Submission(
+            request_id=head["request_id"],
+            attempt=operator.index(head["attempt"]),
+            token_ids=tokens,
+            params=SamplingParams(**params),
+            namespace=CacheNamespace(**head["namespace"]),
+            priority=operator.index(head["priority"]),
+            generated_before=operator.index(head["generated_before"]),
+            outputs=outputs,
+            age_s=float(head["age_s"]),
+        )
+    except InvalidRequestError:
+        raise
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"unreadable submission of {len(data)} bytes: {error}") from error
+    if end != len(data):
+        raise WireError(f"submission of {len(data)} bytes has {len(data) - end} bytes too many")
+    return submission
+
+
+def _unpack_outputs(
+    lengths: list[int | None], data: bytes, offset: int
+) -> tuple[tuple[tuple[int, ...] | None, ...], int]:
+    outputs: list[tuple[int, ...] | None] = []
+    for length in lengths:
+        outputs.append(None if length is None else struct.unpack_from(f"<{length}I", data, offset))
+        offset += 4 * (length or 0)
+    return tuple(outputs), offset
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise WireError(
+            f"message of wire version {version}, but this process speaks {VERSION}; run one release everywhere"
+        )

@@ -1,0 +1,120 @@
+"""Sections of a frame that say what a replica's KV memory holds, and how busy the replica is.
+
+Little-endian, after the frame's records::
+
+    section   kind u8, then
+    load      waiting_tokens u64, running u32, kv_tokens u64, referenced u32, free u32, evictable u32,
+              num_blocks u32, block_size u32, prefill_rate f64, step_seconds f64, acknowledged u64,
+              waiting u32, held_up u32, max_running u32
+    batch     sequence u64, cleared u8, stored u32, removed u32, xor u64, count u32; then the keys, u64 each
+    slice     sequence u64, part u32, parts u32, xor u64, count u32, keys u32; then the keys, u64 each
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from app.routing.load import LoadReport
+from engine.kv.kv_events import KvBatch, KvSnapshot
+
+SLICE_KEYS = 4096
+"""Most keys in one slice of a snapshot."""
+
+_LOAD = struct.Struct("<QIQIIIIIddQIII")
+_BATCH = struct.Struct("<QBIIQI")
+_SLICE = struct.Struct("<QIIQII")
+
+
+class SectionKind(enum.IntEnum):
+    """What a section holds."""
+
+    LOAD = 1
+    BATCH = 2
+    SLICE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSlice:
+    """Part ``part`` of ``parts`` of a snapshot; the first begins a new one, whatever came before."""
+
+    sequence: int
+    part: int
+    parts: int
+    keys: list[int]
+    xor: int
+    count: int
+
+
+KvSection: TypeAlias = KvBatch | SnapshotSlice
+Section: TypeAlias = LoadReport | KvSection
+
+
+def slices(snapshot: KvSnapshot) -> list[SnapshotSlice]:
+    """A snapshot in parts that fit a frame; at least one."""
+    keys = snapshot.keys
+    parts = max(1, -(-len(keys) // SLICE_KEYS))
+    return [
+        SnapshotSlice(
+            snapshot.sequence,
+            part,
+            parts,
+            keys[part * SLICE_KEYS : (part + 1) * SLICE_KEYS],
+            snapshot.xor,
+            snapshot.count,
+        )
+        for part in range(parts)
+    ]
+
+
+def pack_section(section: Section) -> bytes:
+    """One section, its kind first."""
+    match section:
+        case LoadReport():
+            return bytes((SectionKind.LOAD,)) + _LOAD.pack(
+                section.waiting_tokens,
+                section.running,
+                section.kv_tokens,
+                section.referenced,
+                section.free,
+                section.evictable,
+                section.num_blocks,
+                section.block_size,
+                section.prefill_rate,
+                section.step_seconds,
+                section.acknowledged,
+                section.waiting,
+                section.held_up,
+                section.max_running,
+            )
+        case KvBatch(sequence, stored, removed, cleared, xor, count):
+            keys = [*stored, *removed]
+            head = _BATCH.pack(sequence, cleared, len(stored), len(removed), xor, count)
+            return bytes((SectionKind.BATCH,)) + head + struct.pack(f"<{len(keys)}Q", *keys)
+        case SnapshotSlice(sequence, part, parts, keys, xor, count):
+            head = _SLICE.pack(sequence, part, parts, xor, count, len(keys))
+            return bytes((SectionKind.SLICE,)) + head + struct.pack(f"<{len(keys)}Q", *keys)
+
+
+def unpack_section(data: bytes, offset: int) -> tuple[Section, int]:
+    """Decode the section at ``offset``; also returns where it ends.
+
+    Raises:
+        struct.error, ValueError, IndexError: it is truncated or of an unknown kind.
+    """
+    kind = SectionKind(data[offset])
+    offset += 1
+    if kind is SectionKind.LOAD:
+        return LoadReport(*_LOAD.unpack_from(data, offset)), offset + _LOAD.size
+    if kind is SectionKind.BATCH:
+        sequence, cleared, stored, removed, xor, count = _BATCH.unpack_from(data, offset)
+        offset += _BATCH.size
+        keys = list(struct.unpack_from(f"<{stored + removed}Q", data, offset))
+        end = offset + 8 * len(keys)
+        return KvBatch(sequence, keys[:stored], keys[stored:], bool(cleared), xor, count), end
+    sequence, part, parts, xor, count, length = _SLICE.unpack_from(data, offset)
+    offset += _SLICE.size
+    keys = list(struct.unpack_from(f"<{length}Q", data, offset))
+    return SnapshotSlice(sequence, part, parts, keys, xor, count), offset + 8 * length

@@ -1,0 +1,254 @@
+"""Runs one step on the device: batch, decoder, sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.capacity import kv_bytes_per_token
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.execution.batch import Chunk, build_batch
+from engine.execution.random import sequence_seed
+from engine.execution.sampler import Sampler, SampleRow
+from engine.kv.kv_cache import KVCache
+from engine.kv.pool_size import available_memory, plan_pool
+from engine.models.config import ModelConfig
+from engine.models.folders import local_folder
+from engine.models.loader import load_model, model_revision
+from engine.request import ModelLimits, Request
+from engine.scheduling.step_plan import Candidates, Transfers
+from engine.sizes import format_bytes
+from kernels import AttentionMetadata, get_kernels
+
+_log = logging.getLogger("quire.engine")
+
+_MANY_ROWS = 17  # float32 products on a GPU have a kernel of their own from here on
+
+LogitsHook = Callable[[Sequence[Request], Tensor], None]
+"""Sees the requests that sample in a step and their logits, float32 ``[S, vocab]``, before sampling."""
+
+
+class ModelRunner:
+    """Owns the weights, the KV tensor and the sampler of one engine. Used by one thread.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or there is too little memory for it and its KV pool.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = resolve_device(config.device)
+        self.num_threads = config.num_threads or usable_cores()
+        if self.device.type == "cpu" and torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        folder = local_folder(config.model)
+        try:
+            kernels = get_kernels(config.kernels, self.device, self.num_threads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            self.decoder = load_model(folder, kernels, config.dtype, self.device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ConfigError(
+                f"the model in {folder} does not fit the memory of {self.device}: {format_bytes(free)} of "
+                f"{format_bytes(total)} are free; choose a smaller model or dtype, or another device"
+            ) from error
+        self.model: ModelConfig = self.decoder.config
+        self.dtype: torch.dtype = self.decoder.dtype
+        self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
+        self.model_key = (model_revision(folder), str(self.dtype), config.block_size)
+        """What the KV of a block depends on besides its tokens and namespace."""
+
+        self.bytes_per_token = kv_bytes_per_token(self.model, self.dtype)
+        reserve = self._step_bytes(config.token_budget or 2048, config.max_num_seqs)
+        available = available_memory(self.device, config.memory_fraction, reserve)
+        ram = available_memory(torch.device("cpu"), config.memory_fraction)
+        self.memory = plan_pool(
+            config, self.device.type, self.bytes_per_token, self.max_model_len, available, ram
+        )
+        self.kv_cache = KVCache(
+            self.model,
+            self.memory.num_blocks,
+            config.block_size,
+            self.dtype,
+            self.device,
+            self.memory.host_blocks,
+        )
+        self.sampler = Sampler()
+        self.eos_token_ids = self.model.eos_token_ids
+        self.on_logits: LogitsHook | None = None
+        self._probe_cache = KVCache(self.model, 1, 1, self.dtype, self.device)
+        _log.info(
+            "%s (%s, %.0f M parameters) in %s on %s with %s kernels, %d threads",
+            folder.name,
+            self.model.architecture,
+            self.model.num_parameters / 1e6,
+            str(self.dtype).removeprefix("torch."),
+            self.device,
+            kernels.name,
+            self.num_threads,
+        )
+        _log.info(
+            "KV pool: %d tokens in %d blocks of %d, %s a token, %s in all; %.1f sequences of %d tokens fit",
+            self.memory.tokens,
+            self.memory.num_blocks,
+            config.block_size,
+            format_bytes(self.bytes_per_token),
+            format_bytes(self.memory.bytes),
+            self.memory.tokens / self.max_model_len,
+            self.max_model_len,
+        )
+        if self.memory.host_blocks:
+            _log.info(
+                "swap space: %s of RAM, %d tokens in %d blocks; recovery of preempted requests: %s",
+                format_bytes(self.memory.host_bytes),
+                self.memory.host_blocks * config.block_size,
+                self.memory.host_blocks,
+                config.recovery,
+            )
+
+    def limits(self) -> ModelLimits:
+        """What requests must keep to here."""
+        return ModelLimits(
+            self.model.vocab_size, self.max_model_len, self.memory.num_blocks, self.memory.block_size
+        )
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> list[int | Candidates]:
+        """Compute ``chunks`` and choose for each that samples, in their order.
+
+        The outcome is a token, or for a request for several sequences the candidates that its next step needs.
+        Running the same chunks again writes the same keys and values and chooses the same tokens, so a step
+        that failed half-way may be repeated in parts.
+        """
+        batch = build_batch(chunks, self.kv_cache.block_size, self.device)
+        self.kv_cache.before_writing(self._written(chunks))
+        logits = self.decoder.forward(batch.token_ids, self.kv_cache.pool, batch.metadata, batch.sample_rows)
+        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        if not sampling:
+            return []
+        if self.on_logits is not None:
+            self.on_logits(sampling, logits)
+        return self.sampler.sample(logits, [self._sample_row(request) for request in sampling])
+
+    @torch.inference_mode()
+    def transfer(self, transfers: Transfers, chunks: Sequence[Chunk] = ()) -> tuple[float, float]:
+        """Copy the blocks that the step of ``chunks`` begins with; return the seconds of swap-out and swap-in.
+
+        See :meth:`KVCache.transfer`. Unlike :meth:`run` it must not be repeated: sources may be overwritten.
+        """
+        return self.kv_cache.transfer(transfers, set(self._written(chunks)) if transfers.swap_out else ())
+
+    def _written(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+        """The blocks that ``chunks`` write keys and values to."""
+        size = self.kv_cache.block_size
+        for chunk in chunks:
+            first, last = chunk.start // size, (chunk.start + chunk.length - 1) // size
+            yield from chunk.request.block_table[first : last + 1]
+
+    @torch.inference_mode()
+    def prefill(self, tokens: int) -> None:
+        """Compute a prompt of ``tokens`` tokens in the first blocks, to the end; for calibration."""
+        self.forward_alone([0] * tokens, self.kv_cache)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """Run one token through the whole model, apart from every request; raises if the model cannot run."""
+        self.forward_alone([0], self._probe_cache)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Take each kind of step once: a GPU's kernels are compiled at first use, for seconds.
+
+        A long prompt, and the first and last token of the longest sequence; for a start with an empty pool.
+        Then the output head for more rows than any kernel takes to be few: each of these steps samples one.
+        """
+        most = min(self.max_model_len, self.memory.tokens)
+        for tokens, start in ((min(most, 256), 0), (1, 0), (1, most - 1)):
+            self.forward_alone([0] * tokens, self.kv_cache, start)
+        rows = torch.zeros((_MANY_ROWS, self.model.hidden_size), dtype=self.dtype, device=self.device)
+        self.decoder.kernels.linear(rows, self.decoder.head)
+
+    def forward_alone(self, token_ids: list[int], cache: KVCache, start: int = 0) -> Tensor:
+        """Logits ``[1, vocab]`` after ``token_ids``, which come after ``start`` tokens.
+
+        All lie in the first blocks of ``cache``; the new ones' KV overwrites what is there.
+        """
+        count, size = len(token_ids), cache.block_size
+        context = start + count
+        positions = torch.arange(start, context, device=self.device)
+        blocks = torch.arange(-(-context // size), dtype=torch.int32, device=self.device)
+        metadata = AttentionMetadata(
+            query_start=torch.tensor([0, count], dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([context], dtype=torch.int32, device=self.device),
+            block_tables=blocks[None],
+            positions=positions,
+            slot_mapping=positions.clone(),
+            max_query_len=count,
+            max_context_len=context,
+        )
+        tokens = torch.tensor(token_ids, device=self.device)
+        return self.decoder.forward(tokens, cache.pool, metadata, torch.tensor([count - 1], device=self.device))
+
+    def _sample_row(self, request: Request) -> SampleRow:
+        params = request.params
+        forbidden: tuple[int, ...] = ()
+        if request.num_generated < params.min_tokens:
+            forbidden = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
+        row = SampleRow(params, request.seed, len(request.token_ids), forbidden)
+        family = request.family
+        if family is None:
+            return row
+        if family.search is not None:
+            return dataclasses.replace(row, best=family.search.candidates)
+        if not family.spread:
+            seeds = tuple(sequence_seed(request.seed, sequence) for sequence in range(1, params.width))
+            return dataclasses.replace(row, extra_seeds=seeds, logprobs=params.ranked)
+        return dataclasses.replace(row, logprobs=params.ranked)
+
+    def _step_bytes(self, tokens: int, rows: int) -> int:
+        """Bytes of one step's activations and logits, rounded up generously."""
+        model = self.model
+        width = 4 * model.hidden_size + 3 * model.intermediate_size
+        width += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        return tokens * width * self.dtype.itemsize + 4 * rows * model.vocab_size * 4
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device called ``device``; ``auto`` takes CUDA (or ROCm) where there is one.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is unknown; choose auto, cpu or cuda") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} is not supported; choose auto, cpu or cuda")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r} but torch finds no GPU here; set device to cpu")
+    return chosen
+
+
+def resolve_max_model_len(wanted: int | None, longest: int) -> int:
+    """The context length in tokens to serve; ``longest`` is the model's own."""
+    if wanted is not None and wanted > longest:
+        raise ConfigError(f"max_model_len is {wanted} but the model's context is {longest} tokens; lower it")
+    return wanted or longest
+
+
+def usable_cores() -> int:
+    """Processors that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

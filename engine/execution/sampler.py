@@ -1,0 +1,249 @@
+"""From logits to tokens.
+
+Order per row: forbidden tokens (``min_tokens``) -> temperature -> min-p -> top-k -> top-p -> draw. The
+three filters keep tokens by a threshold, so tokens that tie with the last one kept are kept too.
+
+The draw takes two exact steps (the group's probability times the token's within the group): the vocabulary
+is cut into ``GROUPS_OF`` interleaved groups, a race of exponentials (the Gumbel-max trick) chooses a group by
+its summed weight, then a token within it. So a row costs some hundred random numbers instead of one per
+token of the vocabulary. The sums of the draw are explicit trees, so its bits do not depend on the other rows;
+on a GPU top-p goes by torch's running sums, whose order of additions may depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.execution.logprobs import likeliest, log_normalisers, logprobs_of, no_finite_maximum
+from engine.execution.random import draw_key, exponential
+from engine.sampling_params import SamplingParams
+from engine.scheduling.step_plan import Candidates
+
+GROUPS_OF = 64
+"""Tokens of one group; a power of two."""
+
+_FIRST_CUT, _LAST_CUT = 2.0**-6, 2.0**-30  # weights; the most likely token has 1
+
+_SORTED_AT_ONCE = 1 << 22  # weights: what sorting them takes stays near 100 MB
+
+_GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every token id
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What to choose from one row of logits.
+
+    Attributes:
+        position: absolute position of the token to make in its sequence (the number of tokens before it).
+        forbidden: ids that must not be chosen.
+        extra_seeds: further draws, one for each, as rows with these seeds would draw.
+        best: instead of drawing, take this many of the likeliest tokens, best first, ties by lower id; fewer
+            where fewer are allowed.
+        logprobs: also return the log probability of a single draw.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    forbidden: tuple[int, ...] = ()
+    extra_seeds: tuple[int, ...] = ()
+    best: int = 0
+    logprobs: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether a single token is all that is asked for."""
+        return not (self.extra_seeds or self.best or self.logprobs)
+
+
+class Sampler:
+    """Stateless; one for each model runner."""
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int | Candidates]:
+        """Choose from each row of ``logits`` (float32 ``[S, vocab]``, overwritten).
+
+        Returns a token for each row, or candidates where more was asked for. Log probabilities
+        are those of the raw logits, before ``forbidden``, temperature and filters.
+
+        Raises:
+            QuireError: a row has no finite logit to choose from.
+        """
+        several = [index for index, row in enumerate(rows) if not row.plain]
+        if not several:
+            return [*_choose(logits, rows)]
+        normalisers = log_normalisers(logits if len(several) == len(rows) else logits[several])
+        chosen = iter(_choose(logits, rows))
+        draws = [[next(chosen) for _ in range(1 + len(row.extra_seeds))] for row in rows]
+        searching = [index for index in several if rows[index].best]
+        if searching:
+            found = likeliest(
+                logits if len(searching) == len(rows) else logits[searching],
+                [rows[index].best for index in searching],
+            )
+            for index, tokens in zip(searching, found, strict=True):
+                draws[index] = tokens
+        outcomes: list[int | Candidates] = [tokens[0] for tokens in draws]
+        asked = [draws[index] for index in several]
+        for index, logprobs in zip(several, logprobs_of(logits, several, asked, normalisers), strict=True):
+            outcomes[index] = Candidates(tuple(draws[index]), logprobs)
+        return outcomes
+
+
+def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``; masks the forbidden ones.
+
+    A row that asks for its ``best`` gets the likeliest one.
+    """
+    for index, row in enumerate(rows):
+        if row.forbidden:
+            logits[index, list(row.forbidden)] = -math.inf
+    best = _argmax(logits)
+    random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
+    best_logits = logits.gather(1, best[:, None])
+    if not torch.isfinite(best_logits).all():
+        raise no_finite_maximum()
+    draws = _draws_of(rows)
+    if draws is not None:
+        best = best[torch.tensor(draws, device=best.device)]
+    if not random:
+        return _ints(best)
+    drawn = [rows[index] for index in random]
+    if len(random) == len(rows):
+        return _ints(_draw(logits, best_logits, drawn))
+    chosen = torch.tensor(random, device=logits.device)
+    places = chosen
+    if draws is not None:
+        wanted = set(random)
+        places = torch.tensor([i for i, row in enumerate(draws) if row in wanted], device=logits.device)
+    best[places] = _draw(logits[chosen], best_logits[chosen], drawn)
+    return _ints(best)
+
+
+def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
+    """The row of each draw; ``None`` where each row has one."""
+    if not any(row.extra_seeds for row in rows):
+        return None
+    return [index for index, row in enumerate(rows) for _ in range(1 + len(row.extra_seeds))]
+
+
+def _draw(logits: Tensor, best: Tensor, rows: list[SampleRow]) -> Tensor:
+    """Tokens ``[D]`` for ``logits`` ``[S, vocab]`` with maxima ``best`` ``[S, 1]``; every row is random.
+
+    ``D`` counts all draws; the draws of a row follow each other.
+    """
+    count, vocab = logits.shape
+    device = logits.device
+    groups = -(-vocab // GROUPS_OF)
+    temperature = torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float32, device=device)
+    weights = torch.empty(count, groups * GROUPS_OF, dtype=torch.float32, device=device)
+    weights[:, vocab:] = 0.0
+    scaled = torch.sub(logits, best, out=weights[:, :vocab])  # at most 0, so no overflow at any temperature
+    scaled.div_(temperature).exp_()
+    _filter(weights, rows)
+
+    sums = _group_sums(weights, groups)
+    keys = torch.tensor(
+        [[draw_key(seed, row.position)] for row in rows for seed in (row.seed, *row.extra_seeds)], device=device
+    )
+    draws = _draws_of(rows)
+    owners = None if draws is None else torch.tensor(draws, device=device)
+    group_ids = torch.arange(groups, device=device)
+    race = exponential(keys, group_ids + _GROUP_CANDIDATES)
+    race = race / (sums if owners is None else sums[owners]).to(torch.float64)
+    group = race.argmin(dim=1, keepdim=True)
+    tokens = group + torch.arange(0, groups * GROUPS_OF, groups, device=device)
+    within = weights.gather(1, tokens) if owners is None else weights[owners[:, None], tokens]
+    race = exponential(keys, tokens) / within.to(torch.float64)
+    return tokens.gather(1, race.argmin(dim=1, keepdim=True))[:, 0]
+
+
+def _group_sums(weights: Tensor, groups: int) -> Tensor:
+    """Sums over the interleaved groups, ``[S, groups * GROUPS_OF] -> [S, groups]``; group = id % groups."""
+    sums = weights.view(weights.shape[0], GROUPS_OF, groups)
+    half = GROUPS_OF
+    while half > 1:
+        half //= 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def _filter(weights: Tensor, rows: list[SampleRow]) -> None:
+    """Zero the weights that min-p, top-k and top-p drop; each row of ``weights`` ``[S, P]`` has maximum 1."""
+    filtered = [
+        i for i, row in enumerate(rows) if row.params.min_p or row.params.top_k or row.params.top_p < 1.0
+    ]
+    if not filtered:
+        return
+    thresholds = [row.params.min_p for row in rows]
+    width = weights.shape[1]
+    largest_k = max(min(rows[i].params.top_k, width) for i in filtered)
+    if largest_k:
+        limited = [i for i in filtered if rows[i].params.top_k]
+        top = (weights if len(limited) == len(rows) else weights[limited]).topk(largest_k).values
+        places = torch.tensor([[min(rows[i].params.top_k, width) - 1] for i in limited], device=weights.device)
+        for i, value in zip(limited, top.gather(1, places)[:, 0].tolist(), strict=True):
+            thresholds[i] = max(thresholds[i], value)
+    nucleus = [i for i in filtered if rows[i].params.top_p < 1.0]
+    if weights.device.type == "cpu":
+        found = [_nucleus_threshold(weights[i].numpy(), thresholds[i], rows[i].params.top_p) for i in nucleus]
+    else:
+        found = _nucleus_thresholds(weights, nucleus, thresholds, [rows[i].params.top_p for i in nucleus])
+    for i, value in zip(nucleus, found, strict=True):
+        thresholds[i] = max(thresholds[i], value)
+    least = torch.tensor(thresholds, dtype=torch.float32, device=weights.device)
+    weights.masked_fill_(weights < least[:, None], 0.0)
+
+
+def _nucleus_threshold(weights: NDArray[np.float32], threshold: float, top_p: float) -> float:
+    """Weight of the last token that top-p keeps among those of at least ``threshold``."""
+    if threshold > 0.0:
+        likely = weights[weights >= np.float32(threshold)]
+        total = float(likely.sum(dtype=np.float64))
+    else:
+        total = float(weights.sum(dtype=np.float64))
+        # Sort no more than needed: lower the cut until what lies above it holds the nucleus.
+        cut = np.float32(_FIRST_CUT)
+        likely = weights[weights >= cut]
+        while likely.sum(dtype=np.float64) < top_p * total and cut > 0:
+            cut = cut / np.float32(16) if cut > _LAST_CUT else np.float32(0)
+            likely = weights[weights >= cut]
+    likely = np.sort(likely)[::-1]
+    place = int(np.searchsorted(np.cumsum(likely, dtype=np.float64), top_p * total))
+    return float(likely[min(place, len(likely) - 1)])
+
+
+def _nucleus_thresholds(
+    weights: Tensor, rows: Sequence[int], thresholds: Sequence[float], top_p: Sequence[float]
+) -> list[float]:
+    """What :func:`_nucleus_threshold` gives for ``rows`` of ``weights``, worked out where these are."""
+    found: list[float] = []
+    at_once = max(1, _SORTED_AT_ONCE // weights.shape[1])
+    for begin in range(0, len(rows), at_once):
+        some = rows[begin : begin + at_once]
+        ordered = weights[some].sort(dim=1, descending=True).values
+        least = torch.tensor([thresholds[i] for i in some], dtype=torch.float32, device=weights.device)
+        kept = ordered >= least[:, None]
+        sums = torch.where(kept, ordered, 0.0).cumsum(dim=1, dtype=torch.float64)
+        shares = torch.tensor(top_p[begin : begin + at_once], dtype=torch.float64, device=weights.device)
+        place = (sums < shares[:, None] * sums[:, -1:]).sum(dim=1)
+        place = torch.minimum(place, kept.sum(dim=1) - 1)
+        found += ordered.gather(1, place[:, None])[:, 0].tolist()
+    return found
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Lowest id of each row's maximum, int64 ``[S]``; a NaN counts as the maximum."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(axis=1))  # ten times as fast as torch's here
+    return logits.argmax(dim=1)
+
+
+def _ints(tokens: Tensor) -> list[int]:
+    return [int(token) for token in tokens.tolist()]

@@ -1,0 +1,308 @@
+"""What to do with the KV of a request that loses its blocks: copy it out and back in, or compute it again."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.kv.block_pool import InvariantError
+from engine.scheduling.estimators import STALE, CallCost, RunningMedian
+
+_TRIAL_FACTOR = 8.0  # an alternative that seems dearer than this is not worth trying
+_SURVIVAL_START = 0.5  # before anything is known it errs least
+_SURVIVAL_STEP = 1.0 / 16.0
+_KEPT_RATIOS = 512
+_KEPT_LESSONS = 32  # whose median is the typical survival
+
+
+class Recovery(enum.StrEnum):
+    """How a preempted request gets its KV back."""
+
+    RECOMPUTE = "recompute"  # run its tokens again; what survives in the prefix cache is found there
+    SWAP = "swap"  # copy its blocks to the host and back; what survives is not copied back
+
+
+class RecoveryMode(enum.StrEnum):
+    """The option ``recovery``."""
+
+    AUTO = "auto"  # whatever is expected to take less time
+    SWAP = "swap"  # whenever the host pool has room
+    RECOMPUTE = "recompute"
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast KV comes and goes; 0 where it is not known."""
+
+    prefill: float = 0.0  # tokens a second, once a step has begun
+    swap_out: float = 0.0  # blocks a second, once a copy has begun
+    swap_in: float = 0.0  # blocks a second, likewise
+    out_call: float = 0.0  # seconds of a swap-out beside those of its blocks
+    in_call: float = 0.0  # seconds of a swap-in beside those of its blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """What a request that is about to lose its blocks has."""
+
+    tokens: int  # whose KV is computed
+    blocks: int  # that hold them
+    to_copy: int  # of the blocks, those that a swap must copy to the host; the others are there
+    findable: int  # leading blocks that the prefix index knows
+    held: int  # of the findable ones, those that other requests hold, too, so that they surely survive
+    swappable: bool  # the host pool has room
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Decision:
+    """One choice, what it was likely to cost and what it has cost so far, in seconds."""
+
+    recovery: Recovery
+    estimate: float  # the likely cost; 0 where a rate is not known
+    other_estimate: float | None  # of the alternative; None where a rate is not known
+    tokens: int
+    blocks: int
+    findable: int
+    held: int
+    fallback: bool = False  # a swap was wanted but the host pool was full
+    trial: bool = False  # the dearer way, taken to measure it
+    outcome: float = 0.0
+    ended: bool = False
+    taught: bool = False  # what became of its findable blocks is known
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStats:
+    """Totals since the start, and what is believed now; times in seconds."""
+
+    decisions: dict[Recovery, int]
+    finished: dict[Recovery, int]
+    abandoned: int
+    fallbacks: int
+    trials: int
+    estimates: dict[Recovery, float]  # sums over the finished ones
+    outcomes: dict[Recovery, float]
+    median_ratio: dict[Recovery, float | None]  # outcome / estimate, of at most 512 that finished last
+    median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same; may be inf
+    rates: Rates
+    survival: float  # mean share of the findable blocks that nobody else holds that is found again
+
+    @property
+    def pending(self) -> int:
+        """Recoveries that have neither finished nor been abandoned."""
+        return sum(self.decisions.values()) - sum(self.finished.values()) - self.abandoned
+
+
+class RecoveryPolicy:
+    """Chooses a recovery for each preempted request, and learns from what the choices cost.
+
+    The expected cost of a swap is the time to copy out what is not on the host and to copy in what will not be
+    found again in the prefix index; that of a recompute is the time to run the tokens that will not be found.
+    All three have a fixed part: that of a copy, and that of a step, most of which few tokens pay, many share.
+    Rates start from a calibration and follow what steps measure, and the share of the findable blocks that
+    survives until the request comes back follows what is found then. Mostly all survive or none: the mean, that
+    decides what costs less in the long run, is hardly ever what happens, and a few slow steps raise the mean
+    cost. So a decision's ``estimate`` takes medians, of survival and of costs.
+
+    What is never chosen is never measured. So the dearer alternative is tried now and then: when its rate was
+    not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and so many
+    decisions have gone by that trials cost no more than 1/64 of the expected time (the first trial of each kind
+    waits for :data:`STALE` decisions only). Survival needs no trials: both ways teach it.
+
+    Args:
+        block_size: tokens of one KV block.
+        rates: calibrated at start; an unknown swap rate makes ``auto`` recompute.
+        refit_calls: whether the seconds of copies show their fixed parts. ``False`` where they are a pace times
+            blocks: a line through them would lose what the calibration found.
+    """
+
+    def __init__(self, mode: RecoveryMode, block_size: int, rates: Rates, *, refit_calls: bool = True) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size is {block_size} but must be at least 1")
+        self.mode = RecoveryMode(mode)
+        self._block_size = block_size
+        self._prefill = CallCost(rates.prefill)
+        self._out = CallCost(rates.swap_out, rates.out_call, refit=refit_calls)
+        self._in = CallCost(rates.swap_in, rates.in_call, refit=refit_calls)
+        self._survival = _SURVIVAL_START
+        self._lessons = 0
+        self._typical = RunningMedian(_KEPT_LESSONS)
+        self._allowance = 0.0  # seconds that the next trial may cost more than the cheaper way
+        self._last_trial = 0
+        self._tried: set[Recovery] = set()
+        self._total = 0
+        self._decisions = dict.fromkeys(Recovery, 0)
+        self._finished = dict.fromkeys(Recovery, 0)
+        self._abandoned = self._fallbacks = self._trials = 0
+        self._estimates = dict.fromkeys(Recovery, 0.0)
+        self._outcomes = dict.fromkeys(Recovery, 0.0)
+        self._ratios = {recovery: RunningMedian(_KEPT_RATIOS) for recovery in Recovery}
+        self._errors = {recovery: RunningMedian(_KEPT_RATIOS) for recovery in Recovery}
+
+    @property
+    def rates(self) -> Rates:
+        """What is believed now."""
+        out, back = self._out, self._in
+        return Rates(self._prefill.rate, out.rate, back.rate, out.call_seconds, back.call_seconds)
+
+    def choose(self, victim: Victim) -> Decision:
+        """Decide how a request recovers; called while it still holds its blocks.
+
+        A full host pool is no error: it makes a wanted swap a recompute, with ``fallback`` set.
+        """
+        estimates = self._expected(victim)
+        wanted = self._wanted(victim, estimates)
+        fallback = wanted is Recovery.SWAP and not victim.swappable
+        chosen = Recovery.RECOMPUTE if fallback else wanted
+        trial = (
+            not fallback and self.mode is RecoveryMode.AUTO and self._is_trial_due(victim, wanted, estimates)
+        )
+        if trial:
+            chosen = _other(wanted)
+        likely = self._likely(victim)
+        self._total += 1
+        self._decisions[chosen] += 1
+        self._fallbacks += fallback
+        self._trials += trial
+        return Decision(
+            recovery=chosen,
+            estimate=likely[chosen] or 0.0,
+            other_estimate=likely[_other(chosen)],
+            tokens=victim.tokens,
+            blocks=victim.blocks,
+            findable=victim.findable,
+            held=victim.held,
+            fallback=fallback,
+            trial=trial,
+        )
+
+    def resumed(self, decision: Decision, kept: int) -> None:
+        """Learn that ``kept`` leading blocks were still in the prefix index at re-admission.
+
+        Or earlier, once nothing is left but what others hold: who waits longest loses most, and if it taught
+        only at its return, survival would be believed to be that of those who come back soon. Each decision
+        teaches once.
+        """
+        unheld = decision.findable - decision.held
+        if unheld < 1 or decision.taught:
+            return
+        decision.taught = True
+        survived = min(max((kept - decision.held) / unheld, 0.0), 1.0)
+        self._lessons += 1
+        self._typical.add(survived)
+        step = max(_SURVIVAL_STEP, 1.0 / (self._lessons + 1))
+        self._survival += (survived - self._survival) * step
+
+    def spent(self, decision: Decision, seconds: float) -> None:
+        """Add to what ``decision`` has cost."""
+        decision.outcome += seconds
+
+    def done(self, decision: Decision) -> None:
+        """Count a recovery that is complete.
+
+        Raises:
+            InvariantError: it had ended before.
+        """
+        if decision.ended:
+            raise InvariantError(f"a {decision.recovery} was completed after it had ended")
+        decision.ended = True
+        recovery = decision.recovery
+        self._finished[recovery] += 1
+        self._estimates[recovery] += decision.estimate
+        self._outcomes[recovery] += decision.outcome
+        if decision.estimate > 0:
+            ratio = decision.outcome / decision.estimate
+            self._ratios[recovery].add(ratio)
+            self._errors[recovery].add(abs(1.0 - ratio) / ratio if ratio else float("inf"))
+
+    def abandon(self, decision: Decision) -> None:
+        """Drop a recovery that will not be completed; nothing happens if it has ended."""
+        if not decision.ended:
+            decision.ended = True
+            self._abandoned += 1
+
+    def saw_prefill(self, tokens: int, seconds: float) -> None:
+        """Learn what running ``tokens`` of one prompt or recompute took, their share of a step's time."""
+        self._prefill.measure(tokens, seconds, self._total)
+
+    def saw_swap_out(self, blocks: int, seconds: float) -> None:
+        """Learn what copying ``blocks`` of one request to the host took, its share of a step's copies."""
+        self._out.measure(blocks, seconds, self._total)
+
+    def saw_swap_in(self, blocks: int, seconds: float) -> None:
+        """Learn what copying ``blocks`` of one request from the host took, its share of a step's copies."""
+        self._in.measure(blocks, seconds, self._total)
+
+    def stats(self) -> RecoveryStats:
+        """Return a snapshot; O(1)."""
+        return RecoveryStats(
+            decisions=dict(self._decisions),
+            finished=dict(self._finished),
+            abandoned=self._abandoned,
+            fallbacks=self._fallbacks,
+            trials=self._trials,
+            estimates=dict(self._estimates),
+            outcomes=dict(self._outcomes),
+            median_ratio={recovery: ratios.value for recovery, ratios in self._ratios.items()},
+            median_error={recovery: errors.value for recovery, errors in self._errors.items()},
+            rates=self.rates,
+            survival=self._survival,
+        )
+
+    def _expected(self, victim: Victim) -> dict[Recovery, float | None]:
+        """What each way costs on average: what a choice goes by."""
+        kept = victim.held + self._survival * (victim.findable - victim.held)
+        out, back = self._out.mean(victim.to_copy), self._in.mean(victim.blocks - kept)
+        return _costs(out, back, self._prefill.mean(victim.tokens - kept * self._block_size))
+
+    def _likely(self, victim: Victim) -> dict[Recovery, float | None]:
+        """What each way costs most of the time: outcomes have long tails, so that is less than the average."""
+        typical = self._typical.value
+        survival = self._survival if typical is None else typical
+        kept = victim.held + survival * (victim.findable - victim.held)
+        out, back = self._out.likely(victim.to_copy), self._in.likely(victim.blocks - kept)
+        return _costs(out, back, self._prefill.likely(victim.tokens - kept * self._block_size))
+
+    def _wanted(self, victim: Victim, estimates: dict[Recovery, float | None]) -> Recovery:
+        if not victim.blocks or self.mode is RecoveryMode.RECOMPUTE:
+            return Recovery.RECOMPUTE
+        if self.mode is RecoveryMode.SWAP:
+            return Recovery.SWAP
+        swap, recompute = estimates[Recovery.SWAP], estimates[Recovery.RECOMPUTE]
+        cheaper = swap is not None and recompute is not None and swap < recompute
+        return Recovery.SWAP if cheaper else Recovery.RECOMPUTE
+
+    def _is_trial_due(self, victim: Victim, best: Recovery, estimates: dict[Recovery, float | None]) -> bool:
+        """Whether to measure the dearer alternative now; also sets aside what it may cost."""
+        other = _other(best)
+        low, high = estimates[best], estimates[other]
+        if low is None or high is None:
+            return False
+        self._allowance += low / STALE
+        stale = self._is_stale(other, victim)
+        rested = self._total - self._last_trial >= STALE
+        affordable = other not in self._tried or high - low <= self._allowance
+        possible = other is Recovery.RECOMPUTE or victim.swappable
+        if not (stale and rested and affordable and possible and high <= _TRIAL_FACTOR * low):
+            return False
+        self._tried.add(other)
+        self._last_trial = self._total
+        self._allowance = 0.0
+        return True
+
+    def _is_stale(self, recovery: Recovery, victim: Victim) -> bool:
+        if recovery is Recovery.RECOMPUTE:
+            return self._prefill.is_stale(self._total)
+        if victim.to_copy and self._out.is_stale(self._total):
+            return True
+        return self._in.is_stale(self._total)
+
+
+def _other(recovery: Recovery) -> Recovery:
+    return Recovery.SWAP if recovery is Recovery.RECOMPUTE else Recovery.RECOMPUTE
+
+
+def _costs(out: float | None, back: float | None, again: float | None) -> dict[Recovery, float | None]:
+    swap = None if out is None or back is None else out + back
+    return {Recovery.SWAP: swap, Recovery.RECOMPUTE: again}

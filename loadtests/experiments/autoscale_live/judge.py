@@ -1,0 +1,193 @@
+"""What was seen of the fleet, as figures: pure functions of the recording."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from loadtests.experiments.autoscale_live.load import Request
+from loadtests.experiments.autoscale_live.plan import REPLICAS
+from loadtests.experiments.autoscale_live.watch import EngineLook, ServeLook
+from loadtests.faults import longest_pause
+from loadtests.report import Figure
+
+GONE_S = 15.0
+REACTION_S = 3.0
+
+
+@dataclass(slots=True)
+class Recording:
+    """One run; times of ``time.perf_counter``. ``events`` are moments with a name, for the plot."""
+
+    began: float
+    serve: Sequence[ServeLook] = ()
+    engines: Sequence[EngineLook] = ()
+    rises: list[float] = field(default_factory=list)  # more clients came
+    killed: float = math.nan  # the controller
+    watched_s: float = 0.0  # since then, before anything else happened
+    left: float = math.nan  # the clients were told to leave
+    events: list[tuple[float, str]] = field(default_factory=list)
+    streams: list[list[Request]] = field(default_factory=list)  # the turns of each
+    asked: list[Request] = field(default_factory=list)  # by clients
+
+
+def figures(run: Recording) -> list[Figure]:
+    """All of the run whose controller is killed in its middle."""
+    serve = run.serve
+    turns = [turn for stream in run.streams for turn in stream]
+    stopped = stops(serve)
+    until = run.killed + run.watched_s
+    kill = "controller killed under load"
+    return [
+        Figure("streams cut", sum(turn.cut for turn in turns), "", 0, at_most=True),
+        Figure(
+            "streams complete",
+            sum(all(turn.whole for turn in one) for one in run.streams),
+            "",
+            len(run.streams),
+        ),
+        Figure("streams that ran from the first up to the last down in one go", through(run)),
+        Figure("shortest stream", min(sum(turn.seconds for turn in one) for one in run.streams), " s"),
+        Figure("longest pause of a stream", longest_pause(turn.outcome for turn in turns), " s"),
+        Figure("requests of clients", len(run.asked), "", 1),
+        Figure("requests of clients that failed", sum(not one.whole for one in run.asked), "", 0, at_most=True),
+        Figure("preemptions", max((look.preemptions for look in run.engines), default=0)),
+        Figure("replicas at the peak", max(len(look.running) for look in serve), "", REPLICAS),
+        Figure("replicas in the end", len(serve[-1].running), "", 1, at_most=True),
+        Figure("target in the end", serve[-1].target, "", 1, at_most=True),
+        *(
+            Figure(
+                f"up {number}: first request queued to new target",
+                reaction(at, serve, run.engines),
+                " s",
+                REACTION_S,
+                True,
+            )
+            for number, at in enumerate(run.rises, 1)
+        ),
+        Figure("ups after the load has gone", ups(serve, run.left), "", 0, at_most=True),
+        Figure("replicas stopped for less load", len(stopped), "", REPLICAS - 1),
+        Figure(
+            "longest from running to gone",
+            max((end - last for last, end in stopped.values()), default=0.0),
+            " s",
+            GONE_S,
+            True,
+        ),
+        Figure(f"{kill}: seen again after", back_after(serve, run.killed), " s"),
+        Figure(
+            f"{kill}: replicas stopped within {run.watched_s:.0f} s",
+            stopped_between(serve, run.killed, until),
+            "",
+            0,
+            True,
+        ),
+        Figure(
+            f"{kill}: changes of the target within {run.watched_s:.0f} s",
+            changes(serve, run.killed, until),
+            "",
+            0,
+            True,
+        ),
+    ]
+
+
+def reaction(rise: float, serve: Sequence[ServeLook], engines: Sequence[EngineLook]) -> float:
+    """Seconds from the first request that waits in an engine after ``rise`` to a higher target.
+
+    Counted from the look before the one that saw it, so rather too much; infinite if either was never seen.
+    """
+    began = waits_since(rise, engines)
+    before = _at(serve, rise)
+    if before is None or began == math.inf:
+        return math.inf
+    raised = next((look.at for look in serve if look.at > rise and look.target > before.target), math.inf)
+    return max(raised - began, 0.0)
+
+
+def waits_since(rise: float, engines: Sequence[EngineLook]) -> float:
+    """The last moment after ``rise`` at which no request was known to wait; infinite if none ever did."""
+    since = rise
+    for look in engines:
+        if look.at > rise:
+            if look.waiting:
+                return since
+            since = look.at
+    return math.inf
+
+
+def stops(serve: Sequence[ServeLook]) -> dict[str, tuple[float, float]]:
+    """Of each replica that left the running ones for good: when it was last seen there, and first seen gone.
+
+    A new controller does not call replicas running before it has found them again: these have not left.
+    """
+    last: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    for look in serve:
+        last.update(dict.fromkeys(look.running, look.at))
+        for name in look.ended:
+            ended.setdefault(name, look.at)
+    left = last.keys() - (serve[-1].states.keys() - _stopping(serve[-1]) - serve[-1].ended if serve else set())
+    return {name: (last[name], ended.get(name, math.inf)) for name in left}
+
+
+def stopped_between(serve: Sequence[ServeLook], began: float, ended: float) -> int:
+    """Replicas that ran at ``began`` and were told to stop, or ended, by ``ended``."""
+    before = _at(serve, began)
+    ran = before.running if before is not None else frozenset()
+    gone: set[str] = set()
+    for look in serve:
+        if began < look.at <= ended:
+            gone |= ran & (look.ended | _stopping(look))
+    return len(gone)
+
+
+def changes(serve: Sequence[ServeLook], began: float, ended: float) -> int:
+    """How often the target was another one than at the look before."""
+    before = _at(serve, began)
+    targets = [look.target for look in serve if began < look.at <= ended]
+    if before is not None:
+        targets.insert(0, before.target)
+    return sum(one != other for one, other in pairwise(targets))
+
+
+def ups(serve: Sequence[ServeLook], began: float) -> int:
+    """How often the target rose since."""
+    targets = [look.target for look in serve if look.at > began]
+    return sum(other > one for one, other in pairwise(targets))
+
+
+def back_after(serve: Sequence[ServeLook], killed: float) -> float:
+    """Seconds until the replicas that ran when the controller was killed were all seen to run again.
+
+    The first tenths of a second do not count: an answer may still be on its way.
+    """
+    before = _at(serve, killed)
+    if before is None:
+        return math.inf
+    return next(
+        (look.at - killed for look in serve if look.at > killed + 0.5 and before.running <= look.running),
+        math.inf,
+    )
+
+
+def through(run: Recording) -> int:
+    """Streams with a turn that began before the first up and ended after the last down."""
+    ups_at = [other.at for one, other in pairwise(run.serve) if other.target > one.target]
+    downs_at = [other.at for one, other in pairwise(run.serve) if other.target < one.target]
+    if not ups_at or not downs_at:
+        return 0
+    return sum(
+        any(turn.began < ups_at[0] and turn.ended > downs_at[-1] and turn.whole for turn in one)
+        for one in run.streams
+    )
+
+
+def _at(serve: Sequence[ServeLook], moment: float) -> ServeLook | None:
+    return next((look for look in reversed(serve) if look.at <= moment), None)
+
+
+def _stopping(look: ServeLook) -> frozenset[str]:
+    return frozenset(name for name, state in look.states.items() if state == "STOPPING")

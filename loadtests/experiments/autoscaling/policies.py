@@ -1,0 +1,185 @@
+"""The ways to set the number of replicas that are compared."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from app.autoscaling.kv_demand import ScalingState, decide
+from app.autoscaling.occupancy import decide_by_occupancy
+from app.autoscaling.scaling_config import ScalingConfig
+from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
+from loadtests.experiments.autoscaling.constants import STARTUP_S, TPOT_TARGET_S, TTFT_TARGET_S
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a policy sees at ``now``; reports are as old as the experiment's delay says."""
+
+    now: float
+    target: int
+    running: int
+    most: int
+    reports: Mapping[int, ReplicaStats]
+    queued: int
+    ongoing: int
+    """Requests that have come and not ended."""
+
+
+class ScalingPolicy(Protocol):
+    """Asked once a second."""
+
+    name: str
+
+    def __call__(self, view: View) -> int:
+        """The target."""
+
+
+class _Rule:
+    """One of the rules that production runs."""
+
+    name = ""
+
+    def __init__(
+        self, rule: Callable[[Snapshot, ScalingConfig, ScalingState], Decision], **options: Any
+    ) -> None:
+        self.config = ScalingConfig(
+            ttft_target_s=TTFT_TARGET_S, tpot_target_s=TPOT_TARGET_S, report_interval_s=1.0, **options
+        )
+        self.state = ScalingState()
+        self.last: Decision | None = None
+        self._rule = rule
+
+    def __call__(self, view: View) -> int:
+        """The decision's target."""
+        snapshot = Snapshot(view.now, view.target, view.running, 1, view.most, view.reports, float(view.queued))
+        self.last = self._rule(snapshot, self.config, self.state)
+        return self.last.target
+
+
+class KvDemand(_Rule):
+    """Ours."""
+
+    name = "kv demand"
+
+    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
+        super().__init__(decide, startup_s=startup_s, **options)
+
+
+class Occupancy(_Rule):
+    """The usual ratio rule on used KV memory, which Quire has, too, with the guards of its own rule."""
+
+    name = "occupancy 70 %"
+
+    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
+        super().__init__(decide_by_occupancy, startup_s=startup_s, **options)
+
+
+class Saturation:
+    """One up where spare KV memory or queue room is small, one down where the rest could carry it."""
+
+    name = "saturation +-1"
+
+    def __init__(self) -> None:
+        self._calm_since: float | None = None
+
+    def __call__(self, view: View) -> int:
+        """At most one step, and none while replicas start."""
+        if not view.reports or view.running < view.target:
+            return view.target
+        occupied = [one.referenced_blocks / one.num_blocks for one in view.reports.values()]
+        queues = [one.backlog_tokens / 1_000.0 if one.waiting_blocks else 0.0 for one in view.reports.values()]
+        loose = [
+            (0.8 - used, 5.0 - queue)
+            for used, queue in zip(occupied, queues, strict=True)
+            if used < 0.8 and queue < 5.0
+        ]
+        if (
+            not loose
+            or sum(a for a, _ in loose) / len(loose) < 0.1
+            or sum(b for _, b in loose) / len(loose) < 3.0
+        ):
+            self._calm_since = None
+            return min(view.target + 1, view.most)
+        count = len(occupied)
+        fewer = sum(occupied) / max(count - 1, 1)
+        if count > 1 and 0.8 - fewer >= 0.1 and not any(queues):
+            if self._calm_since is None:
+                self._calm_since = view.now
+            if view.now - self._calm_since >= 240.0:
+                self._calm_since = view.now
+                return view.target - 1
+        else:
+            self._calm_since = None
+        return view.target
+
+
+class RayDefault:
+    """Ray Serve's default policy as its controller calls it: with factors, delays and bounds around it.
+
+    It is fed with the ongoing requests, averaged over Serve's look-back period.
+    """
+
+    def __init__(self, most: int, target: float, up_s: float, down_s: float) -> None:
+        from ray.serve.autoscaling_policy import _apply_autoscaling_config, default_autoscaling_policy
+        from ray.serve.config import AutoscalingConfig
+
+        self._policy = _apply_autoscaling_config(default_autoscaling_policy)
+        self.name = f"Ray {target:g}, {up_s:g}/{down_s:g} s"
+        self._config = AutoscalingConfig(
+            min_replicas=1,
+            max_replicas=most,
+            target_ongoing_requests=target,
+            upscale_delay_s=up_s,
+            downscale_delay_s=down_s,
+        )
+        self._state: dict[str, Any] = {}
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def __call__(self, view: View) -> int:
+        """Call it with a context of this moment."""
+        from unittest.mock import patch
+
+        from ray.serve.config import AutoscalingContext
+
+        self._seen.append((view.now, view.ongoing))
+        while self._seen[0][0] < view.now - self._config.look_back_period_s:
+            self._seen.popleft()
+        ongoing = sum(count for _, count in self._seen) / len(self._seen)
+        context = AutoscalingContext(
+            deployment_id=None,
+            deployment_name="engine",
+            app_name="quire",
+            current_num_replicas=view.running,
+            target_num_replicas=view.target,
+            running_replicas=[],
+            total_num_requests=ongoing,
+            total_queued_requests=0,
+            aggregated_metrics={},
+            raw_metrics={},
+            capacity_adjusted_min_replicas=1,
+            capacity_adjusted_max_replicas=view.most,
+            policy_state=self._state,
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=view.now,
+            config=self._config,
+        )
+        # Its delays read the clock.
+        with patch("ray.serve.autoscaling_policy.time.time", lambda: view.now):
+            wanted, self._state = self._policy(context)
+        return int(min(max(wanted, 1), view.most))
+
+
+class Static:
+    """Always as many."""
+
+    def __init__(self, count: int) -> None:
+        self.name = f"static {count}"
+        self._count = count
+
+    def __call__(self, view: View) -> int:
+        """That many."""
+        return self._count

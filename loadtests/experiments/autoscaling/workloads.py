@@ -1,0 +1,164 @@
+"""What arrives when: traces, and synthetic loads for what traces do not show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConfigError
+from loadtests.experiments.autoscaling.constants import LONGEST_TRACE_S, MOST_REQUESTS
+from loadtests.experiments.memory.traces import TraceError, read_records
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True, eq=False)
+class Workload:
+    """Requests in the order of their arrival: seconds, and lengths in tokens."""
+
+    name: str
+    arrival: Floats
+    prompt: Floats
+    output: Floats
+    seconds: float
+    hit_share: float = 0.0  # of each prompt, found in the prefix cache
+    overload_at: float = math.inf  # from then on more comes than the first replicas can serve
+
+
+def poisson(
+    name: str,
+    rate: npt.ArrayLike,
+    seconds: float,
+    prompt: tuple[float, float],
+    output: tuple[float, float],
+    seed: int,
+) -> Workload:
+    """Poisson arrivals at ``rate`` requests per second, one rate for each equal part of the time.
+
+    Lengths are log-normal: mean, and standard deviation of the logarithm.
+    """
+    draw = np.random.default_rng(seed)
+    rates = np.atleast_1d(np.asarray(rate, float))
+    part = seconds / len(rates)
+    counts = draw.poisson(rates * part)
+    starts = np.repeat(np.arange(len(rates)) * part, counts)
+    arrival = np.sort(starts + draw.random(len(starts)) * part)
+
+    def lengths(mean: float, spread: float) -> Floats:
+        drawn = draw.lognormal(math.log(mean) - spread**2 / 2, spread, len(arrival))
+        return np.maximum(np.rint(drawn), 1.0)
+
+    return Workload(name, arrival, lengths(*prompt), lengths(*output), seconds)
+
+
+CHAT = ((1_000.0, 0.8), (250.0, 0.6))
+LONG_DECODE = ((600.0, 0.5), (2_500.0, 0.5))
+LONG_PROMPTS = ((12_000.0, 0.5), (100.0, 0.5))
+SHORT_CHAT = ((50.0, 0.5), (500.0, 0.5))
+
+
+def constant(seed: int, rate: float = 8.0, seconds: float = 1_800.0) -> Workload:
+    """The same rate throughout."""
+    return poisson("constant", rate, seconds, *CHAT, seed)
+
+
+def day(seed: int, peak: float = 120.0, seconds: float = 7_200.0) -> Workload:
+    """A day in two hours: from a tenth of the peak up and back, with a dent at noon."""
+    at = np.linspace(0.0, 1.0, 240)
+    wave = 0.1 + 0.9 * np.sin(np.pi * at) ** 2 * (1.0 - 0.25 * np.exp(-(((at - 0.5) / 0.06) ** 2)))
+    return poisson("day", peak * wave, seconds, *CHAT, seed)
+
+
+def step_up(seed: int, rate: float = 20.0, seconds: float = 1_800.0) -> Workload:
+    """Three times the rate in the middle third."""
+    return poisson("step x3", [rate, 3 * rate, rate], seconds, *CHAT, seed)
+
+
+def saw_tooth(seed: int, peak: float = 80.0, seconds: float = 3_600.0) -> Workload:
+    """Six ramps from a tenth of the peak, each ending at once."""
+    ramp = np.linspace(0.1, 1.0, 60)
+    return poisson("saw-tooth", peak * np.tile(ramp, 6), seconds, *CHAT, seed)
+
+
+def burst(seed: int, rate: float = 60.0, seconds: float = 1_800.0) -> Workload:
+    """Next to nothing, then ten minutes of load, then next to nothing."""
+    return poisson("idle, burst", [0.05, rate, 0.05], seconds, *CHAT, seed)
+
+
+def long_decode(seed: int, rate: float = 10.0, seconds: float = 1_800.0) -> Workload:
+    """Short prompts and long answers: KV-bound. The rate doubles and falls back to where it was."""
+    at = np.linspace(0.0, 1.0, 60)
+    return poisson("long decode", rate * (0.6 + 0.6 * np.sin(np.pi * at)), seconds, *LONG_DECODE, seed)
+
+
+def many(seed: int, replicas: int, seconds: float) -> Workload:
+    """Long prompts and answers, for so many replicas about half full."""
+    return poisson("many replicas", 0.4 * replicas, seconds, (8_000.0, 0.5), (4_000.0, 0.5), seed)
+
+
+def long_prompts(seed: int, rate: float = 6.0, seconds: float = 1_800.0) -> Workload:
+    """Long prompts and short answers: prefill-bound. The rate nearly triples and falls back."""
+    at = np.linspace(0.0, 1.0, 60)
+    return poisson("long prompts", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *LONG_PROMPTS, seed)
+
+
+_CALM_S, _RUSH_S = 60.0, 10.0
+
+
+def overload(seed: int, rate: float) -> Workload:
+    """Chat at a constant rate, then at ten times that."""
+    parts = [*[rate] * round(_CALM_S / _RUSH_S), 10.0 * rate]
+    made = poisson("prompts x10", parts, _CALM_S + _RUSH_S, *CHAT, seed)
+    # It may begin at any moment between two samples of the reports.
+    shift = float(np.random.default_rng(seed).random())
+    seconds = made.seconds + shift
+    return replace(made, arrival=made.arrival + shift, seconds=seconds, overload_at=_CALM_S + shift)
+
+
+def short_chat(seed: int, rate: float = 60.0, seconds: float = 1_800.0) -> Workload:
+    """Short prompts and answers: seats run out first. The rate nearly triples and falls back."""
+    at = np.linspace(0.0, 1.0, 60)
+    return poisson("short chat", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *SHORT_CHAT, seed)
+
+
+JITTER_S = 10.0
+"""Copies of a trace's request come within so many seconds after it."""
+
+
+def trace(path: Path, times: int, seed: int) -> Workload:
+    """A recorded load (Azure's CSV or Mooncake's JSON lines), each request ``times`` times.
+
+    Nothing is shared between prompts, whatever their hash ids say.
+
+    Raises:
+        ConfigError: no file, of neither form, with a wrong line (which it names), or too much for one run.
+    """
+    most = MOST_REQUESTS // times
+    try:
+        records = read_records(path, most + 1)
+    except TraceError as error:
+        raise ConfigError(str(error)) from error
+    if len(records) > most:
+        raise ConfigError(
+            f"{path}: more than {most} requests, {times} times each, exceed the {MOST_REQUESTS} of one run; "
+            "a smaller --times or a shorter file does not"
+        )
+    length = records[-1].arrival - records[0].arrival
+    if length > LONGEST_TRACE_S:
+        raise ConfigError(
+            f"{path}: {length:.0f} s from the first request to the last, but at most {LONGEST_TRACE_S:.0f} s "
+            "can be simulated"
+        )
+    rows = np.array([(one.arrival, one.prompt, one.output) for one in records], float)
+    rows[:, 0] -= rows[0, 0]
+    many = np.repeat(rows, times, axis=0)
+    if times > 1:
+        many[:, 0] += np.random.default_rng(seed).random(len(many)) * JITTER_S
+    many = many[np.argsort(many[:, 0], kind="stable")]
+    name = f"{path.stem}{f' x {times}' if times > 1 else ''}"
+    arrival, prompt, output = many[:, 0].copy(), np.maximum(many[:, 1], 1.0), np.maximum(many[:, 2], 1.0)
+    return Workload(name, arrival, prompt, output, math.ceil(arrival[-1]))

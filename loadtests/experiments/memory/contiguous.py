@@ -1,0 +1,115 @@
+"""Contiguous allocation with iteration-level scheduling, as published for Orca (Yu et al., OSDI 2022)."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from loadtests.experiments.memory.buddy import BuddyAllocator
+from loadtests.experiments.memory.constants import MAX_LENGTH, POOL_SLOTS, StepCost
+from loadtests.experiments.memory.jobs import Job
+from loadtests.experiments.memory.measure import Meter, Result
+
+
+class Reservation(enum.Enum):
+    """Slots that a request takes when it starts, kept until it ends."""
+
+    MAX = "Orca Max"  # the longest sequence that the model allows
+    POW2 = "Orca Pow2"  # room for an output of the next power of two, so at most twice the true one
+    ORACLE = "Orca Oracle"  # prompt and true output: not possible, an upper bound
+
+    def slots(self, job: Job) -> int:
+        """How many slots ``job`` reserves."""
+        if self is Reservation.MAX:
+            return MAX_LENGTH
+        if self is Reservation.POW2:
+            return min(MAX_LENGTH, len(job.prompt) + BuddyAllocator.rounded(job.output))
+        return job.total
+
+
+def simulate_contiguous(
+    jobs: Sequence[Job],
+    reservation: Reservation,
+    cost: StepCost,
+    meter: Meter,
+    slots: int = POOL_SLOTS,
+    progress: Callable[[], object] = lambda: None,
+) -> Result:
+    """Run ``jobs`` (in order of arrival), in their order: one that finds no free run blocks those behind it.
+
+    A request starts in any step; its prompt runs whole in its first one, together with the others' decodes.
+    A request for several sequences reserves a run for each, and its prompt, computed once, is stored in each.
+    """
+    buddy = BuddyAllocator(slots)
+    waiting: deque[Job] = deque()
+    running: list[tuple[int, int, Job, list[int], int]] = []  # (last step, tie, job, runs, slots reserved)
+    arrivals = deque(jobs)
+    now = 0.0
+    step = 0
+    rows = stored = needed = reserved = batch = 0
+    while arrivals or waiting or running:
+        while arrivals and arrivals[0].arrival <= now:
+            waiting.append(arrivals.popleft())
+        prefill = started = 0
+        context = stored  # of those that decode
+        while waiting:
+            job = waiting[0]
+            size = reservation.slots(job)
+            runs = _allocate(buddy, size, job.width)
+            if runs is None:
+                break
+            waiting.popleft()
+            heapq.heappush(running, (step + job.output, step * 2**20 + started, job, runs, size))
+            started += 1
+            prefill += len(job.prompt)
+            stored += job.width * len(job.prompt)
+            needed += job.width * job.total
+            reserved += job.width * size
+            batch += 1
+        if not running:
+            if waiting:
+                size = reservation.slots(waiting[0])
+                raise ValueError(f"{waiting[0].name} needs runs of {size} slots and can never start")
+            now = arrivals[0].arrival
+            continue
+        stored += rows  # each decode stores the token that the step before made
+        seconds = cost.step(prefill, rows, context)
+        now += seconds
+        meter.step(
+            seconds,
+            tokens=stored,
+            reserved=needed - stored,
+            internal=reserved - needed,
+            allocated=reserved,
+            batch=batch,
+            waiting=bool(waiting),
+        )
+        step += 1
+        rows = sum(entry[2].width for entry in running) if started else rows
+        while running and running[0][0] == step:
+            _, _, job, runs, size = heapq.heappop(running)
+            for run in runs:
+                buddy.release(run)
+            rows -= job.width
+            stored -= job.width * (job.total - 1)
+            needed -= job.width * job.total
+            reserved -= job.width * size
+            batch -= 1
+            meter.end(job, now)
+            progress()
+    return meter.result(now)
+
+
+def _allocate(buddy: BuddyAllocator, size: int, count: int) -> list[int] | None:
+    """``count`` runs of ``size`` slots, or none at all."""
+    runs: list[int] = []
+    for _ in range(count):
+        run = buddy.allocate(size)
+        if run is None:
+            for taken in runs:
+                buddy.release(taken)
+            return None
+        runs.append(run)
+    return runs

@@ -1,0 +1,128 @@
+"""What a simulated run is measured by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from loadtests.experiments.memory.constants import POOL_SLOTS
+from loadtests.experiments.memory.jobs import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Slots of the KV memory, or shares of it."""
+
+    tokens: float  # hold a token's K and V
+    reserved: float  # will hold one of the request that they belong to
+    internal: float  # belong to a request that will never use them
+    external: float  # belong to nobody who could use them: rounding, and free runs that are too short
+
+    @property
+    def allocated(self) -> float:
+        """Slots that belong to a request, without the rounding of the allocator."""
+        return self.tokens + self.reserved + self.internal
+
+    def percent(self) -> tuple[float, float, float, float]:
+        """The four parts, in percent of their sum."""
+        whole = (self.tokens + self.reserved + self.internal + self.external) / 100
+        return (self.tokens / whole, self.reserved / whole, self.internal / whole, self.external / whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Averages over a run; those of memory and batch are over the time in which requests waited.
+
+    ``token_share`` is tokens over allocated slots, in percent. ``latency`` is normalised: the mean over
+    requests of the time from arrival to end over the number of output tokens, in seconds.
+    """
+
+    system: str
+    split: Split
+    batch: float
+    token_share: float
+    latency: float
+    throughput: float  # requests per second while requests waited
+    seconds: float  # simulated, until the last request ended
+    steps: int
+    preemptions: int = 0
+    hits: float = 0.0  # prompt tokens found in the prefix cache, percent
+
+
+@dataclass(slots=True)
+class Meter:
+    """Collects a :class:`Result` step by step.
+
+    Averages of memory and batch begin when ``warm_up`` requests have ended and cover the steps in which
+    requests wait (the system is saturated), or all steps if ``saturated`` is false.
+    """
+
+    system: str
+    warm_up: int
+    saturated: bool = True
+    slots: int = POOL_SLOTS
+    _time: float = 0.0
+    _tokens: float = 0.0
+    _reserved: float = 0.0
+    _internal: float = 0.0
+    _allocated: float = 0.0
+    _rows: float = 0.0
+    _ended: int = 0
+    _ended_in_window: int = 0
+    _open: bool = False
+    _latencies: list[float] = field(default_factory=list)
+    _now: float = 0.0
+    _steps: int = 0
+
+    def step(
+        self,
+        seconds: float,
+        *,
+        tokens: int,
+        reserved: int,
+        internal: int,
+        allocated: int,
+        batch: int,
+        waiting: bool,
+    ) -> None:
+        """Account for one step; ``allocated`` slots belong to requests, ``batch`` requests ran."""
+        self._now += seconds
+        self._steps += 1
+        self._open = self._ended >= self.warm_up and (waiting or not self.saturated)
+        if not self._open:
+            return
+        self._time += seconds
+        self._tokens += seconds * tokens
+        self._reserved += seconds * reserved
+        self._internal += seconds * internal
+        self._allocated += seconds * allocated
+        self._rows += seconds * batch
+
+    def end(self, job: Job, now: float) -> None:
+        """Account for a request that ended at ``now``."""
+        self._ended += 1
+        self._ended_in_window += self._open
+        self._latencies.append((now - job.arrival) / job.output)
+
+    def result(self, now: float, preemptions: int = 0, hits: float = 0.0) -> Result:
+        """The averages.
+
+        Raises:
+            ValueError: no step was measured.
+        """
+        if not self._time:
+            raise ValueError(f"{self.system}: no request ever waited after the first {self.warm_up} had ended")
+        time = self._time
+        used = (self._tokens + self._reserved + self._internal) / time
+        split = Split(self._tokens / time, self._reserved / time, self._internal / time, self.slots - used)
+        return Result(
+            self.system,
+            split,
+            batch=self._rows / time,
+            token_share=100 * self._tokens / self._allocated,
+            latency=sum(self._latencies) / len(self._latencies),
+            throughput=self._ended_in_window / time,
+            seconds=now,
+            steps=self._steps,
+            preemptions=preemptions,
+            hits=hits,
+        )

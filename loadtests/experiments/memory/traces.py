@@ -1,0 +1,198 @@
+"""Reads recorded traffic: the Azure LLM trace (CSV) and Mooncake's (JSON lines)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import TextIO
+
+from loadtests.experiments.memory.constants import MAX_LENGTH
+from loadtests.experiments.memory.jobs import Job, own_tokens
+
+HASHED_TOKENS = 512
+"""Prompt tokens that one of Mooncake's ``hash_ids`` stands for."""
+
+AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+_LONGEST_LINE = 1 << 20  # characters
+_MOST_TOKENS = 100_000_000
+_LATEST_MS = 1e15
+_COVERED = 0.9  # share of requests that must fit the context length after scaling
+
+
+class TraceError(ValueError):
+    """A trace cannot be read; the message names the file and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line: arrival in seconds, lengths in tokens; ``hash_ids`` name the prompt's 512-token blocks."""
+
+    arrival: float
+    prompt: int
+    output: int
+    hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace as jobs, and what was changed so that they fit.
+
+    Lengths are divided by ``factor``; ``clipped`` of the jobs were still too long and lost the end of their
+    prompt. ``rate`` is the trace's own, in requests per second.
+    """
+
+    name: str
+    jobs: list[Job]
+    factor: int
+    clipped: int
+    rate: float
+
+
+def read_trace(path: Path, limit: int, max_length: int = MAX_LENGTH) -> Trace:
+    """Read the first ``limit`` requests of a trace and scale them to at most ``max_length`` tokens each.
+
+    The factor is the smallest power of two with which nine of ten requests fit. Tokens of a Mooncake block
+    depend on its hash id alone, so prompts share what they shared in the recorded traffic.
+
+    Raises:
+        TraceError: names file, line and what is wrong there.
+    """
+    records = read_records(path, limit)
+    totals = sorted(record.prompt + record.output for record in records)
+    usual = totals[min(len(totals) - 1, int(_COVERED * len(totals)))]
+    factor = 1
+    while factor < HASHED_TOKENS and usual > max_length * factor:
+        factor *= 2
+    jobs = []
+    clipped = 0
+    begin = records[0].arrival
+    for number, record in enumerate(records):
+        prompt = max(1, record.prompt // factor)
+        output = min(max(1, record.output // factor), max_length - 1)
+        clipped += prompt > max_length - output
+        prompt = min(prompt, max_length - output)
+        tokens = _prompt_tokens(record, number, prompt, HASHED_TOKENS // factor)
+        jobs.append(Job(f"trace-{number}", record.arrival - begin, tokens, output))
+    span = records[-1].arrival - begin
+    return Trace(path.name, jobs, factor, clipped, len(jobs) / span if span > 0 else float(len(jobs)))
+
+
+def read_records(path: Path, limit: int) -> list[Record]:
+    """The first ``limit`` records of a file in either format, in order of arrival.
+
+    Raises:
+        TraceError: the file cannot be read, is in neither format, or holds a wrong line.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            first = lines.readline(_LONGEST_LINE)
+            if not first.strip():
+                raise TraceError(
+                    f"{path}: line 1: empty, but must begin a trace in Azure's or Mooncake's format"
+                )
+            lines.seek(0)
+            read = _mooncake if first.lstrip().startswith("{") else _azure
+            records = list(islice(read(path, _lines(path, lines)), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    if not records:
+        raise TraceError(f"{path}: line 2: no request follows the header")
+    return sorted(records, key=lambda record: record.arrival)
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    number = 1
+    while line := file.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise TraceError(f"{path}: line {number}: longer than {_LONGEST_LINE} characters")
+        yield line
+        number += 1
+
+
+def _rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(lines)
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise TraceError(f"{path}: line {reader.line_num}: not CSV: {error}") from error
+
+
+def _azure(path: Path, lines: Iterator[str]) -> Iterator[Record]:
+    rows = _rows(path, lines)
+    header = tuple(cell.strip() for cell in next(rows)[1])
+    if header != AZURE_HEADER:
+        raise TraceError(
+            f"{path}: line 1: the header is {','.join(header)[:80]!r} but must be {','.join(AZURE_HEADER)!r} "
+            "(Azure), or every line a JSON object (Mooncake)"
+        )
+    for number, row in rows:
+        if not row:
+            continue
+        where = f"{path}: line {number}"
+        if len(row) != len(AZURE_HEADER):
+            raise TraceError(f"{where}: {len(row)} columns but there must be {len(AZURE_HEADER)}")
+        prompt, output = (_length(row[i], where, AZURE_HEADER[i]) for i in (1, 2))
+        yield Record(_time(row[0], where), prompt, output)
+
+
+def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{where}: not JSON: {getattr(error, 'msg', error)}") from error
+        if not isinstance(entry, dict):
+            raise TraceError(f"{where}: {type(entry).__name__} but must be a JSON object")
+        missing = [name for name in _MOONCAKE_KEYS if name not in entry]
+        if missing:
+            raise TraceError(f"{where}: without {', '.join(missing)}")
+        prompt = _length(entry["input_length"], where, "input_length")
+        output = _length(entry["output_length"], where, "output_length")
+        stamp, hashes = entry["timestamp"], entry["hash_ids"]
+        # An integer may be too large for a float.
+        if type(stamp) not in (int, float) or not abs(stamp) < _LATEST_MS:
+            raise TraceError(f"{where}: timestamp is {repr(stamp)[:60]} but must be a number of milliseconds")
+        if not isinstance(hashes, list) or not all(type(one) is int and one >= 0 for one in hashes):
+            raise TraceError(f"{where}: hash_ids must be a list of integers of at least 0")
+        blocks = -(-prompt // HASHED_TOKENS)
+        if len(hashes) < blocks:
+            raise TraceError(f"{where}: {len(hashes)} hash_ids but input_length {prompt} has {blocks} blocks")
+        yield Record(stamp / 1000, prompt, output, tuple(hashes))
+
+
+def _time(text: str, where: str) -> float:
+    try:
+        # Azure writes seven digits of a second; Python reads six
+        return datetime.fromisoformat(text.strip()[:26]).timestamp()
+    except (ValueError, OverflowError) as error:
+        example = "2023-11-16 18:15:46.68"
+        raise TraceError(f"{where}: TIMESTAMP is {text[:40]!r} but must be like {example!r}") from error
+
+
+def _length(value: object, where: str, name: str) -> int:
+    try:
+        length = int(value) if isinstance(value, str | int) and not isinstance(value, bool) else -1
+    except ValueError:
+        length = -1
+    if not 0 <= length <= _MOST_TOKENS:
+        raise TraceError(f"{where}: {name} is {repr(value)[:60]} but must be an integer of 0 to {_MOST_TOKENS}")
+    return length
+
+
+def _prompt_tokens(record: Record, number: int, length: int, block: int) -> tuple[int, ...]:
+    """``length`` tokens: those of the hash ids, ``block`` each, then the request's own."""
+    tokens: list[int] = []
+    for identity in record.hash_ids[: -(-length // block)]:
+        tokens.extend(range((identity + 1) * HASHED_TOKENS, (identity + 1) * HASHED_TOKENS + block))
+    tokens = tokens[:length]
+    return (*tokens, *own_tokens(number, length - len(tokens)))

@@ -1,0 +1,100 @@
+"""Openings are tokenized once, and never change a token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from app.api.chat import PromptTokenizer
+from app.api.openai_types import ChatMessage
+from app.api.openings import LEAST_CHARS, MAX_CHARS, MAX_OPENINGS, Openings
+
+SPECIAL = re.compile(r"<\|end\|>")
+
+
+class Letters:
+    """One token for each character, or, if ``context`` is set, one that depends on the text's length."""
+
+    def __init__(self, context: bool = False) -> None:
+        self.context = context
+        self.chars = 0
+
+    def __call__(self, text: str) -> list[int]:
+        self.chars += len(text)
+        return [ord(char) + len(text) * self.context for char in text]
+
+
+def chat(first: str, second: str) -> str:
+    return f"{first}<|end|>{second}<|end|>"
+
+
+def test_an_opening_is_tokenized_once() -> None:
+    encode = Letters()
+    openings = Openings(encode, SPECIAL)
+    first = "s" * LEAST_CHARS
+    for second in ("a", "b", "c"):
+        text = chat(first, second)
+        assert openings.encode(text, first) == list(map(ord, text))
+    assert openings.hits == 2
+    whole = LEAST_CHARS + len("<|end|>")
+    assert encode.chars == 3 * len(chat("", "a")[len("<|end|>") :]) + 2 * whole + len("a<|end|>")
+
+
+def test_a_tokenizer_that_cannot_be_cut_is_not() -> None:
+    openings = Openings(Letters(context=True), SPECIAL)
+    first = "s" * LEAST_CHARS
+    for second in ("a", "bb", "ccc"):
+        text = chat(first, second)
+        assert openings.encode(text, first) == Letters(context=True)(text)
+
+
+@pytest.mark.parametrize("text", [chat("s" * LEAST_CHARS, "x"), "no special token", ""])
+def test_what_has_no_opening_is_encoded_whole(text: str) -> None:
+    openings = Openings(Letters(), SPECIAL)
+    for first in ("short", "t" * LEAST_CHARS):
+        assert openings.encode(text, first) == list(map(ord, text))
+    assert openings.hits == 0
+
+
+def test_one_owners_openings_save_another_nothing() -> None:
+    encode = Letters()
+    openings = Openings(encode, SPECIAL)
+    first = "s" * LEAST_CHARS
+    cost = []
+    for owner in (("one", ""), ("two", ""), ("one", "salt"), ("one", "")):
+        before = encode.chars
+        assert openings.encode(chat(first, "x"), first, owner) == list(map(ord, chat(first, "x")))
+        cost.append(encode.chars - before)
+    assert (openings.hits, cost[0] == cost[1] == cost[2] > cost[3]) == (1, True)
+
+
+def test_memory_is_bounded() -> None:
+    openings = Openings(Letters(), SPECIAL)
+    for number in range(2 * MAX_OPENINGS):
+        first = f"{number:05d}" * (LEAST_CHARS // 5)
+        openings.encode(chat(first, "x"), first, owner=number)
+    assert len(openings._known) == MAX_OPENINGS
+    first = "s" * (MAX_CHARS - 50)
+    openings.encode(chat(first, "x"), first)
+    assert openings._chars <= MAX_CHARS
+
+
+def test_the_bundled_model_gets_the_same_tokens(bundled_model: Path) -> None:
+    tokenizer = PromptTokenizer(bundled_model)
+    rng = random.Random(0)
+    words = ["shop", " élan", "\n\n", "  ", "123", "don't", "\t", "日本", "."]
+
+    def check(system: str, user: str) -> None:
+        messages = [ChatMessage("system", system), ChatMessage("user", user)]
+        expected = tokenizer._encode(tokenizer._render(messages, [system, user]))
+        assert asyncio.run(tokenizer.encode_chat(messages, 8192)) == expected
+
+    for _ in range(20):
+        system = "".join(rng.choices(words, k=600))
+        for _ in range(4):
+            check(system, "".join(rng.choices(words, k=20)))
+    assert tokenizer.openings.hits == 60

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+
+from app.api import sse
+from app.api.sse import EventStream, WholeResponse
+from app.fleet.engine_client import UnavailableError
+
+
+class Connection:
+    """One HTTP exchange: what was sent to the client, and when the client leaves."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.left = asyncio.Event()
+        self._more = asyncio.Event()
+
+    async def receive(self) -> Any:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+        self._more.set()
+
+    async def until_sent(self, messages: int) -> None:
+        while len(self.sent) < messages:
+            self._more.clear()
+            await self._more.wait()
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    @property
+    def complete(self) -> bool:
+        return not self.sent[-1].get("more_body", False)
+
+
+class Events:
+    """A source of events that knows whether it was closed."""
+
+    def __init__(self, *steps: bytes | Exception | asyncio.Event) -> None:
+        self._steps = steps
+        self.closed = False
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for step in self._steps:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    yield step
+        finally:
+            await asyncio.sleep(0)  # closing may take a while, too
+            self.closed = True
+
+
+async def exchange(response: Any, connection: Connection) -> None:
+    await response({"type": "http"}, connection.receive, connection.send)
+
+
+def test_each_event_is_sent_by_itself_after_the_headers() -> None:
+    async def main() -> None:
+        events, connection = Events(b"a", b"b"), Connection()
+        await exchange(EventStream(events.stream()), connection)
+        assert connection.status == 200
+        assert [message.get("body") for message in connection.sent] == [None, b"a", b"b", b""]
+        assert connection.complete
+        assert events.closed
+
+    asyncio.run(main())
+
+
+def test_an_error_before_the_first_event_has_its_own_status() -> None:
+    async def main() -> None:
+        events, connection = Events(UnavailableError("none")), Connection()
+        await exchange(EventStream(events.stream()), connection)
+        assert connection.status == 503
+        assert (b"retry-after", b"1") in connection.sent[0]["headers"]
+        assert json.loads(connection.body)["error"]["message"] == "none"
+        assert events.closed
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [UnavailableError("none is left"), ZeroDivisionError("secret")])
+def test_a_later_error_is_an_event_that_ends_the_stream(error: Exception) -> None:
+    async def main() -> None:
+        events, connection = Events(b"data: 1\n\n", error), Connection()
+        await exchange(EventStream(events.stream()), connection)
+        first, last = connection.body.decode().removesuffix("\n\n").split("\n\n")
+        assert first == "data: 1"
+        told = json.loads(last.removeprefix("data: "))["error"]
+        assert set(told) == {"message", "type", "param", "code"}
+        assert "secret" not in told["message"]
+        assert connection.complete
+
+    asyncio.run(main())
+
+
+def test_headers_and_comments_come_while_the_first_event_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "HEADERS_WITHIN_S", 0.01)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        events, connection = Events(gate, b"a", UnavailableError("gone")), Connection()
+        running = asyncio.create_task(exchange(EventStream(events.stream()), connection))
+        await connection.until_sent(3)
+        gate.set()
+        await running
+        assert connection.status == 200
+        assert connection.body.startswith(sse.KEEP_ALIVE)
+        assert connection.body.count(b"a", 0, connection.body.index(b"data:")) >= 1
+        assert b'"gone"' in connection.body
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["disconnect", "cancel"])
+def test_events_are_closed_when_the_client_leaves_or_the_server_cancels(how: str) -> None:
+    async def main() -> None:
+        events, connection = Events(b"a", asyncio.Event()), Connection()
+        running = asyncio.create_task(exchange(EventStream(events.stream()), connection))
+        await connection.until_sent(2)
+        if how == "disconnect":
+            connection.left.set()
+            await running
+        else:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        assert events.closed
+        assert len(connection.sent) == 2
+
+    asyncio.run(main())
+
+
+def test_a_whole_response_is_given_up_when_the_client_leaves() -> None:
+    async def main() -> None:
+        begun, given_up = asyncio.Event(), asyncio.Event()
+
+        async def make() -> Response:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+            return Response()
+
+        connection = Connection()
+        running = asyncio.create_task(exchange(WholeResponse(make()), connection))
+        await begun.wait()
+        connection.left.set()
+        await running
+        assert given_up.is_set()
+        assert connection.sent == []
+
+    asyncio.run(main())

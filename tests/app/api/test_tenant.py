@@ -1,0 +1,130 @@
+"""Tenants share no prefixes, whatever their clients send, and an operator can empty the prefix caches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import httpx
+import pytest
+from local_server import COUNT, LocalServer
+from starlette.datastructures import Headers
+
+from app.api.tenant import tenant_of
+from app.fleet.cache_reset import CacheReset
+
+SECRET = "Bearer sk-very-secret"
+_first_tokens = itertools.count(100)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """Two full blocks of 16 and 8 more that no other test has sent."""
+    return [next(_first_tokens)] * 40
+
+
+@pytest.fixture
+def tenants(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "tenant_header", "Authorization")
+
+
+def cached(http: httpx.Client, prompt: list[int], headers: dict[str, str], salt: str | None = None) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+    response = http.post("/v1/completions", json=body, headers=headers)
+    return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_tenant_is_a_digest_of_the_headers_value() -> None:
+    headers = Headers({"authorization": SECRET})
+    tenant = tenant_of(headers, "AUTHORIZATION")
+    assert len(tenant) == 32
+    assert int(tenant, 16) > 0
+    assert tenant == tenant_of(Headers({"Authorization": SECRET}), "authorization")
+    assert tenant != tenant_of(Headers({"authorization": SECRET + "x"}), "authorization")
+    assert tenant_of(headers, None) == tenant_of(headers, "x-tenant") == ""
+
+
+def test_a_second_header_leads_away_from_every_other_tenant() -> None:
+    def of(*values: str) -> str:
+        return tenant_of(Headers(raw=[(b"x-tenant", value.encode()) for value in values]), "x-tenant")
+
+    assert len({of("a"), of("b"), of("a", "b"), of("b", "a"), of("a,b"), of("a", ""), of("")}) == 7
+    assert tenant_of(Headers(raw=[(b"x-tenant", b"\xff")]), "x-tenant")
+
+
+@pytest.mark.usefixtures("tenants")
+def test_prefixes_are_shared_within_a_tenant_only(http: httpx.Client, prompt: list[int]) -> None:
+    one, two = {"authorization": "Bearer one"}, {"AUTHORIZATION": "Bearer two"}
+    assert [cached(http, prompt, one), cached(http, prompt, one)] == [0, 32]
+    assert [cached(http, prompt, two), cached(http, prompt, two)] == [0, 32]
+    assert [cached(http, prompt, {}), cached(http, prompt, {})] == [0, 32]
+
+
+@pytest.mark.usefixtures("tenants")
+def test_a_salt_divides_a_tenants_blocks_and_never_reaches_anothers(
+    http: httpx.Client, prompt: list[int]
+) -> None:
+    one, two = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    digest = tenant_of(Headers(one), "authorization")
+    assert [cached(http, prompt, one), cached(http, prompt, one, "s"), cached(http, prompt, one, "s")] == [
+        0,
+        0,
+        32,
+    ]
+    for salt in ("", "s", digest, "Bearer one"):
+        assert cached(http, prompt, two, salt) == 0
+
+
+def test_without_the_option_the_header_divides_nothing(http: httpx.Client, prompt: list[int]) -> None:
+    assert cached(http, prompt, {"authorization": "Bearer one"}) == 0
+    assert cached(http, prompt, {"authorization": "Bearer two"}) == 32
+
+
+@pytest.mark.usefixtures("tenants")
+def test_the_value_is_in_no_error_and_in_no_log(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    for body in ({"prompt": "a", "max_tokens": 1}, {"prompt": ""}, {"prompt": [10**9]}, {"x": 1}):
+        response = http.post("/v1/completions", json=body, headers={"authorization": SECRET})
+        assert "secret" not in response.text
+    assert "secret" not in caplog.text
+
+
+# ---- POST /admin/reset_prefix_cache
+
+
+@pytest.fixture
+def admin(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(server.service, "admin_routes", True)
+    return "/admin/reset_prefix_cache"
+
+
+def test_the_route_does_not_exist_unless_it_is_switched_on(http: httpx.Client) -> None:
+    response = http.post("/admin/reset_prefix_cache")
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "there is no route '/admin/reset_prefix_cache'"
+
+
+def test_a_reset_frees_the_cached_blocks(
+    server: LocalServer, http: httpx.Client, admin: str, prompt: list[int]
+) -> None:
+    cached(http, prompt, {})
+    blocks = server.client.engine.stats().scheduler.cached_blocks
+    assert blocks >= 2
+    response = http.post(admin)
+    assert (response.status_code, response.json()) == (200, {"replicas": 1, "freed_blocks": blocks})
+    assert cached(http, prompt, {}) == 0
+    assert http.post("/v1/completions", json=COUNT).status_code == 200
+
+
+def test_a_replica_that_did_not_reset_is_an_error_that_names_it(
+    server: LocalServer, http: httpx.Client, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reset() -> CacheReset:
+        return CacheReset({"abc": 7}, {"def": "no answer within 30 s"})
+
+    monkeypatch.setattr(server.client, "reset_prefix_cache", reset)
+    response = http.post(admin)
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["code"] == "reset_failed"
+    assert error["message"] == "1 replicas freed 7 blocks, 1 failed: def: no answer within 30 s"

@@ -1,0 +1,307 @@
+"""One engine's channels: leases, epochs, bounds, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from loopback import LIMITS
+
+from app.channel import wire
+from app.channel.channel import MAX_UNACKNOWLEDGED, Channel, UnknownEpochError
+from app.channel.engine_end import ChannelHub
+from engine.engine_thread import StepOutputs
+from engine.request import FinishReason, TokenDelta
+from engine.scheduling.load import EngineLoad
+
+LEASE_S = 5.0
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Setting:
+    """A hub under a clock of its own."""
+
+    def __init__(self, load: EngineLoad | None = None) -> None:
+        self.clock = Clock()
+        self.aborted: list[str] = []
+        self.hub = ChannelHub(
+            wire.Hello(LIMITS), self.aborted.append, clock=self.clock, lease_s=LEASE_S, beat_s=0.02, load=load
+        )
+
+    async def open(self, cid: str = "ingress", epoch: int = 1) -> AsyncIterator[bytes]:
+        stream = self.hub.stream(cid, epoch)
+        frame = wire.unpack_frame(await anext(stream))
+        assert frame.hello == wire.Hello(LIMITS)
+        assert (frame.epoch, frame.sequence) == (epoch, 0)
+        return stream
+
+    def token(self, number: int, index: int, token: int, end: FinishReason | None = None) -> None:
+        self.hub.deliver([TokenDelta(f"e{number}", index, (token,), end, final=end is not None)])
+
+
+def run(test: Callable[[Setting], Coroutine[Any, Any, None]], load: EngineLoad | None = None) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            await test(Setting(load))
+
+    asyncio.run(main())
+
+
+async def next_records(stream: AsyncIterator[bytes]) -> list[wire.Record]:
+    while True:
+        frame = wire.unpack_frame(await anext(stream))
+        if frame.records:
+            return frame.records
+
+
+def test_records_of_one_step_share_a_frame_and_waiting_tokens_merge() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        for number in (1, 2):
+            setting.hub.attach("ingress", 1, number, f"e{number}")
+        setting.hub.deliver([TokenDelta("e1", 0, (10,)), TokenDelta("e2", 0, (20,))])
+        setting.token(1, 1, 11)
+        records = await next_records(stream)
+        assert [(r.attempt, r.index, r.token_ids) for r in records] == [(1, 0, [10, 11]), (2, 0, [20])]
+        setting.token(2, 1, 21, FinishReason.STOP)
+        (record,) = await next_records(stream)
+        assert (record.index, record.token_ids, record.end) == (1, [21], FinishReason.STOP)
+
+    run(test)
+
+
+def test_sequences_of_an_attempt_are_apart_and_its_final_record_comes_last() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        ends = FinishReason.LENGTH
+        setting.hub.deliver([TokenDelta("e1", 0, (10 + sequence,), sequence=sequence) for sequence in range(3)])
+        setting.hub.deliver([TokenDelta("e1", 1, (21,), ends, sequence=1)])
+        setting.hub.deliver([TokenDelta("e1", 1, (32,), sequence=2), TokenDelta("e1", 1, (30,))])
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 1
+        # Sequence 0 began first and ends last: its record must not lead to the end before the others are read.
+        setting.hub.deliver(
+            [TokenDelta("e1", 2, (42,), ends, sequence=2), TokenDelta("e1", 2, (40,), ends, final=True)]
+        )
+        records = await next_records(stream)
+        assert [(r.attempt, r.sequence, r.index, r.token_ids, r.end, r.final) for r in records] == [
+            (1, 1, 0, [11, 21], ends, False),
+            (1, 2, 0, [12, 32, 42], ends, False),
+            (1, 0, 0, [10, 30, 40], ends, True),
+        ]
+        assert await attempt.done == 8
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.aborted == []
+
+    run(test)
+
+
+def test_an_attempt_lives_until_all_its_sequences_have_ended() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.hub.deliver([TokenDelta("e1", 0, (10,), FinishReason.STOP, sequence=1)])
+        assert not attempt.done.done()
+        assert setting.hub.detach(attempt)
+        assert setting.hub.snapshot()["ingress"] == {
+            "epoch": 1, "attempts": 0, "unsent": 0, "frames": 1, "acknowledged": 0
+        }  # fmt: skip
+
+    run(test)
+
+
+def test_end_gives_the_count_and_frees_the_attempt() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.token(1, 0, 10)
+        setting.token(1, 1, 11, FinishReason.LENGTH)
+        assert await attempt.done == 2
+        assert not setting.hub.detach(attempt)
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.aborted == []
+
+    run(test)
+
+
+def test_load_comes_at_once_to_who_opens_a_channel() -> None:
+    idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 8)
+    busy = replace(idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, held_up=3)
+
+    async def test(setting: Setting) -> None:
+        # No clock moves: nothing here waits for a beat or a flush, or for a first step.
+        hub = setting.hub
+        for epoch, load in ((1, idle), (2, busy)):
+            stream = await setting.open(epoch=epoch)
+            frame = wire.unpack_frame(await anext(stream))
+            assert frame.load is not None
+            for name in (
+                "waiting_tokens",
+                "running",
+                "free",
+                "prefill_rate",
+                "waiting",
+                "held_up",
+                "max_running",
+            ):
+                assert getattr(frame.load, name) == getattr(load, name)
+            assert (frame.load.acknowledged, frame.load.num_blocks) == (0, LIMITS.num_blocks)
+            hub.attach("ingress", epoch, 5, "e5")
+            hub.on_step(StepOutputs([], ["e5"], None, busy))
+            frame = wire.unpack_frame(await anext(stream))
+            assert frame.load is not None
+            assert (frame.load.acknowledged, frame.load.waiting) == (5, 4)
+
+    run(test, idle)
+
+
+def test_silence_is_broken_by_empty_frames() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        setting.clock.now = 1.0
+        frame = wire.unpack_frame(await anext(stream))
+        assert (frame.records, frame.sequence) == ([], 1)
+
+    run(test)
+
+
+def test_lease_ends_without_beats_and_aborts_what_runs() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.clock.now = LEASE_S - 0.1
+        assert setting.hub.beat("ingress", 1, 0)
+        setting.clock.now = 2 * LEASE_S - 0.2
+        await asyncio.sleep(0.1)
+        assert setting.aborted == []
+        setting.clock.now = 2 * LEASE_S
+        with pytest.raises(UnknownEpochError, match="no beat for 5 s"):
+            await attempt.done
+        assert setting.aborted == ["e1"]
+        assert not setting.hub.beat("ingress", 1, 0)
+        assert not any([wire.unpack_frame(frame).records async for frame in stream])
+
+    run(test)
+
+
+def test_newer_epoch_replaces_the_older_one() -> None:
+    async def test(setting: Setting) -> None:
+        older = await setting.open(epoch=1)
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        await setting.open(epoch=2)
+        with pytest.raises(UnknownEpochError, match="epoch 2 replaced it"):
+            await attempt.done
+        assert setting.aborted == ["e1"]
+        with pytest.raises(StopAsyncIteration):
+            await anext(older)
+        with pytest.raises(UnknownEpochError):
+            setting.hub.attach("ingress", 1, 2, "e2")
+        with pytest.raises(UnknownEpochError, match="not older"):
+            await anext(setting.hub.stream("ingress", 2))
+        assert not setting.hub.beat("ingress", 1, 0)
+        assert setting.hub.beat("ingress", 2, 0)
+
+    run(test)
+
+
+def test_channels_of_two_ingresses_are_apart() -> None:
+    async def test(setting: Setting) -> None:
+        first, second = await setting.open("one"), await setting.open("two")
+        setting.hub.attach("one", 1, 1, "e1")
+        setting.hub.attach("two", 1, 1, "e2")
+        setting.token(1, 0, 10)
+        setting.token(2, 0, 20)
+        assert [record.token_ids for record in await next_records(first)] == [[10]]
+        assert [record.token_ids for record in await next_records(second)] == [[20]]
+        await first.aclose()  # type: ignore[attr-defined]
+        assert setting.aborted == ["e1"]
+        assert set(setting.hub.snapshot()) == {"two"}
+
+    run(test)
+
+
+def test_unacknowledged_frames_are_bounded_and_nothing_is_lost() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        setting.hub.attach("ingress", 1, 1, "e1")
+        tokens: list[int] = []
+        frames = 1
+        for index in range(3000):
+            setting.token(1, index, index)
+            if frames < MAX_UNACKNOWLEDGED:
+                (record,) = await next_records(stream)
+                tokens += record.token_ids
+                frames += 1
+        waiting = asyncio.ensure_future(next_records(stream))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        snapshot = setting.hub.snapshot()["ingress"]
+        assert (snapshot["frames"], snapshot["unsent"]) == (MAX_UNACKNOWLEDGED, 1)
+        assert setting.hub.beat("ingress", 1, frames)
+        (record,) = await waiting
+        assert record.index == len(tokens)
+        assert tokens + record.token_ids == list(range(3000))
+
+    run(test)
+
+
+def test_attempts_unknown_to_the_ingress_are_aborted() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        lost = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.hub.attach("ingress", 1, 2, "e2")
+        assert setting.hub.beat("ingress", 1, 0, stale=[1, 77])
+        assert setting.aborted == ["e1"]
+        with pytest.raises(UnknownEpochError, match="forgot"):
+            await lost.done
+
+    run(test)
+
+
+def test_last_tokens_leave_before_a_dying_engines_channel_ends() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.token(1, 0, 10)
+        setting.hub.close_all("the engine died")
+        assert [record.token_ids for record in await next_records(stream)] == [[10]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        with pytest.raises(UnknownEpochError, match="the engine died"):
+            await attempt.done
+        with pytest.raises(UnknownEpochError, match="the engine died"):
+            await anext(setting.hub.stream("ingress", 5))
+
+    run(test)
+
+
+def test_detached_attempt_leaves_nothing_behind() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        setting.token(1, 0, 10)
+        assert setting.hub.detach(attempt)
+        setting.token(1, 1, 11)
+        snapshot = setting.hub.snapshot()["ingress"]
+        assert (snapshot["attempts"], snapshot["unsent"]) == (0, 0)
+
+    run(test)
+
+
+def test_blocked_property_counts_frames_in_flight() -> None:
+    channel = Channel("c", 1, 0.0, sequence=MAX_UNACKNOWLEDGED - 1)
+    assert not channel.blocked
+    channel.sequence += 1
+    assert channel.blocked

@@ -1,0 +1,215 @@
+"""Whatever becomes of one call or of the driver of a request, its client gets tokens or an error."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_client_setting import collect, quiet, request, run, started, until
+from kv_loopback import SCHEME, KvReplica
+from loopback import LoopbackHandle, expected_tokens, stepping
+
+from app.fleet.engine_client import EngineClient, GenerationError
+from app.routing.fleet import NotAcceptedError
+from engine.request import CacheNamespace
+
+
+def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+
+        def broken(*_: Any) -> bytes:
+            raise ValueError("a test broke it")
+
+        monkeypatch.setattr("app.channel.wire.pack_submission", broken)
+        with pytest.raises(GenerationError, match="internal error"):
+            await collect(client, request([1]))
+        assert quiet(handle, client)
+        await client.stop()
+
+    run(test)
+
+
+def test_calls_that_cannot_be_sent_are_tried_again() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        send = handle.generate.remote
+        failures = [ConnectionError("no router"), RuntimeError("no loop")]
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return send(*args, **kwargs)
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_call_that_serve_cancels_is_tried_again() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        send = handle.generate.remote
+        sent = []
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            sent.append(kwargs["meta"]["attempt"])
+            if len(sent) > 1:
+                return send(*args, **kwargs)
+            cancelled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            cancelled.cancel()
+            return cancelled
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert len(sent) == 2
+        await client.stop()
+
+    run(test)
+
+
+def test_a_channel_that_serve_cancels_is_opened_again() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        open_channel = handle.channel.remote
+
+        class Cancelled:
+            def __aiter__(self) -> Cancelled:
+                return self
+
+            async def __anext__(self) -> bytes:
+                raise asyncio.CancelledError
+
+            def cancel(self) -> None:
+                pass
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            handle.channel.remote = open_channel
+            return Cancelled()
+
+        handle.channel.remote = remote
+        (only,) = handle.replicas.values()
+        for channel in list(only.hub._channels.values()):
+            only.hub.close(channel, "a test broke it")
+        async with stepping(handle):
+            await until(lambda: handle.channel.remote is open_channel)
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await client.stop()
+
+    run(test)
+
+
+def test_a_replica_that_comes_back_is_used_at_once() -> None:
+    async def test() -> None:
+        handle, client = await started(1, unavailable_after_s=10.0)
+        (only,) = handle.replicas.values()
+        first = asyncio.ensure_future(collect(client, request([3], 300)))
+        await until(lambda: bool(only.engine.live))
+        handle.announce()  # its request keeps the channel open
+        await until(lambda: client.status()["replicas"] == 0)
+        second = asyncio.ensure_future(collect(client, request([4], 5)))
+        await asyncio.sleep(0.01)
+        handle.announce(only.name)
+        await until(lambda: len(only.engine.live) == 2)
+        async with stepping(handle):
+            assert await first == expected_tokens([3], 300)
+            assert await second == expected_tokens([4], 5)
+        await client.stop()
+
+    run(test)
+
+
+def test_the_replica_whose_channel_broke_is_avoided() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        jobs = [asyncio.ensure_future(collect(client, request([index], 50))) for index in range(4)]
+        victim, other = handle.replicas.values()
+        await until(lambda: len(victim.engine.live) == 2)
+        victim.kill()
+        await until(lambda: len(other.engine.live) == 4)
+        avoided = [live.avoid for live in client._live.values()]
+        assert sorted(avoided) == ["", "", victim.name, victim.name]
+        async with stepping(handle):
+            await asyncio.gather(*jobs)
+        await client.stop()
+
+    run(test)
+
+
+def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
+    async def test() -> None:
+        handle, prompt = LoopbackHandle(0), list(range(40))
+        client = EngineClient(handle)
+        job = asyncio.ensure_future(collect(client, request(prompt)))
+        await until(lambda: client.status()["live_requests"] == 1)
+        send, sent = handle.generate.remote, []
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            sent.append(list(kwargs["meta"]["keys"]))
+            return send(*args, **kwargs)
+
+        # The client has the handle's method already.
+        client._calls._generate = SimpleNamespace(remote=remote)
+        handle.replicas["kv"] = KvReplica("kv")
+        handle.announce("kv")
+        async with stepping(handle):
+            assert await job == expected_tokens(prompt, 30)
+        assert sent == [SCHEME.keys(prompt, CacheNamespace())]
+        await client.stop()
+
+    run(test)
+
+
+def test_a_client_accounts_for_itself() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        job = asyncio.ensure_future(collect(client, request([1], 5)))
+        async with stepping(handle):
+            await job
+        account = client.inspect()
+        assert account["index"].keys() == account["channels"].keys() == handle.replicas.keys()
+        assert [state["digest"] for state in account["index"].values()] == [None, None], "they cache nothing"
+        assert (account["live_requests"], account["cordoned"], account["faults"]) == (0, [], 0)
+        assert account["running"].keys() <= handle.replicas.keys()
+        assert account["index_counters"]["gaps"] == 0
+        await client.stop()
+        assert client.inspect()["index"] == {}
+
+    run(test)
+
+
+def test_a_client_that_has_not_started_has_nothing_to_tell() -> None:
+    async def test() -> None:
+        client = EngineClient(LoopbackHandle(2))
+        assert client.inspect()["replicas"] == 0
+
+    run(test)
+
+
+def test_replicas_that_do_not_accept_a_call_have_not_failed_under_it() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        send = handle.generate.remote
+        left = [6]  # more than the faults that a request is allowed
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if not left[0]:
+                return send(*args, **kwargs)
+            left[0] -= 1
+            refused: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            refused.set_exception(NotAcceptedError("it is full"))
+            return refused
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await client.stop()
+
+    run(test)

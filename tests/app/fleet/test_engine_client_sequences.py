@@ -1,0 +1,332 @@
+"""Requests for several sequences outlive their replica as single ones do, each sequence by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from engine_client_setting import break_at_random, collect, collect_all, quiet, run, started, until
+from engine_client_setting import request as single
+from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+
+from app.api.generation import GenerateRequest, GenerationError
+from app.channel import wire
+from app.fleet.engine_client import EngineClient, UnavailableError
+from app.fleet.live_request import EXPECTED_TOKENS, LiveRequest
+from app.routing.calibration import OutputLength
+from app.routing.ledger import Ledger, Route
+from engine.errors import InvalidRequestError
+from engine.request import FinishReason, TokenDelta
+from engine.sampling_params import SamplingParams
+
+
+def request(prompt: list[int], n: int, max_tokens: int = 30, **params: Any) -> GenerateRequest:
+    return GenerateRequest("r", prompt, SamplingParams(max_tokens=max_tokens, n=n, **params))
+
+
+def expected(prompt: list[int], n: int, max_tokens: int = 30) -> list[list[int]]:
+    return [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+
+
+def busy(handle: LoopbackHandle) -> LoopbackReplica:
+    return next(replica for replica in handle.replicas.values() if replica.engine.live and not replica.dead)
+
+
+def assert_learned(handle: LoopbackHandle, outputs: list[list[int]]) -> None:
+    """One request has ended: what comes of a sequence is learned from all of its own, whoever made them."""
+    before, learned = Ledger().typical_output, OutputLength()
+    learned.learn(sum(map(len, outputs)) / len(outputs))
+    assert handle.fleet.ledger.typical_output == pytest.approx(learned.tokens)
+    assert learned.tokens != before
+
+
+async def until_busy(handle: LoopbackHandle) -> LoopbackReplica:
+    await until(lambda: any(replica.engine.live and not replica.dead for replica in handle.replicas.values()))
+    return busy(handle)
+
+
+def test_sequences_arrive_each_whole_and_leave_nothing() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        async with stepping(handle):
+            results = await asyncio.gather(*(collect_all(client, request([i], 1 + i % 5)) for i in range(20)))
+            assert results == [expected([i], 1 + i % 5) for i in range(20)]
+            await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_every_unfinished_sequence_goes_on_after_a_kill_and_ended_ones_do_not_run_again() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        job = asyncio.ensure_future(collect_all(client, request([5], 4, 20)))
+        victim = await until_busy(handle)
+        for _ in range(18):
+            victim.engine.step()
+            await asyncio.sleep(0.002)
+        (made,) = victim.engine.made.values()
+        assert set(made) == {0, 1}, "sequences 2 and 3 have ended"
+        victim.kill()
+        other = await until_busy(handle)
+        (moved,) = other.engine.live.values()
+        assert moved.token_ids == [5]
+        assert moved.generated_before == 0
+        assert moved.outputs[2:] == (None, None)
+        assert [len(output or ()) for output in moved.outputs[:2]] == [18, 18]
+        async with stepping(handle):
+            assert await job == expected([5], 4, 20)
+            await until(lambda: quiet(handle, client))
+        assert_learned(handle, expected([5], 4, 20))
+        await client.stop()
+
+    run(test)
+
+
+def test_ranked_requests_begin_again() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        wanted = request([7], 2, 40, best_of=4, temperature=1.0)
+        job = asyncio.ensure_future(collect_all(client, wanted))
+        victim = await until_busy(handle)
+        for _ in range(20):
+            victim.engine.step()
+        victim.kill()
+        other = await until_busy(handle)
+        (moved,) = other.engine.live.values()
+        assert (moved.token_ids, moved.outputs, moved.generated_before) == ([7], (), 0)
+        assert moved.params.best_of == 4
+        assert moved.params.seed is not None
+        async with stepping(handle):
+            assert await job == expected([7], 2, 40)
+            await until(lambda: quiet(handle, client))
+        assert_learned(handle, expected([7], 2, 40))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_single_beam_search_result_begins_again_too() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        wanted = request([7], 1, 10, use_beam_search=True, beam_width=3)
+        job = asyncio.ensure_future(collect(client, wanted))
+        victim = await until_busy(handle)
+        victim.engine.step()
+        victim.kill()
+        async with stepping(handle):
+            assert await job == expected_tokens([7], 10)
+        await client.stop()
+
+    run(test)
+
+
+def test_leaving_early_aborts_all_sequences_at_once() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        deltas = client.generate(request([5], 3, 500))
+        async with stepping(handle):
+            async for delta in deltas:
+                if delta.index == 3:
+                    break
+            await deltas.aclose()  # type: ignore[attr-defined]
+            await until(lambda: len(only.engine.aborted) == 1)
+            await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_an_error_in_one_sequence_ends_the_request_with_it() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        job = asyncio.ensure_future(collect_all(client, request([5], 3, 500, use_beam_search=True)))
+        only = await until_busy(handle)
+        (name,) = only.engine.live
+        only.engine.live.clear()
+        # Live beams have numbers and lengths that no result has.
+        only.hub.deliver(
+            [
+                TokenDelta(name, 17, (), FinishReason.ERROR, error="it broke", sequence=70),
+                TokenDelta(name, 17, (), FinishReason.ERROR, error="it broke", sequence=71, final=True),
+            ]
+        )
+        with pytest.raises(GenerationError, match="it broke"):
+            await job
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_record_of_a_sequence_that_is_not_due_moves_the_request() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        job = asyncio.ensure_future(collect_all(client, request([5], 2, 10)))
+        first = await until_busy(handle)
+        (name,) = first.engine.live
+        first.engine.step()
+        await asyncio.sleep(0.01)
+        first.hub.deliver([TokenDelta(name, 5, (1,), sequence=1)])
+        await until(lambda: not first.engine.live)
+        async with stepping(handle):
+            assert await job == expected([5], 2, 10)
+        await client.stop()
+
+    run(test)
+
+
+def test_an_engine_that_ends_before_all_sequences_have_is_found_out() -> None:
+    live = LiveRequest(request([1], 2))
+    live.accept(wire.Record(1, 0, [4], end=FinishReason.STOP, sequence=1, final=True))
+    assert live.ended
+    assert isinstance(live.deltas.get_nowait(), GenerationError)
+
+
+def test_what_is_due() -> None:
+    live = LiveRequest(request([1], 2))
+    live.accept(wire.Record(1, 0, [4, 5], sequence=1))
+    live.accept(wire.Record(1, 0, [4], end=FinishReason.STOP, sequence=0))
+    assert live.is_due(wire.Record(1, 2, [6], sequence=1))
+    assert not live.is_due(wire.Record(1, 0, [4], sequence=1))
+    assert not live.is_due(wire.Record(1, 1, [6], sequence=0)), "it has ended"
+    assert not live.is_due(wire.Record(1, 0, [6], sequence=2)), "there is none"
+    assert live.is_due(wire.Record(1, 9, [], end=FinishReason.ABORT, sequence=99))
+
+
+def test_the_prompt_is_booked_once_and_the_output_for_each_sequence() -> None:
+    plain = LiveRequest(request(list(range(50)), 3, 100))
+    assert plain.routing_meta(1)["prefill"] == 50
+    assert plain.routing_meta(1)["decode"] == 3 * 100
+    plain.accept(wire.Record(1, 0, [1] * 40, sequence=1))
+    plain.accept(wire.Record(1, 0, [1] * 10, end=FinishReason.STOP, sequence=0))
+    assert plain.routing_meta(2)["prefill"] == 50 + 40
+    assert plain.routing_meta(2)["decode"] == 60 + 100
+    beams = LiveRequest(request([1], 1, 1000, use_beam_search=True, beam_width=5))
+    assert beams.routing_meta(1)["decode"] == 5 * EXPECTED_TOKENS
+
+
+def test_outputs_that_are_longer_here_are_expected_to_be() -> None:
+    ledger = Ledger()
+    ledger.open(Route("r", 1))
+    for attempt in range(300):
+        live = LiveRequest(request([1] * 50, 1, 2000))
+        live.typical = ledger.typical_output
+        ledger.expect(attempt)
+        booking = ledger.book("r", attempt, 50, live.routing_meta(attempt)["decode"])
+        ledger.release(attempt, made=1500)
+    assert 1400 < booking.decode <= 1500
+    live = LiveRequest(request([1] * 50, 1, 100))
+    live.typical = ledger.typical_output
+    assert live.routing_meta(1)["decode"] == 100
+
+
+def test_sequences_that_can_never_run_are_refused() -> None:
+    async def test() -> None:
+        _, client = await started(1)
+        with pytest.raises(InvalidRequestError, match="beams"):
+            await collect_all(client, request([1], 2, 9000, use_beam_search=True, beam_width=60))
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_faults_lose_and_double_nothing(seed: int) -> None:
+    async def test() -> None:
+        rng = random.Random(seed)
+        handle, client = await started(3, unavailable_after_s=5.0)
+        wanted = [
+            request([index, seed], 1 + index % 4, 300, **({"best_of": 5} if index % 3 == 0 else {}))
+            for index in range(24)
+        ]
+        jobs = [asyncio.ensure_future(collect_all(client, one)) for one in wanted]
+        async with stepping(handle):
+            await break_at_random(handle, rng)
+            results = await asyncio.gather(*jobs)
+            assert results == [expected(one.token_ids, one.params.n, 300) for one in wanted]
+            await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+# ---- the prefix caches
+
+
+async def with_caches(replicas: int) -> tuple[LoopbackHandle, EngineClient]:
+    handle, client = await started(replicas)
+    for count, replica in enumerate(handle.replicas.values(), start=1):
+        replica.cached_blocks = 10 * count
+    return handle, client
+
+
+def test_every_routable_replica_empties_its_prefix_cache() -> None:
+    async def test() -> None:
+        _, client = await with_caches(3)
+        reset = await client.reset_prefix_cache()
+        assert reset.freed_blocks == {"replica-0": 10, "replica-1": 20, "replica-2": 30}
+        assert reset.failures == {}
+        assert sum((await client.reset_prefix_cache()).freed_blocks.values()) == 0
+        await client.stop()
+
+    run(test)
+
+
+def test_a_replica_that_fails_is_named_and_the_others_do_it_all_the_same() -> None:
+    async def test() -> None:
+        handle, client = await with_caches(2)
+        handle.replicas["replica-0"].dead = True  # its channel does not know yet
+        reset = await client.reset_prefix_cache()
+        assert reset.freed_blocks == {"replica-1": 20}
+        assert reset.failures == {"replica-0": "the replica is unavailable"}
+        await client.stop()
+
+    run(test)
+
+
+def test_an_operator_who_leaves_leaves_no_replica_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        handle, client = await with_caches(2)
+        answer, remote = asyncio.Event(), handle.reset_prefix_cache.remote
+
+        async def late(*, target: str) -> int:
+            await answer.wait()
+            return int(await remote(target=target))
+
+        monkeypatch.setattr(handle.reset_prefix_cache, "remote", late)
+        asked = asyncio.ensure_future(client.reset_prefix_cache())
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        answer.set()
+        await until(lambda: not any(replica.cached_blocks for replica in handle.replicas.values()))
+        await client.stop()
+
+    run(test)
+
+
+def test_without_a_replica_there_is_nothing_to_empty() -> None:
+    async def test() -> None:
+        _, client = await started(0)
+        with pytest.raises(UnavailableError):
+            await client.reset_prefix_cache()
+        await client.stop()
+
+    run(test)
+
+
+def test_single_requests_run_beside_families() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        async with stepping(handle):
+            family = asyncio.ensure_future(collect_all(client, request([9], 4)))
+            alone = asyncio.ensure_future(collect(client, single([9])))
+            assert (await family)[0] == await alone == expected_tokens([9], 30)
+        await client.stop()
+
+    run(test)

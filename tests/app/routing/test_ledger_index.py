@@ -1,0 +1,143 @@
+"""The ledger and the index of who holds what: it follows the routes, and a defect in it loses no replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import routing_support
+from engine_client_setting import run, until
+from kv_loopback import KvIngress, KvReplica, connected
+
+from app.channel import ingress_end as channel_ingress
+from app.routing.kv_index import KvIndex
+from app.routing.ledger import Ledger, Route
+from app.routing.speculation import Speculation
+
+A, B = Route("a", 1), Route("b", 2)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask again soon."""
+    monkeypatch.setattr(channel_ingress, "RESYNC_S", 0.02)
+    monkeypatch.setattr(channel_ingress, "BEAT_S", 0.02)
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def test_index_follows_the_routes() -> None:
+    index = KvIndex()
+    ledger = Ledger()
+    ledger.open(A)
+    ledger.configure(index=index)
+    assert index.replicas == ["a"]
+    ledger.open(B)
+    assert ledger.with_index("a", lambda: index.longest([1])) == {"a": 0, "b": 0}
+    ledger.close(Route("a", 99))
+    ledger.close(A)
+    assert index.replicas == ["b"]
+
+
+def test_state_tells_what_runs_where_a_route_has_reported() -> None:
+    ledger = Ledger()
+    for route in (A, B):
+        ledger.open(route)
+    ledger.report(A, replace(routing_support.IDLE, running=3))
+    assert ledger.state() == {"faults": 0, "running": {"a": 3}}
+    ledger.close(A)
+    assert ledger.state() == {"faults": 0, "running": {}}
+
+
+def test_a_replica_that_the_index_cannot_add_is_routed_to_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    monkeypatch.setattr(index, "add", fail)
+    with caplog.at_level(logging.ERROR):
+        ledger.open(A)
+    ledger.expect(1)
+    assert ledger.book("r", 1, 50, 5, keys=[1, 2, 3]).route == A
+    assert ledger.faults == ledger.state()["faults"] == len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("owner", "method"), [(KvIndex, "remove"), (Speculation, "clear")])
+def test_a_route_closes_though_the_index_cannot_forget_its_replica(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    ledger = Ledger(index=KvIndex())
+    for route in (A, B):
+        ledger.open(route)
+    keys = [1, 2, 3]
+    for attempt in range(8):
+        ledger.expect(attempt)
+    booked = [ledger.book(f"r{attempt}", attempt, 50, 5, keys=keys).route for attempt in range(8)]
+    monkeypatch.setattr(owner, method, fail)
+    assert ledger.close(A) == [attempt for attempt, route in enumerate(booked) if route == A]
+    assert ledger.faults == 1
+    assert (ledger.routable(), list(ledger.load())) == (["b"], ["b"])
+    ledger.expect(9)
+    assert ledger.book("r9", 9, 50, 5, keys=keys).route == B
+    assert ledger.faults == 1
+
+
+def test_a_defect_while_the_index_changes_takes_its_replica_out() -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    for route in (A, B):
+        ledger.open(route)
+        index.snapshot(*route, 1, [1, 2])
+    assert ledger.with_index("a", fail) is None
+    assert index.longest([1, 2]) == {"b": 2}
+    assert (ledger.routable(), ledger.faults) == (["a", "b"], 1)
+    ledger.close(A)
+    ledger.open(Route("a", 3))
+    assert index.longest([1, 2]) == {"a": 0, "b": 2}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("method", ["apply", "snapshot", "add"])
+def test_a_defect_in_taking_events_in_ends_no_channel_and_asks_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    async def test() -> None:
+        replica, other = KvReplica("r"), KvReplica("s")
+        ingress = KvIngress(replica, other) if method != "apply" else await connected(replica, other)
+        original = getattr(ingress.index, method)
+
+        def broken(name: str, *rest: Any) -> Any:
+            return fail() if name == "r" else original(name, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ingress.index, method, broken)
+            await until(lambda: len(ingress.routes) == 2)
+            replica.step(1)
+            await until(lambda: ingress.ledger.faults > 0)
+            await asyncio.sleep(0.05)
+            snapshots = replica.snapshots
+        for text in range(2, 6):
+            replica.step(text)
+            other.step(text)
+            await asyncio.sleep(0.03)  # longer than it waits before it asks again
+        assert ingress.closed == []
+        assert replica.snapshots == snapshots
+        assert sorted(ingress.ledger.routable()) == ["r", "s"]
+        await until(lambda: ingress.in_step(other))
+        assert ingress.holds(5) == {"s": 2}
+        assert ingress.feed.state()["r"]["digest"] is None
+        assert ingress.ledger.faults == 1
+        # Its next channel begins anew.
+        again = KvReplica("r")
+        again.step(3)
+        ingress.handle.replicas["r"] = again
+        replica.kill()
+        await until(lambda: ingress.in_step(again))
+        await ingress.stop()
+
+    run(test)

@@ -1,0 +1,64 @@
+"""The flat tensors of a step, with exact values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.execution.batch import build_batch
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Chunk:
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+
+def chunk(tokens: list[int], table: list[int], start: int, length: int, samples: bool) -> Chunk:
+    request = Request("r", tokens, SamplingParams())
+    request.block_table = table
+    return Chunk(request, start, length, samples)
+
+
+def test_decode_prefill_and_a_chunk_that_does_not_sample() -> None:
+    batch = build_batch(
+        [
+            chunk([10, 11, 12, 13, 14], [7, 2], 4, 1, True),  # decode: position 4, second block
+            chunk([20, 21, 22, 23, 24, 25, 26], [5, 9, 1], 2, 4, False),  # middle of a prompt, over an edge
+            chunk([30, 31], [3], 0, 2, True),  # whole prompt
+        ],
+        block_size=4,
+        device=CPU,
+    )
+    meta = batch.metadata
+    assert batch.token_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
+    assert meta.query_start.tolist() == [0, 1, 5, 7]
+    assert meta.context_lens.tolist() == [5, 6, 2]
+    assert meta.positions.tolist() == [4, 2, 3, 4, 5, 0, 1]
+    assert meta.slot_mapping.tolist() == [8, 22, 23, 36, 37, 12, 13]
+    assert meta.block_tables.tolist() == [[7, 2], [5, 9], [3, 0]]  # only blocks with tokens; padded by 0
+    assert batch.sample_rows.tolist() == [0, 6]
+    assert (meta.max_query_len, meta.max_context_len) == (4, 6)
+    dtypes = [meta.query_start.dtype, meta.context_lens.dtype, meta.block_tables.dtype]
+    assert dtypes == [torch.int32] * 3
+    longs = [batch.token_ids.dtype, batch.sample_rows.dtype, meta.positions.dtype, meta.slot_mapping.dtype]
+    assert longs == [torch.int64] * 4
+
+
+def test_nothing_samples() -> None:
+    batch = build_batch([chunk([1, 2, 3], [0], 0, 2, False)], block_size=16, device=CPU)
+    assert batch.sample_rows.shape == (0,)
+    assert batch.sample_rows.dtype == torch.int64
+
+
+def test_absent_blocks_of_a_table_become_valid_ones() -> None:
+    batch = build_batch([chunk(list(range(9)), [-1, -1, 5], 8, 1, True)], 4, CPU)
+    assert batch.metadata.block_tables.tolist() == [[0, 0, 5]]
+    assert batch.metadata.slot_mapping.tolist() == [20]

@@ -1,0 +1,176 @@
+"""What the runner chooses for each kind of request, and blocks that leave the device and come back."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from model_checkpoints import save_tiny
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.execution.model_runner import ModelRunner
+from engine.execution.random import sequence_seed
+from engine.kv.kv_cache import KVCache
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.scheduling.beam import BeamSearch
+from engine.scheduling.family import Family
+from engine.scheduling.step_plan import Candidates, Transfers
+from kernels import AttentionMetadata, PackedLinear
+
+PROMPT = [5, 17, 42, 8, 61, 33, 90, 12, 4]
+SEED = 77
+
+
+@dataclass
+class Chunk:
+    request: Request
+    start: int
+    length: int
+    samples: bool = True
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runner")
+    save_tiny(path, "Llama", eos_token_id=1, bos_token_id=0)
+    return path
+
+
+def make_runner(folder: Path, recovery: str = "auto", swap_space: int | None = None) -> ModelRunner:
+    return ModelRunner(
+        EngineConfig(
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            block_size=4,
+            num_blocks=16,
+            num_threads=1,
+            token_budget=64,
+            swap_space=swap_space,
+            recovery=recovery,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
+    return make_runner(folder)
+
+
+def chunk(params: SamplingParams, family: Family | None = None, seed: int = SEED) -> Chunk:
+    """The whole prompt of a request whose blocks are 3, 0 and 7."""
+    request = Request("r", list(PROMPT), params, seed=seed, family=family)
+    request.block_table = [3, 0, 7]
+    return Chunk(request, 0, len(PROMPT))
+
+
+def test_an_ordinary_request_gets_a_token(runner: ModelRunner) -> None:
+    made = runner.run([chunk(SamplingParams(seed=1)), chunk(SamplingParams(temperature=0.0))])
+    assert [type(outcome) for outcome in made] == [int, int]
+
+
+@pytest.mark.parametrize("best_of", [None, 4], ids=["all returned", "ranked"])
+def test_the_first_step_of_a_family_draws_for_each_sequence(runner: ModelRunner, best_of: int | None) -> None:
+    params = SamplingParams(n=3, best_of=best_of, temperature=1.5)
+    (made,) = runner.run([chunk(params, Family("r", params, None))])
+    seeds = [sequence_seed(SEED, sequence) for sequence in range(params.width)]
+    alone = runner.run([chunk(SamplingParams(temperature=1.5), seed=seed) for seed in seeds])
+    assert isinstance(made, Candidates)
+    assert list(made.tokens) == alone
+    assert len(set(alone)) > 1
+    assert len(made.logprobs) == params.width
+    assert max(made.logprobs) < 0.0
+
+
+def test_later_steps_of_a_family_draw_one_token(runner: ModelRunner) -> None:
+    plain = SamplingParams(n=2, temperature=1.5)
+    ranked = SamplingParams(n=2, best_of=3, temperature=1.5)
+    token, candidates, alone = runner.run(
+        [
+            chunk(plain, Family("r", plain, None, spread=True), seed=5),
+            chunk(ranked, Family("r", ranked, None, spread=True), seed=5),
+            chunk(SamplingParams(temperature=1.5), seed=5),
+        ]
+    )
+    assert token == alone
+    assert isinstance(candidates, Candidates)
+    assert candidates.tokens == (alone,)
+    assert len(candidates.logprobs) == 1
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_beam_gets_the_likeliest_tokens(runner: ModelRunner, spread: bool) -> None:
+    params = SamplingParams(n=2, beam_width=3, use_beam_search=True, temperature=0.0, min_tokens=2)
+    search = BeamSearch(3, length_penalty=1.0, early_stopping=False, ending=frozenset({1}), max_new_tokens=9)
+    (made,) = runner.run([chunk(params, Family("r", params, search, spread=spread))])
+    assert isinstance(made, Candidates)
+    assert len(made.tokens) == search.candidates
+    assert list(made.logprobs) == sorted(made.logprobs, reverse=True)
+    assert made.tokens[0] == runner.run([chunk(SamplingParams(temperature=0.0, min_tokens=2))])[0]
+    assert 1 not in made.tokens  # min_tokens forbids the end
+
+
+def test_warming_up_takes_each_kind_of_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(folder)
+    seen = []
+    rows_seen: dict[tuple[int, int], set[int]] = {}  # by features in and out: what a kernel is compiled for
+    forward, linear = runner.decoder.forward, runner.decoder.kernels.linear
+
+    def kept(tokens: Tensor, pool: Tensor, metadata: AttentionMetadata, rows: Tensor) -> Tensor:
+        seen.append((metadata.max_query_len, metadata.max_context_len))
+        return forward(tokens, pool, metadata, rows)
+
+    def counted(x: Tensor, packed: PackedLinear) -> Tensor:
+        rows_seen.setdefault((packed.in_features, packed.out_features), set()).add(x.shape[0])
+        return linear(x, packed)
+
+    monkeypatch.setattr(runner.decoder, "forward", kept)
+    monkeypatch.setattr(runner.decoder.kernels, "linear", counted)
+    runner.warm_up()
+    assert seen == [(64, 64), (1, 1), (1, 64)]  # as many as the pool holds
+    assert (runner.model.hidden_size, runner.model.vocab_size) in rows_seen
+    for rows in rows_seen.values():  # of every product, both kinds that float32 has on a GPU
+        assert min(rows) <= 16 < max(rows)
+
+
+def test_tokens_alone_follow_those_before(runner: ModelRunner) -> None:
+    cache = KVCache(runner.model, 3, 4, runner.dtype, runner.device)
+    with torch.inference_mode():
+        whole = runner.forward_alone(PROMPT, cache)
+        cache.pool.zero_()
+        runner.forward_alone(PROMPT[:5], cache)
+        torch.testing.assert_close(runner.forward_alone(PROMPT[5:], cache, 5), whole)
+
+
+def test_swapped_blocks_serve_from_other_places(folder: Path) -> None:
+    """The second half of a prompt computes the same after its first half left the device and came back."""
+    runner = make_runner(folder, swap_space=1 << 20)
+    params = SamplingParams(n=3, best_of=4, temperature=1.5)
+    whole = chunk(params, Family("r", params, None))
+    (expected,) = runner.run([whole])
+    runner.run([Chunk(whole.request, 0, 4, samples=False), Chunk(whole.request, 4, 3, samples=False)])
+    out, _ = runner.transfer(Transfers(swap_out=[(3, 5), (0, 6)]))
+    runner.kv_cache.pool.fill_(1e4)
+    _, back = runner.transfer(Transfers(swap_in=[(5, 8), (6, 9)], copies=[(1, 2)]))
+    assert out > 0.0
+    assert back > 0.0
+    whole.request.block_table = [8, 9, 1]
+    assert runner.run([Chunk(whole.request, 7, 2)]) == [expected]
+
+
+def test_the_start_tells_the_swap_space(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="quire.engine"):
+        assert make_runner(folder).memory.host_blocks == 0
+        assert "swap space" not in caplog.text
+        runner = make_runner(folder, "swap", swap_space=1 << 20)
+    block = 4 * runner.bytes_per_token
+    assert runner.memory.host_blocks == (1 << 20) // block == runner.kv_cache.host_blocks
+    assert f"{runner.memory.host_blocks} blocks; recovery of preempted requests: swap" in caplog.text
+    with pytest.raises(ConfigError, match="set swap_space"):
+        make_runner(folder, "swap")

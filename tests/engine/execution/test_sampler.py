@@ -1,0 +1,237 @@
+"""The sampler against a plain float64 definition, and its draws against the distribution they promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import engine.execution.sampler as sampler
+from engine.errors import QuireError
+from engine.execution.random import draw_key, exponential, request_seed
+from engine.execution.sampler import GROUPS_OF, Sampler, SampleRow
+from engine.sampling_params import SamplingParams
+
+DRAWS = 8_000
+
+# Computed with plain integers, apart from the code under test.
+KNOWN_KEYS = (258863698125685209, 1386899933978734384)
+KNOWN_DRAW = 0.06886300212498425
+KNOWN_SEED = 8281872861307171038
+
+
+def sample_many(logits: torch.Tensor, params: SamplingParams, draws: int = DRAWS, seed: int = 7) -> np.ndarray:
+    """Tokens of ``draws`` consecutive positions of one sequence whose logits never change."""
+    rows = [SampleRow(params, seed, position) for position in range(draws)]
+    return np.array(Sampler().sample(logits.repeat(draws, 1), rows))
+
+
+def probabilities(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """The definition: softmax of the scaled logits, then min-p, top-k, top-p by a full sort."""
+    scaled = logits.numpy().astype(np.float64) / params.temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    keep = p >= params.min_p * p.max()
+    if params.top_k:
+        keep &= p >= np.sort(p)[::-1][min(params.top_k, len(p)) - 1]
+    if params.top_p < 1.0:
+        left = np.where(keep, p, 0.0)
+        left /= left.sum()
+        order = np.sort(left)[::-1]
+        last = np.searchsorted(np.cumsum(order), params.top_p)
+        keep &= left >= order[min(last, len(order) - 1)]
+    p = np.where(keep, p, 0.0)
+    return p / p.sum()
+
+
+def chi_square_bound(degrees: int) -> float:
+    """Upper bound that a true chi-square variable passes once in about 100,000 (Wilson and Hilferty)."""
+    return degrees * (1 - 2 / (9 * degrees) + 4.3 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=2.0),
+    SamplingParams(top_k=10),
+    SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("vocab", [50, 300])
+def test_draws_follow_the_defined_distribution(params: SamplingParams, vocab: int) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+    expected = probabilities(logits, params)
+    counts = np.bincount(sample_many(logits, params), minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    often = expected * DRAWS >= 5
+    rest_expected = DRAWS * expected[~often].sum()
+    statistic = (((counts - expected * DRAWS) ** 2)[often] / (expected[often] * DRAWS)).sum()
+    if rest_expected >= 5:
+        statistic += (counts[~often].sum() - rest_expected) ** 2 / rest_expected
+    assert statistic < chi_square_bound(max(int(often.sum()) - 1 + (rest_expected >= 5), 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_filters_keep_exactly_the_defined_set(seed: int) -> None:
+    """With near-equal logits every kept token is drawn soon, so the drawn set is the kept set."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.rand(60, generator=generator) * 0.5
+    for params in (
+        SamplingParams(top_k=1 + seed * 5),
+        SamplingParams(top_p=0.15 * (seed + 1)),
+        SamplingParams(min_p=0.65 + 0.05 * seed),
+        SamplingParams(top_k=30, top_p=0.5, min_p=0.7, temperature=0.8 + 0.2 * seed),
+    ):
+        kept = set(np.nonzero(probabilities(logits, params))[0].tolist())
+        assert set(sample_many(logits, params, draws=2000).tolist()) == kept
+
+
+def test_top_p_of_a_large_vocabulary_matches_a_full_sort() -> None:
+    """The shortcut that leaves out unlikely tokens must not change the nucleus."""
+    logits = torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * 3
+    for top_p in (0.05, 0.5, 0.9, 0.999):
+        for top_k in (0, 100):
+            params = SamplingParams(top_p=top_p, top_k=top_k)
+            kept = probabilities(logits, params) > 0
+            assert kept[sample_many(logits, params, draws=100)].all()
+            # the least likely token of the nucleus can be drawn: alone with all others forbidden it is not lost
+            last = int(np.where(kept, probabilities(logits, params), 2.0).argmin())
+            lifted = torch.where(torch.from_numpy(kept), logits, torch.tensor(-1e4))
+            lifted[last] = logits.max()
+            assert last in sample_many(lifted, SamplingParams(), draws=100) or kept.sum() > 2000
+
+
+def test_ties_with_the_last_kept_token_are_kept() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
+    assert set(sample_many(logits, SamplingParams(top_k=2), 500).tolist()) == {1, 2, 3}
+
+
+def test_greedy_takes_the_lowest_id_on_ties() -> None:
+    logits = torch.zeros(2, 1000)
+    logits[0, [400, 700]] = 5.0
+    rows = [SampleRow(SamplingParams(temperature=t), 0, 0) for t in (0.0, 9e-6)]
+    assert Sampler().sample(logits, rows) == [400, 0]
+
+
+def test_tiny_and_large_temperatures_do_not_overflow() -> None:
+    logits = torch.tensor([[3e4, -3e4, 2.9e4, 0.0]]).repeat(2, 1)
+    rows = [SampleRow(SamplingParams(temperature=t), 1, 2) for t in (1e-5, 2.0)]
+    assert Sampler().sample(logits, rows) == [0, 0]
+
+
+def test_forbidden_tokens_are_never_chosen() -> None:
+    logits = torch.tensor([[5.0, 4.0, -1.0]])
+    for temperature in (0.0, 1.0):
+        rows = [SampleRow(SamplingParams(temperature=temperature), 3, 1, forbidden=(0, 1))]
+        assert Sampler().sample(logits.clone(), rows) == [2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+    logits = torch.tensor([[0.0, bad, 1.0]])
+    with pytest.raises(QuireError, match="finite"):
+        Sampler().sample(logits, [SampleRow(SamplingParams(), 0, 0)])
+    with pytest.raises(QuireError, match="finite"):
+        Sampler().sample(torch.zeros(1, 3), [SampleRow(SamplingParams(), 0, 0, forbidden=(0, 1, 2))])
+
+
+@pytest.mark.parametrize("vocab", [97, 1000, 49_152])
+def test_a_row_depends_on_no_other_row(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(33, vocab, generator=generator) * 2
+    rows = [
+        SampleRow(
+            SamplingParams(
+                temperature=[0.0, 0.7, 1.0, 1.5][index % 4],
+                top_k=[0, 20][index % 2],
+                top_p=[1.0, 0.9, 0.5][index % 3],
+            ),
+            seed=index,
+            position=100 + index,
+        )
+        for index in range(33)
+    ]
+    together = Sampler().sample(logits.clone(), rows)
+    alone = [Sampler().sample(logits[index : index + 1].clone(), [row])[0] for index, row in enumerate(rows)]
+    backwards = Sampler().sample(logits.flip(0), rows[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_a_draw_depends_on_seed_and_position() -> None:
+    logits = torch.zeros(1, 5000)
+    draws = [
+        Sampler().sample(logits.clone(), [SampleRow(SamplingParams(), seed, position)])[0]
+        for seed in (-(2**63), -1, 0, 1, 2**63 - 1)
+        for position in (0, 1, 2, 131_071)
+    ]
+    assert len(set(draws)) == len(draws)
+
+
+def test_exponential_draws_have_the_right_moments_and_no_correlation() -> None:
+    keys = torch.tensor([[draw_key(seed, position)] for seed in range(20) for position in range(20)])
+    draws = exponential(keys, torch.arange(500)).numpy()
+    count = draws.size
+    assert draws.min() > 0
+    assert abs(draws.mean() - 1) < 5 / math.sqrt(count)
+    assert abs(draws.var() - 1) < 5 * math.sqrt(8 / count)
+    for a, b in ((draws[:-1], draws[1:]), (draws[:, :-1], draws[:, 1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / math.sqrt(count)
+
+
+def key_of_bits(bits: int, candidate: int) -> int:
+    """The key that gives ``candidate`` these 64 bits: the mixing backwards."""
+
+    def unshift(z: int, by: int) -> int:
+        x = z
+        for _ in range(64 // by):
+            x = z ^ x >> by
+        return x
+
+    z = unshift(bits, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    z = unshift(z, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    z = (unshift(z, 30) - (candidate + 1) * 0x9E3779B97F4A7C15) % 2**64
+    return z - 2**64 if z >= 2**63 else z
+
+
+@pytest.mark.parametrize("bits", [0, 1 << 11, 1 << 12, 0x9E3779B97F4A7C15, 2**64 - 2**12, 2**64 - 1])
+def test_draws_are_above_zero_and_finite_to_the_last_bit(bits: int) -> None:
+    """The largest number below 1 must not round to it: a draw of 0 has no winner."""
+    draw = exponential(torch.tensor([key_of_bits(bits, 3)]), torch.tensor([3])).item()
+    assert draw == pytest.approx(-math.log1p((bits // 2**12 + 0.5 - 2**52) / 2**52), rel=1e-12)
+    assert 0 < draw < 40
+
+
+def test_the_hash_is_fixed_for_ever() -> None:
+    """A running request may move between versions of the code: these numbers must not change."""
+    assert draw_key(0, 0) == KNOWN_KEYS[0]
+    assert draw_key(-5, 12) == KNOWN_KEYS[1]
+    assert exponential(torch.tensor([draw_key(1, 2)]), torch.tensor([3])).item() == pytest.approx(
+        KNOWN_DRAW, rel=1e-14
+    )
+    assert request_seed(0, "a") == KNOWN_SEED
+    assert request_seed(0, "a") != request_seed(1, "a") != request_seed(1, "b")
+    assert GROUPS_OF == 64
+
+
+def test_the_nucleus_is_the_same_worked_out_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sorting whole rows, some at a time, as by looking only at the likeliest tokens; ties included."""
+    weights = torch.randn((40, 3000), generator=torch.Generator().manual_seed(0)).mul(2).exp()
+    weights[:10] = weights[:10].round()
+    weights /= weights.amax(dim=1, keepdim=True)
+    weights[3, 100:] = 0.0
+    rows = list(range(0, 40, 3))
+    thresholds = [0.0 if row % 2 else 0.001 * row for row in range(40)]
+    top_p = [(0.05, 0.5, 0.9, 0.999, 1e-9)[row % 5] for row in rows]
+    expected = [
+        sampler._nucleus_threshold(weights[row].numpy(), thresholds[row], share)
+        for row, share in zip(rows, top_p, strict=True)
+    ]
+    for at_once in (1, 3000 * 4, 1 << 22):
+        monkeypatch.setattr(sampler, "_SORTED_AT_ONCE", at_once)
+        assert sampler._nucleus_thresholds(weights, rows, thresholds, top_p) == expected

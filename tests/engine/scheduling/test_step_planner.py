@@ -1,0 +1,255 @@
+"""Who runs in a step and with how many tokens; preemption and priority."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from kv_simulation import EOS, KVSimulation, make_request, make_scheduler
+from scheduler_steps import shape, tokens
+
+from engine.kv.block_pool import NO_BLOCK
+from engine.request import Request, RequestState
+from engine.scheduling.request_table import RequestTable
+from engine.scheduling.step_planner import Step
+
+
+def test_decode_rows_get_their_token_before_prefill_takes_the_rest() -> None:
+    scheduler = make_scheduler(32, 4, token_budget=6)
+    simulation = KVSimulation(4, lambda request: 7)
+    scheduler.add(make_request("prefill", tokens(20, 20), arrival=1.0))
+    scheduler.add(make_request("late", tokens(2), arrival=2.0, max_tokens=9))
+    scheduler.add(make_request("later", tokens(2, 9), arrival=3.0, max_tokens=9))
+    assert shape(simulation.step(scheduler)) == [("prefill", 0, 6, False)]
+    for _ in range(2):
+        simulation.step(scheduler)
+    assert shape(simulation.step(scheduler)) == [
+        ("prefill", 18, 2, True),
+        ("late", 0, 2, True),
+        ("later", 0, 2, True),
+    ]
+    scheduler.add(make_request("first", tokens(20, 5), arrival=0.5))
+    assert shape(simulation.step(scheduler)) == [
+        ("prefill", 20, 1, True),
+        ("late", 2, 1, True),
+        ("later", 2, 1, True),
+        ("first", 0, 3, False),
+    ]
+    # Now the oldest of all prefills, and still each decode has its token.
+    assert shape(simulation.step(scheduler)) == [
+        ("first", 3, 3, False),
+        ("prefill", 21, 1, True),
+        ("late", 3, 1, True),
+        ("later", 3, 1, True),
+    ]
+
+
+def test_max_num_seqs_and_never_more_than_the_budget_can_decode() -> None:
+    for max_num_seqs, token_budget in [(2, 16), (16, 2)]:
+        scheduler = make_scheduler(16, 4, max_num_seqs=max_num_seqs, token_budget=token_budget)
+        simulation = KVSimulation(4)
+        for name in "abc":
+            scheduler.add(make_request(name, [ord(name) - 97]))
+        assert shape(simulation.step(scheduler)) == [("a", 0, 1, True), ("b", 0, 1, True)]
+        assert (scheduler.stats().running, scheduler.stats().waiting) == (2, 1)
+        simulation.drain(scheduler)
+
+
+def test_the_last_in_order_is_preempted_and_recovers_with_the_same_tokens() -> None:
+    scheduler = make_scheduler(6, 4)
+    simulation = KVSimulation(4, lambda request: sum(request.token_ids) % EOS)
+    requests = [
+        make_request(name, tokens(7, 10 * first), 12, arrival=float(first)) for first, name in enumerate("abc")
+    ]
+    for request in requests:
+        scheduler.add(request)
+    alone = KVSimulation(4, simulation.sample)
+    for request in requests:
+        reference = make_scheduler(6, 4)
+        reference.add(make_request(request.request_id, request.token_ids, 12))
+        alone.drain(reference)
+    preempted = []
+    while scheduler.has_work():
+        preempted += [request.request_id for request in simulation.step(scheduler).preempted]
+    assert [request.num_preemptions for request in requests] == [0, preempted.count("b"), preempted.count("c")]
+    assert preempted
+    assert [request.cached_tokens for request in requests] == [0, 0, 0]
+    assert scheduler.stats().preemptions == len(preempted)
+    assert [len(simulation.output[name]) for name in "abc"] == [12, 12, 12]
+    assert [simulation.output[name] for name in "abc"] == [alone.output[name] for name in "abc"]
+
+
+def test_fewer_tokens_are_better_than_a_preemption() -> None:
+    scheduler = make_scheduler(12, 4, token_budget=4)
+    simulation = KVSimulation(4, lambda request: 7)
+    young = make_request("young", tokens(4), 40, arrival=2.0)
+    scheduler.add(young)
+    simulation.step(scheduler)
+    scheduler.add(make_request("old", tokens(34, 20), 2, arrival=1.0))
+    plans = []
+    while not young.num_preemptions:
+        plans.append(shape(simulation.step(scheduler)))
+    # Two of three tokens still fit the last block; only for the third is there a preemption.
+    assert plans[-3:] == [
+        [("old", 27, 3, False), ("young", 13, 1, True)],
+        [("old", 30, 2, False), ("young", 14, 1, True)],
+        [("old", 32, 2, True)],
+    ]
+
+
+def test_preempted_requests_find_what_survived() -> None:
+    scheduler = make_scheduler(6, 4)
+    simulation = KVSimulation(4, lambda request: 7)
+    old, young = (
+        make_request("old", tokens(7), 13, arrival=1.0),
+        make_request("young", tokens(6, 20), 9, arrival=2.0),
+    )
+    scheduler.add(old)
+    simulation.step(scheduler)
+    scheduler.add(young)
+    starts = []
+    while scheduler.has_work():
+        plan = simulation.step(scheduler)
+        starts += [chunk.start for chunk in plan.chunks if chunk.request is young and chunk.length > 1]
+    assert young.num_preemptions == 1
+    assert starts == [0, 4]
+    assert young.cached_tokens == simulation.ended["young"].cached_tokens == 0
+
+
+def test_priority_decides_and_takes_blocks_or_a_seat_from_lower_ones() -> None:
+    changes: list[dict[str, Any]] = [{"max_num_seqs": 1}, {"num_blocks": 4}, {"token_budget": 1}]
+    for options in changes:
+        scheduler = make_scheduler(**{"num_blocks": 16, "block_size": 4, **options})
+        simulation = KVSimulation(4, lambda request: 7)
+        low = make_request("low", tokens(8), 6, arrival=1.0, priority=1)
+        scheduler.add(low)
+        simulation.step(scheduler)
+        scheduler.add(equal := make_request("equal", tokens(8, 10), 6, arrival=0.5, priority=1))
+        assert [chunk.request for chunk in simulation.step(scheduler).chunks] == [low]
+        scheduler.add(high := make_request("high", tokens(8, 20), 6, arrival=9.0, priority=0))
+        plan = simulation.step(scheduler)
+        assert plan.preempted == [low]
+        assert [chunk.request for chunk in plan.chunks] == [high]
+        simulation.drain(scheduler)
+        assert [low.num_preemptions, equal.num_preemptions, high.num_preemptions] == [1, 0, 0]
+        assert list(simulation.ended) == ["high", "equal", "low"]
+
+
+def test_priority_preempts_nobody_in_vain() -> None:
+    scheduler = make_scheduler(6, 4)
+    simulation = KVSimulation(4, lambda request: 7)
+    scheduler.add(make_request("same", tokens(8), 8, arrival=1.0, priority=0))
+    scheduler.add(make_request("low", tokens(2, 10), 3, arrival=2.0, priority=1))
+    simulation.step(scheduler)
+    scheduler.add(make_request("high", tokens(16, 20), 6, arrival=3.0, priority=0))
+    assert simulation.step(scheduler).preempted == []
+
+
+def test_priority_counts_a_victims_blocks_once() -> None:
+    scheduler = make_scheduler(6, 4)
+    simulation = KVSimulation(4, lambda request: 7)
+    scheduler.add(make_request("same", tokens(7, 10), 5, arrival=1.0, priority=0))
+    scheduler.add(make_request("low", tokens(7), 5, arrival=2.0, priority=1))
+    simulation.step(scheduler)
+    # Blocks: 2 for each of them, one kept for growth of the first, one more free. The new one needs 4 and would
+    # find one of the victim's: preempting frees one that it does not count on already.
+    scheduler.add(make_request("high", [*tokens(4), *tokens(9, 30)], 3, arrival=3.0, priority=0))
+    assert simulation.step(scheduler).preempted == []
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_quick_bound_of_the_reserve_is_never_too_low(window: int | None) -> None:
+    rng = random.Random(5)
+    scheduler = make_scheduler(12, 4, max_num_seqs=8, token_budget=12, window=window)
+    planner = scheduler._planner
+    admit, tight = planner._admission.admit, []
+
+    def checked(step: Step) -> None:
+        tight.append(planner.most_reserve(step) - planner.reserve())
+        admit(step)
+
+    planner._admission.admit = checked  # type: ignore[method-assign]
+    simulation = KVSimulation(4, lambda request: rng.randrange(40), window)
+    for number in range(120):
+        beams = rng.random() < 0.2
+        scheduler.add(
+            make_request(
+                f"r{number}",
+                tokens(rng.randint(1, 20), rng.randrange(40)),
+                rng.choice([1, 9]) if beams else rng.choice([1, 9, 20]),
+                arrival=1.0 + number,
+                n=2 if beams else rng.choice([1, 1, 3]),
+                use_beam_search=beams,
+            )
+        )
+        for _ in range(3):
+            simulation.step(scheduler)
+    simulation.drain(scheduler)
+    assert len(tight) > 100
+    assert min(tight) >= 0
+    assert scheduler.stats().preemptions > 0
+
+
+def test_a_sequence_that_decodes_has_one_chunk_for_all_steps() -> None:
+    scheduler = make_scheduler(16, 4)
+    simulation = KVSimulation(4, lambda request: 7)
+    request = make_request("a", tokens(6), max_tokens=5)
+    scheduler.add(request)
+    chunks = [simulation.step(scheduler).chunks[0] for _ in range(5)]
+    assert chunks[0] is not chunks[1]
+    assert all(chunk is chunks[1] for chunk in chunks[1:])
+    assert request.token_ids[6:] == [7] * 5
+    # The entry's way to its chunk ends with it: no circle keeps the tokens of ended requests in memory.
+    assert chunks[1].entry is not None
+    assert chunks[1].entry.decode is None
+
+
+@pytest.mark.parametrize(("recovery", "host_blocks"), [("recompute", 0), ("swap", 40)])
+@pytest.mark.parametrize(("width", "seats"), [(4, 1), (4, 3), (8, 3)])
+def test_more_beams_than_seats_take_turns(width: int, seats: int, recovery: str, host_blocks: int) -> None:
+    def results(seats: int) -> list[list[int]]:
+        scheduler = make_scheduler(60, 4, max_num_seqs=seats, recovery=recovery, host_blocks=host_blocks)
+        simulation = KVSimulation(4)
+        search = make_request("a", tokens(5), 8, n=width, use_beam_search=True)
+        scheduler.add(search)
+        simulation.drain(scheduler)
+        return [simulation.output[key] for key in sorted(simulation.output)]
+
+    assert results(seats) == results(width)
+
+
+def test_siblings_behind_a_window_share_their_host_blocks() -> None:
+    """A swapped sequence has no host block where its window has left the device's."""
+    scheduler = make_scheduler(8, 2, window=3, recovery="swap", host_blocks=8)
+    table: RequestTable = scheduler.table
+    scheduler.add(make_request("a", tokens(6)))
+    KVSimulation(2, window=3).step(scheduler)
+    (entry,) = table.running
+    table.drop_before(entry.request, 2)
+    scheduler._preemption.preempt(0, Step(8))
+    assert entry.host_table[:2] == [NO_BLOCK, NO_BLOCK]
+    table.settle()
+    child = table.fork(
+        entry, Request("a", list(entry.request.token_ids), entry.request.params, sequence=1), True
+    )
+    assert child.request.state is RequestState.SWAPPED
+    assert child.host_table == entry.host_table
+    scheduler.check()
+
+
+def test_what_nobody_sees_is_not_swapped_in() -> None:
+    """Its blocks would be given up, and perhaps given to another, in the step that fills them."""
+    scheduler = make_scheduler(16, 2, window=3, recovery="swap", host_blocks=16, prefix_caching=False)
+    simulation = KVSimulation(2, window=3)
+    for number, name in enumerate("ab"):
+        scheduler.add(make_request(name, tokens(12, 20 * number), priority=1, ignore_eos=True))
+    simulation.step(scheduler)
+    scheduler.add(make_request("c", tokens(30), max_tokens=1))
+    simulation.step(scheduler)
+    assert scheduler.stats().swapped == 2
+    plan = simulation.step(scheduler)
+    assert {chunk.request.request_id for chunk in plan.chunks} == {"a", "b"}
+    assert 0 < len(plan.transfers.swap_in) <= 4
+    simulation.drain(scheduler)
+    assert scheduler.stats().host_blocks_used == 0
