@@ -1,12 +1,18 @@
-"""Imports point one way: app -> engine -> kernels; only some rooms know Ray and HTTP."""
+"""Imports point one way, app -> engine -> kernels, in no circle; what others use has a public name.
+
+Only some packages know Ray and HTTP, and ``docs/architecture.md`` draws the imports as they are.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from import_graph import PAGE, Modules, circles, diagrams, drawn, redrawn
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
@@ -85,3 +91,160 @@ def test_what_the_controller_runs_imports_the_standard_library_alone() -> None:
 def test_the_check_tells_imports_at_load_from_later_ones() -> None:
     source = "import a.b\nif x:\n    import c\ndef f():\n    import d\n    from a.b import e"
     assert imports_of(source) == ({"a.b", "c"}, {"d", "a.b"})
+
+
+@cache
+def modules() -> Modules:
+    """All of the project's own modules."""
+    return Modules.read()
+
+
+CIRCLES_TO_REMOVE = [
+    {
+        "engine.request",
+        *(f"engine.scheduling.{name}" for name in ("beam", "family", "request_table", "step_plan")),
+    },
+    {f"engine.scheduling.{name}" for name in ("admission", "preemption", "step_planner")},
+    {"loadtests.http_path", "loadtests.throughput"},
+]
+
+
+def test_no_circle_of_imports() -> None:
+    """Those for types and those inside functions count, too."""
+    assert [found for found in circles(modules().graph()) if set(found) not in CIRCLES_TO_REMOVE] == []
+
+
+def private(name: str) -> bool:
+    """Whether a name is for its own folder alone; ``__version__`` is not."""
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_imports(modules: Modules) -> list[str]:
+    """Imports of private modules and names of another folder."""
+    return [
+        f"{found.importer} imports {found.module}.{found.name or ''}".rstrip(".")
+        for module in modules.names
+        for found in modules.imported_names(module)
+        if modules.folder(module) != modules.folder(found.module)
+        and (private(found.name or "") or any(map(private, found.module.split("."))))
+    ]
+
+
+def private_attributes(modules: Modules) -> list[str]:
+    """Uses of private names through an imported module: ``module._name``."""
+    wrong = []
+    for module in modules.names:
+        names = {
+            alias.asname or alias.name
+            for node in ast.walk(modules.tree(module))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+            if f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".") in modules.names
+        }
+        wrong += [
+            f"{module} uses {node.value.id}.{node.attr}"
+            for node in ast.walk(modules.tree(module))
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in names
+            and private(node.attr)
+        ]
+    return wrong
+
+
+def test_what_other_folders_import_is_public() -> None:
+    assert private_imports(modules()) == []
+    assert private_attributes(modules()) == []
+
+
+def declared(tree: ast.Module) -> list[str] | None:
+    """The ``__all__`` of a module, if it declares one."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return None
+
+
+DECLARING = [name for name in modules().names if declared(modules().tree(name)) is not None]
+
+
+@pytest.mark.parametrize("name", DECLARING)
+def test_all_is_true(name: str) -> None:
+    """Each name is there, and what other modules import is among them."""
+    names = declared(modules().tree(name)) or []
+    assert len(names) == len(set(names))
+    module = importlib.import_module(name)
+    assert [one for one in names if not hasattr(module, one)] == []
+    used = {
+        found.name
+        for importer in modules().names
+        for found in modules().imported_names(importer)
+        if found.module == name and found.name is not None
+    }
+    assert used - set(names) == set()
+
+
+def test_the_page_draws_the_imports_as_they_are() -> None:
+    """If not: ``python -m tests.import_graph --write``."""
+    assert drawn(PAGE.read_text()) == diagrams(modules().folder_graph())
+
+
+def house(**sources: str) -> Modules:
+    """Modules by name, with ``_`` for a dot, at ``name.py``."""
+    named = {name.replace("_", "."): source for name, source in sources.items()}
+    return Modules({name: name.replace(".", "/") + ".py" for name in named}, named)
+
+
+def test_the_checks_see_circles_through_functions_types_and_relative_imports() -> None:
+    made = house(
+        a_x="from b import y",
+        b_y="def f():\n    from . import z",
+        b_z="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..a.x import Thing",
+        c_w="import a.x\nfrom b import y as why",
+    )
+    graph = made.graph()
+    assert graph == {"a.x": {"b.y"}, "b.y": {"b.z"}, "b.z": {"a.x"}, "c.w": {"a.x", "b.y"}}
+    assert circles(graph) == [["a.x", "b.y", "b.z"]]
+    assert circles({"p": {"p"}, "q": {"r"}, "r": set()}) == [["p"]]
+    assert made.folder_graph() == {"a": {"b"}, "b": {"a"}, "c": {"a", "b"}}
+
+
+def test_the_checks_see_private_names() -> None:
+    made = house(
+        a_x="from b.y import _hidden, shown, __version__\nfrom b import y\ny._other()\ny.shown",
+        b_y="_hidden = shown = 1",
+        b_z="from b.y import _hidden",
+    )
+    assert private_imports(made) == ["a.x imports b.y._hidden"]
+    assert private_attributes(made) == ["a.x uses y._other"]
+
+
+def test_a_diagram_shows_each_folder_and_each_import_between_two() -> None:
+    graph = {
+        "app": {"app/api"},
+        "app/api": {"app", "engine"},
+        "engine": set[str](),
+        "loadtests": {"app/api", "loadtests/experiments"},
+        "loadtests/experiments": set[str](),
+    }
+    server, tools = diagrams(graph)
+    assert server.splitlines() == [
+        "```mermaid",
+        "flowchart TD",
+        "    subgraph app_package [app]",
+        '        app["app"]',
+        '        app_api["app/api"]',
+        "    end",
+        '    engine["engine"]',
+        "    app <--> app_api",
+        "    app_api --> engine",
+        "```",
+    ]
+    assert '    app["app"]' in tools.splitlines()
+    assert "    loadtests --> app" in tools.splitlines()
+    page = f"# Page\n\n{server}\nBetween.\n\n{tools}\nEnd.\n"
+    assert drawn(page) == [server, tools]
+    assert redrawn(page, ["one\n", "two\n"]) == "# Page\n\none\n\nBetween.\n\ntwo\n\nEnd.\n"
+    with pytest.raises(ValueError, match="2 mermaid diagrams, not 1"):
+        redrawn(page, ["one\n"])

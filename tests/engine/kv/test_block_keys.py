@@ -25,7 +25,7 @@ def test_golden_values() -> None:
 
 def test_other_processes_agree() -> None:
     code = (
-        "from engine.block_keys import block_keys, root_key; from engine.request import CacheNamespace;"
+        "from engine.kv.block_keys import block_keys, root_key; from engine.request import CacheNamespace;"
         "print(block_keys(root_key('abc123', 'bfloat16', 16, CacheNamespace()), range(32), 16))"
     )
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
