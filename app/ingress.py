@@ -108,7 +108,7 @@ def fingerprint(folder: Path) -> str:
 def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
     """Asks this process's fleet of the deployment that the Serve handle ``engine`` is of."""
     engines = fleet.of(engine.deployment_id.app_name, engine.deployment_id.name)
-    return lambda: engines.ledger.expected_wait(engines.takers(engines.members))
+    return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
 
 
 class IngressReplica:
@@ -120,7 +120,7 @@ class IngressReplica:
         self._victims: VictimFeed | None = None
         if options.scales:
             of = engine.deployment_id
-            self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).fading)
+            self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).likely_victims)
         self._admission = Admission(
             expected_wait(engine),
             longest_wait_s=options.longest_wait_s,

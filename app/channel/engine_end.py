@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from app.channel import wire
@@ -278,20 +279,10 @@ class ChannelHub:
 
 def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadReport:
     return LoadReport(
-        waiting_tokens=load.waiting_tokens,
-        running=load.running,
-        kv_tokens=load.kv_tokens,
-        referenced=load.referenced,
-        free=load.free,
-        evictable=load.evictable,
+        **asdict(load),
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
-        prefill_rate=load.prefill_rate,
-        step_seconds=load.step_seconds,
         acknowledged=acknowledged,
-        waiting=load.waiting,
-        held_up=load.held_up,
-        max_running=load.max_running,
     )
 
 

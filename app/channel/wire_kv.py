@@ -3,9 +3,7 @@
 Little-endian, after the frame's records::
 
     section   kind u8, then
-    load      waiting_tokens u64, running u32, kv_tokens u64, referenced u32, free u32, evictable u32,
-              num_blocks u32, block_size u32, prefill_rate f64, step_seconds f64, acknowledged u64,
-              waiting u32, held_up u32, max_running u32
+    load      the fields of :class:`app.routing.load.LoadReport` in their order, f64 or u64 each
     batch     sequence u64, cleared u8, stored u32, removed u32, xor u64, count u32; then the keys, u64 each
     slice     sequence u64, part u32, parts u32, xor u64, count u32, keys u32; then the keys, u64 each
 """
@@ -17,13 +15,13 @@ import struct
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from app.routing import load
 from app.routing.load import LoadReport
 from engine.kv.kv_events import KvBatch, KvSnapshot
 
 SLICE_KEYS = 4096
 """Most keys in one slice of a snapshot."""
 
-_LOAD = struct.Struct("<QIQIIIIIddQIII")
 _BATCH = struct.Struct("<QBIIQI")
 _SLICE = struct.Struct("<QIIQII")
 
@@ -73,22 +71,7 @@ def pack_section(section: Section) -> bytes:
     """One section, its kind first."""
     match section:
         case LoadReport():
-            return bytes((SectionKind.LOAD,)) + _LOAD.pack(
-                section.waiting_tokens,
-                section.running,
-                section.kv_tokens,
-                section.referenced,
-                section.free,
-                section.evictable,
-                section.num_blocks,
-                section.block_size,
-                section.prefill_rate,
-                section.step_seconds,
-                section.acknowledged,
-                section.waiting,
-                section.held_up,
-                section.max_running,
-            )
+            return bytes((SectionKind.LOAD,)) + load.pack(section)
         case KvBatch(sequence, stored, removed, cleared, xor, count):
             keys = [*stored, *removed]
             head = _BATCH.pack(sequence, cleared, len(stored), len(removed), xor, count)
@@ -107,7 +90,7 @@ def unpack_section(data: bytes, offset: int) -> tuple[Section, int]:
     kind = SectionKind(data[offset])
     offset += 1
     if kind is SectionKind.LOAD:
-        return LoadReport(*_LOAD.unpack_from(data, offset)), offset + _LOAD.size
+        return load.unpack_from(data, offset), offset + load.WIRE.size
     if kind is SectionKind.BATCH:
         sequence, cleared, stored, removed, xor, count = _BATCH.unpack_from(data, offset)
         offset += _BATCH.size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.routing import cost
-from app.routing.load import LoadReport
+from app.routing.load import PREFILL_RATE, LoadReport
 from engine.errors import QuireError
 
 
@@ -64,7 +64,7 @@ class Standing:
 
         Siblings that come before the first event find them.
         """
-        ahead, rate, load = self.booked.prefill, cost.PREFILL_RATE, self.load
+        ahead, rate, load = self.booked.prefill, PREFILL_RATE, self.load
         if load is not None:
             ahead += load.waiting_tokens
             rate = load.prefill_rate or rate

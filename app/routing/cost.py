@@ -28,7 +28,7 @@ from math import inf
 from typing import NamedTuple
 
 from app.routing.calibration import StepModel
-from app.routing.load import LoadReport
+from app.routing.load import PREFILL_RATE, LoadReport
 
 STREAMING = 0.05
 """What a second of slower steps counts against a second of waiting for the first token."""
@@ -38,9 +38,6 @@ STALL = 0.1
 
 MACHINE = 1.0
 """What a second of computing counts, beside the delay of the request itself, for those that come next."""
-
-PREFILL_RATE = 5000.0
-"""Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
 SILENT_S = 3.0
 """Reported work passes with time for so long after a report: an engine that hangs does not empty itself."""

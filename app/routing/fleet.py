@@ -31,16 +31,16 @@ class Fleet:
 
     ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
     They are called under the lock, so that they hear of each membership in its order, and must not call back.
-    ``cordon`` names members that get no new requests for a while, ``fading`` those that are expected to be
-    stopped next: they get none that others could take nearly as well. ``routed`` counts the attempts that each
-    member was chosen for; the router's thread counts.
+    ``cordon`` names members that get no new requests for a while, ``likely_victims`` those that autoscaling
+    would stop next: they get no request that others could take nearly as well. ``routed`` counts the attempts
+    that each member was chosen for; the router's thread counts.
     """
 
     def __init__(self) -> None:
         self.index = KvIndex()
         self.ledger = Ledger(index=self.index)
         self.cordon = TimedSet()
-        self.fading = TimedSet()
+        self.likely_victims = TimedSet()
         self.routed: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._members: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class Fleet:
             for listener in self._listeners:
                 listener(members)
 
-    def takers(self, names: Collection[str]) -> Collection[str]:
+    def eligible(self, names: Collection[str]) -> Collection[str]:
         """Those of ``names`` that may get a new request: no cordoned ones, unless no other is routable."""
         cordoned = self.cordon.names()
         if not cordoned:

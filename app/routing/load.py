@@ -1,66 +1,88 @@
-"""What an engine says of its load, as it stands in the header of each flush of its channel."""
+"""What an engine says of its load, as it stands in the header of each flush of its channel.
+
+``LoadReport`` lists the fields once: their layout on the wire, their plausible values and their averages follow
+from their names and types. Adding a field to ``EngineLoad`` adds it everywhere.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from struct import Struct
+from typing import Any, Final, get_type_hints
 
-_LARGEST = float(2**53)
+from engine.scheduling.load import EngineLoad
+
+PREFILL_RATE = 5000.0
+"""Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(EngineLoad):
     """Engine truth at one flush (every 50 ms at most while anything changes).
 
-    ``waiting_tokens`` are uncached prompt tokens of waiting requests and what is left of running prefills; a
-    prefix that several of them miss counts once.
-    ``kv_tokens`` are those that the ``running`` sequences read each step. ``referenced``, ``free`` and
-    ``evictable`` count blocks of ``block_size`` tokens out of ``num_blocks``. ``prefill_rate`` is in tokens/s,
-    calibrated: not the average under load. ``step_seconds`` is a decode step's time now. ``acknowledged`` is
-    the highest attempt of this channel that the engine has seen; later ones are not in ``waiting_tokens`` yet.
-    ``waiting`` sequences do not run; ``held_up`` of them a newcomer cannot pass, for want of seats or blocks.
-    ``max_running`` sequences can run: 0 if nobody knows.
+    Beside the engine's own figures: its pool has ``num_blocks`` blocks of ``block_size`` tokens, and
+    ``acknowledged`` is the highest attempt of this channel that the engine has seen; later ones are not in
+    ``waiting_tokens`` yet. 0 is unknown in ``num_blocks``, ``block_size``, ``max_running`` and the floats.
     """
 
-    waiting_tokens: int
-    running: int
-    kv_tokens: int
-    referenced: int
-    free: int
-    evictable: int
     num_blocks: int
     block_size: int
-    prefill_rate: float
-    step_seconds: float
     acknowledged: int
-    waiting: int = 0
-    held_up: int = 0
-    max_running: int = 0
+
+
+_NAMES: Final = tuple(field.name for field in fields(LoadReport))
+_FLOATS: Final = frozenset(name for name, kind in get_type_hints(LoadReport).items() if kind is float)
+_values = attrgetter(*_NAMES)
+_LARGEST: Final = float(2**53)
+_PLAUSIBLE: Final = {"prefill_rate": (1e-3, 1e12), "step_seconds": (1e-9, 1e4)}
+"""Least and greatest value; of other fields 0 and 2**53."""
+
+WIRE: Final = Struct("<" + "".join("d" if name in _FLOATS else "Q" for name in _NAMES))
+"""The fields in their order: f64 where they are floats, else u64."""
+
+
+def pack(load: LoadReport) -> bytes:
+    """The report as it travels."""
+    return WIRE.pack(*_values(load))
+
+
+def unpack_from(data: bytes, offset: int) -> LoadReport:
+    """The report that was packed at ``offset``.
+
+    Raises:
+        struct.error: it is truncated.
+    """
+    return LoadReport(*WIRE.unpack_from(data, offset))
 
 
 def sane(load: LoadReport) -> LoadReport:
     """The report with what cannot be true made 0 (unknown): a broken header must not break placement."""
-    return LoadReport(
-        waiting_tokens=int(_known(load.waiting_tokens)),
-        running=int(_known(load.running)),
-        kv_tokens=int(_known(load.kv_tokens)),
-        referenced=int(_known(load.referenced)),
-        free=int(_known(load.free)),
-        evictable=int(_known(load.evictable)),
-        num_blocks=int(_known(load.num_blocks)),
-        block_size=int(_known(load.block_size)),
-        prefill_rate=_between(load.prefill_rate, 1e-3, 1e12),
-        step_seconds=_between(load.step_seconds, 1e-9, 1e4),
-        acknowledged=int(_known(load.acknowledged)),
-        waiting=int(_known(load.waiting)),
-        held_up=int(_known(load.held_up)),
-        max_running=int(_known(load.max_running)),
-    )
+    known: dict[str, Any] = {name: _plausible(name, getattr(load, name)) for name in _NAMES}
+    return LoadReport(**known)
 
 
-def _known(value: float) -> float:
-    return value if 0 <= value <= _LARGEST else 0
+def average(loads: Sequence[LoadReport]) -> LoadReport:
+    """What to expect of a replica that has not said; of an unknown fleet, an empty one without limits.
+
+    The prefill rate is the median of those that are known.
+    """
+    rates = sorted(load.prefill_rate for load in loads if load.prefill_rate)
+    rate = rates[len(rates) // 2] if rates else PREFILL_RATE
+    means: dict[str, Any] = {name: _mean(name, (getattr(load, name) for load in loads)) for name in _NAMES}
+    return replace(LoadReport(**means), prefill_rate=rate)
 
 
-def _between(value: float, least: float, most: float) -> float:
-    return float(value) if math.isfinite(value) and least <= value <= most else 0.0
+def _mean(name: str, values: Iterable[float]) -> float:
+    known = list(values)
+    mean = math.fsum(known) / len(known) if known else 0.0
+    return mean if name in _FLOATS else int(mean)
+
+
+def _plausible(name: str, value: float) -> float:
+    least, most = _PLAUSIBLE.get(name, (0.0, _LARGEST))
+    if not least <= value <= most:
+        return 0.0 if name in _FLOATS else 0
+    return float(value) if name in _FLOATS else int(value)

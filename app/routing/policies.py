@@ -11,7 +11,7 @@ from app.routing import cost
 from app.routing.booking import Standing, name_key
 from app.routing.calibration import OutputLength, PrefixShare, ReuseShare, StepModel
 from app.routing.fading import NEAR_S, lasting
-from app.routing.load import LoadReport
+from app.routing.load import PREFILL_RATE, LoadReport, average
 
 _FEW = 16
 """Tokens that always count as no difference: a usual block."""
@@ -115,7 +115,7 @@ class Chooser:
         places: Sequence[int] = range(len(standings))
         if wanted.fading:
             names, tokens = [at.replica for at in standings], [at.tokens for at in standings]
-            places = lasting(names, tokens, wanted.fading, NEAR_S * cost.PREFILL_RATE) or places
+            places = lasting(names, tokens, wanted.fading, NEAR_S * PREFILL_RATE) or places
         return least_booked(standings, places, wanted, 0)
 
     def _cheapest(self, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted, now: float) -> int:
@@ -164,7 +164,7 @@ class Chooser:
             self.refresh(standing)
             made[place] = standing.terms
             if standing.terms is None:
-                neutral = neutral or _average([other.load for other in standings if other.load is not None])
+                neutral = neutral or average([other.load for other in standings if other.load is not None])
                 load, reported = standing.load, standing.reported
                 load = replace(load, prefill_rate=neutral.prefill_rate) if load is not None else neutral
                 made[place] = self._terms_of(load, standing, now if standing.load is None else reported)
@@ -210,28 +210,3 @@ def rendezvous(key: int, seed: int) -> int:
     """Highest random weight (Thaler and Ravishankar, 1996): whoever ranks the same seeds by it agrees."""
     mixed = ((key ^ seed) * 0x9E3779B97F4A7C15) & _MASK
     return ((mixed ^ (mixed >> 32)) * 0xBF58476D1CE4E5B9) & _MASK
-
-
-def _average(loads: Sequence[LoadReport]) -> LoadReport:
-    """What to expect of a replica that has not said; of an unknown fleet, an empty one without limits."""
-    rates = sorted(load.prefill_rate for load in loads if load.prefill_rate)
-    rate = rates[len(rates) // 2] if rates else cost.PREFILL_RATE
-    if not loads:
-        return LoadReport(0, 0, 0, 0, 0, 0, 0, 0, rate, 0.0, 0)
-    count = len(loads)
-    return LoadReport(
-        waiting_tokens=sum(load.waiting_tokens for load in loads) // count,
-        running=sum(load.running for load in loads) // count,
-        kv_tokens=sum(load.kv_tokens for load in loads) // count,
-        referenced=sum(load.referenced for load in loads) // count,
-        free=sum(load.free for load in loads) // count,
-        evictable=sum(load.evictable for load in loads) // count,
-        num_blocks=sum(load.num_blocks for load in loads) // count,
-        block_size=0,
-        prefill_rate=rate,
-        step_seconds=0.0,
-        acknowledged=0,
-        waiting=sum(load.waiting for load in loads) // count,
-        held_up=sum(load.held_up for load in loads) // count,
-        max_running=sum(load.max_running for load in loads) // count,
-    )

@@ -93,11 +93,11 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             meta["attempt"],
             meta["prefill"],
             meta["decode"],
-            self._fleet.takers(candidates.keys()),
+            self._fleet.eligible(candidates.keys()),
             meta["avoid"],
             keys=meta.pop("keys"),
             sequences=meta.pop("sequences"),
-            fading=self._fleet.fading.names(),
+            fading=self._fleet.likely_victims.names(),
         )
         self._fleet.routed[booking.route.replica] += 1
         meta["epoch"] = booking.route.epoch  # the engine refuses an epoch that it does not have
@@ -125,7 +125,7 @@ class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: i
 
     async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
         replicas = self._by_name()
-        usable = set(self._fleet.takers(self._fleet.ledger.routable(replicas.keys())))
+        usable = set(self._fleet.eligible(self._fleet.ledger.routable(replicas.keys())))
         usable = usable - {meta["avoid"]} or usable
         # Serve's choice knows neither channels nor cordons, nor what has just failed.
         ranks = await self.choose_replicas([replicas[name] for name in usable], pending_request)

@@ -213,7 +213,7 @@ class LoopbackHandle:
                 meta["attempt"],
                 meta["prefill"],
                 meta["decode"],
-                self.fleet.takers(self.fleet.members),
+                self.fleet.eligible(self.fleet.members),
                 meta["avoid"],
             )
             replica = self.replicas[booking.route.replica]

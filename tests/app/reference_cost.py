@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from app.routing import cost
 from app.routing.calibration import StepModel
-from app.routing.load import LoadReport
+from app.routing.load import PREFILL_RATE, LoadReport
 
 
 class Terms(NamedTuple):
@@ -40,7 +40,7 @@ def terms(
 
     A report may lag behind own bookings, so there are at least as many rows as these, up to the seats.
     """
-    rate = load.prefill_rate or cost.PREFILL_RATE
+    rate = load.prefill_rate or PREFILL_RATE
     ahead = load.waiting_tokens + booked.prefill
     running, held_up, new = load.running, load.held_up, booked.rows
     rows = (running if running > booked.seen_rows else booked.seen_rows) + new

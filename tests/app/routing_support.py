@@ -22,6 +22,9 @@ IDLE = LoadReport(
     block_size=BLOCK,
     prefill_rate=10_000.0,
     step_seconds=0.02,
+    waiting=0,
+    held_up=0,
+    max_running=0,
     acknowledged=0,
 )
 

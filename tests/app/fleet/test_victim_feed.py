@@ -260,7 +260,7 @@ def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
         await ingress.reconfigure(options.live.model_dump())
         if scales:
             assert await asyncio.to_thread(looked.wait, 20)
-            handle.fleet.fading.set({"a"}, 60)
+            handle.fleet.likely_victims.set({"a"}, 60)
             assert (await ingress.inspect())["victims"] == {"taken": 0, "faults": 0, "fading": ["a"]}
         else:
             assert (await ingress.inspect())["victims"] == {}

@@ -60,14 +60,14 @@ def test_cordoned_replicas_take_requests_only_when_no_other_can() -> None:
     for name in ("a", "b", "c"):
         fleet.ledger.open(Route(name, 1))
     members = ["a", "b", "c"]
-    assert fleet.takers(members) == members
+    assert fleet.eligible(members) == members
     fleet.cordon.set({"a"}, 60)
-    assert set(fleet.takers(members)) == {"b", "c"}
+    assert set(fleet.eligible(members)) == {"b", "c"}
     fleet.ledger.suspect("b", True)
-    assert set(fleet.takers(["a", "b"])) == {"a", "b"}, "b cannot take it, so a may"
+    assert set(fleet.eligible(["a", "b"])) == {"a", "b"}, "b cannot take it, so a may"
     fleet.cordon.set({"a", "b", "c"}, 60)
-    assert set(fleet.takers(members)) == {"a", "b", "c"}
-    assert list(fleet.takers([])) == []
+    assert set(fleet.eligible(members)) == {"a", "b", "c"}
+    assert list(fleet.eligible([])) == []
 
 
 def test_new_requests_pass_a_cordoned_replica_by_until_the_cordon_ends() -> None:

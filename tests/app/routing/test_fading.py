@@ -14,9 +14,9 @@ from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
 from serve_router import ServeRouter
 from test_choice import NOW, fleets, plain_choice
 
-from app.routing import cost
 from app.routing.booking import Standing
 from app.routing.fading import NEAR_S, NEAR_SHARE, lasting
+from app.routing.load import PREFILL_RATE
 from app.routing.policies import Chooser, Policy, Wanted
 from app.routing.router import EngineRouter
 
@@ -83,7 +83,7 @@ def test_a_choice_by_tokens_is_never_much_worse_than_the_least(tokens: list[int]
     fading = {f"r{place}" for place in range(6) if victims >> place & 1}
     wanted = Wanted("request", 100, 100, fading=fading)
     chosen = Chooser(Policy.LEAST_TOKENS, BLOCK).choose(standings, [0] * len(standings), wanted, NOW)
-    most = (1 + NEAR_SHARE) * min(tokens) + NEAR_S * cost.PREFILL_RATE
+    most = (1 + NEAR_SHARE) * min(tokens) + NEAR_S * PREFILL_RATE
     staying = [at.tokens for at in standings if at.replica not in fading and at.tokens <= most]
     assert tokens[chosen] == min(staying or tokens)
     assert bool(staying) == (standings[chosen].replica not in fading)
@@ -155,11 +155,11 @@ def test_a_busy_replica_is_not_chosen_for_the_sake_of_one_that_is_idle_and_fades
 def test_the_router_asks_its_fleet_who_fades() -> None:
     async def test() -> None:
         serve = ServeRouter(EngineRouter, "a", "b")
-        serve.fleet.fading.set({"a"}, 60)
+        serve.fleet.likely_victims.set({"a"}, 60)
         for index in range(6):
             await serve.send(str(index), meta=serve.meta(prefill=1, decode=1))
         assert serve.sent() == {"a": 0, "b": 6}
-        serve.fleet.fading.set((), 0)
+        serve.fleet.likely_victims.set((), 0)
         await serve.send("later", meta=serve.meta(prefill=1, decode=1))
         assert serve.sent() == {"a": 1, "b": 6}
 
