@@ -9,6 +9,8 @@ VENV ?= .venv
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.txt,constraints.txt)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Of the tests. Each loads torch, and many start two threads of their own.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 4))')
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -31,8 +33,8 @@ $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 serve: $(READY)  ## Serve the bundled model on http://127.0.0.1:8000 (options: make serve ARGS="model=... port=...").
 	@$(BIN)/python -m app $(ARGS)
 
-test: $(READY)  ## Run all tests; end-to-end tests start a Ray of their own on free ports.
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY)  ## Run all tests, in parallel, in a random order that ARGS="--randomly-seed=N" repeats.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(READY)  ## Lint and type-check.
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -10,8 +11,27 @@ from leftovers import give_back
 
 from app.launch.model_store import resolve
 
+END_TO_END = Path(__file__).parent / "e2e"
+
 MUCH = 800_000_000
 """Bytes of this process from which on what the tests before have left is given back."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """With ``--dist loadgroup``, one worker runs a whole file, and one all end-to-end tests on one Ray.
+
+    These come first, whatever the order of the others: they take the longest.
+    """
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("e2e" if end_to_end(item) else str(item.path)))
+    yield
+    items.sort(key=end_to_end, reverse=True)  # stable: the order is otherwise as shuffled
+
+
+def end_to_end(item: pytest.Item) -> bool:
+    """Whether a test needs Ray."""
+    return END_TO_END in item.path.parents
 
 
 @pytest.fixture(scope="module", autouse=True)

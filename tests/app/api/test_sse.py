@@ -130,6 +130,91 @@ def test_headers_and_comments_come_while_the_first_event_does_not(monkeypatch: p
     asyncio.run(main())
 
 
+def test_an_error_after_the_headers_and_before_the_first_event_is_an_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "HEADERS_WITHIN_S", 0.01)
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        events, connection = Events(gate, UnavailableError("gone")), Connection()
+        running = asyncio.create_task(exchange(EventStream(events.stream()), connection))
+        await connection.until_sent(1)
+        gate.set()
+        await running
+        starts = [message for message in connection.sent if message["type"] == "http.response.start"]
+        assert [message["status"] for message in starts] == [200]
+        last = connection.body.decode().removesuffix("\n\n").split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gone"
+        assert connection.complete
+
+    asyncio.run(main())
+
+
+def test_no_comment_follows_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "HEADERS_WITHIN_S", 0.01)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+
+    async def main() -> None:
+        gate, looked = asyncio.Event(), asyncio.Event()
+        events, connection = Events(b"a", gate, b"b"), Connection()
+        stream = EventStream(events.stream())
+        on_idle = stream._wait
+
+        async def wait(send: Any) -> float | None:
+            seconds = await on_idle(send)
+            looked.set()
+            return seconds
+
+        monkeypatch.setattr(stream, "_wait", wait)
+        running = asyncio.create_task(exchange(stream, connection))
+        await looked.wait()
+        gate.set()
+        await running
+        assert connection.body == b"ab"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["disconnect", "cancel"])
+def test_a_response_returns_only_once_its_work_has_ended(how: str) -> None:
+    async def main() -> None:
+        connection = Connection()
+        ended = False
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            nonlocal ended
+            try:
+                yield b"a"
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(100):  # turns of the loop
+                    await asyncio.sleep(0)
+                ended = True
+
+        running = asyncio.create_task(exchange(EventStream(stream()), connection))
+        await connection.until_sent(2)
+        if how == "disconnect":
+            connection.left.set()
+        else:
+            running.cancel()
+        await asyncio.wait({running})
+        assert ended
+
+    asyncio.run(main())
+
+
+def test_an_error_of_sending_is_the_servers() -> None:
+    async def main() -> None:
+        async def send(message: Any) -> None:
+            raise OSError("the socket is closed")
+
+        with pytest.raises(OSError, match="socket is closed"):
+            await EventStream(Events(b"a").stream())({"type": "http"}, Connection().receive, send)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["disconnect", "cancel"])
 def test_events_are_closed_when_the_client_leaves_or_the_server_cancels(how: str) -> None:
     async def main() -> None:

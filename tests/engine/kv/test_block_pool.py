@@ -45,6 +45,15 @@ def test_a_table_grows_into_the_block_that_follows_it() -> None:
     assert take(pool, 1, after=7) == [3]  # nothing follows the last block
 
 
+def test_the_block_that_follows_is_preferred_to_the_head_of_the_queue() -> None:
+    pool = BlockPool(8, 16)
+    first, second = take(pool, 2), take(pool, 2)
+    pool.release(second)
+    pool.release(first)  # the queue begins with 0
+    assert take(pool, 2, after=4) == [5, 6]
+    pool.check([[5, 6]])
+
+
 def test_freed_blocks_come_back_in_table_order_before_untouched_ones() -> None:
     pool = BlockPool(6, 16)
     table = take(pool, 3)

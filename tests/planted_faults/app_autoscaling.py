@@ -1,0 +1,98 @@
+"""Faults in the scaling decision and what carries it out."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_DEMAND = ("app/autoscaling/test_kv_demand.py",)
+_POLICY = ("app/autoscaling/test_kv_demand_policy.py",)
+_OCCUPANCY = ("app/autoscaling/test_scaling_occupancy.py",)
+_CLOCK = ("app/autoscaling/test_scaling_clock.py",)
+_STATS = ("app/autoscaling/test_scaling_stats.py",)
+
+AUTOSCALING: list[Fault] = [
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "if one.arrived_tokens >= known[0] else one.arrived_tokens",
+        "if one.arrived_tokens >= known[0] else 0.0",
+        _DEMAND,
+        "what a restarted counter counts is lost",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    demand += growth * scale * config.growth_share",
+        "    demand += growth * config.growth_share",
+        _DEMAND,
+        "growth is not scaled to replicas that are silent",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog",
+        "    shared = backlog / reporting",
+        _DEMAND,
+        "one long prompt asks for more replicas",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        '    if now - state.last_preemption < config.down_window_s:\n        return "preemptions"\n',
+        "",
+        _DEMAND,
+        "a fleet that preempts is made smaller",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    if later <= earlier or high - low <= config.trend_sigmas * noise:",
+        "    if later <= earlier:",
+        _DEMAND,
+        "noise passes for a trend",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "        count = min(wanted, max(2 * target, target + 4), high)",
+        "        count = min(wanted, high)",
+        _DEMAND,
+        "one decision may multiply the fleet",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "        while lows and lows[-1][1] <= need:\n            lows.pop()\n",
+        "",
+        _DEMAND,
+        "the window of needs forgets its maximum",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        '        if len(snapshot.replicas) < snapshot.running:\n            return "reports missing"\n',
+        "",
+        _DEMAND,
+        "the fleet shrinks while replicas are silent",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "            self.last_down = min(self.last_down, now)\n",
+        "",
+        _CLOCK,
+        "after the clock was set back, nothing is stopped for as long",
+    ),
+    Fault(
+        "app/autoscaling/policy.py",
+        "            wanted = ctx.target_num_replicas\n            self._victims = []\n",
+        "            raise\n",
+        _POLICY,
+        "a defect in the policy stalls the controller",
+    ),
+    Fault(
+        "app/autoscaling/policy.py",
+        "            if now - last.timestamp <= stale_s:",
+        "            if True:",
+        _POLICY,
+        "old reports count",
+    ),
+    Fault(
+        "app/autoscaling/occupancy.py",
+        "abs(ratio - 1.0) <= _TOLERANCE",
+        "ratio <= 1.0",
+        _OCCUPANCY,
+        "the plain rule never shrinks a fleet",
+    ),
+]

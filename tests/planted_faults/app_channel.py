@@ -1,0 +1,97 @@
+"""Faults in the channel between an ingress and an engine replica."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_CHANNEL = ("app/channel/test_channel.py",)
+_WIRE = ("app/channel/test_wire.py",)
+_KV = ("app/channel/test_kv_resync.py", "app/channel/test_kv_section.py", "app/channel/test_kv_outbox.py")
+_CLIENT = ("app/fleet/test_engine_client.py", "app/fleet/test_engine_client_calls.py")
+
+CHANNEL: list[Fault] = [
+    Fault(
+        "app/channel/channel.py",
+        "        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED",
+        "        return False",
+        _CHANNEL,
+        "frames that nobody reads pile up without bound",
+    ),
+    Fault(
+        "app/channel/channel.py",
+        "        if load != self.last_load:\n",
+        "        if True:\n",
+        _CHANNEL,
+        "an unchanged load is sent again with every step",
+    ),
+    Fault(
+        "app/channel/engine_end.py",
+        "            if older.epoch >= epoch:",
+        "            if older.epoch > epoch:",
+        _CHANNEL,
+        "an epoch can be opened twice",
+    ),
+    Fault(
+        "app/channel/engine_end.py",
+        '        if channel is None or channel.epoch != epoch or channel.closed:\n            raise UnknownEpochError(f"no',
+        '        if channel is None or channel.closed:\n            raise UnknownEpochError(f"no',
+        _CHANNEL,
+        "an attempt of an old epoch joins a new channel",
+    ),
+    Fault(
+        "app/channel/engine_end.py",
+        "                record.token_ids.extend(delta.token_ids)",
+        "                record.token_ids[:] = delta.token_ids",
+        _CHANNEL,
+        "tokens that gather while a channel is blocked replace each other",
+    ),
+    Fault(
+        "app/channel/engine_end.py",
+        "            if channel.unsent and not channel.blocked:\n",
+        "            if False:\n",
+        _CHANNEL,
+        "what was made before the end of a channel is lost",
+    ),
+    Fault(
+        "app/channel/engine_end.py",
+        "            if now - channel.last_beat > self._lease_s:",
+        "            if now - channel.last_frame > self._lease_s:",
+        _CHANNEL,
+        "a lease is renewed by the replica's own frames",
+    ),
+    Fault(
+        "app/channel/engine_end.py",
+        "            if hub.detach(attempt):\n                engine.abort(engine_id)",
+        "            hub.detach(attempt)",
+        _CHANNEL,
+        "an attempt whose call is cancelled runs on",
+    ),
+    Fault(
+        "app/channel/ingress_end.py",
+        "        if frame.epoch != epoch or frame.sequence != self._frames:",
+        "        if frame.epoch != epoch:",
+        (*_CHANNEL, *_CLIENT),
+        "a lost frame goes unnoticed",
+    ),
+    Fault(
+        "app/channel/ingress_end.py",
+        "                self._next_resync = 0.0  # the next beat asks again",
+        "                pass",
+        _KV,
+        "a request for a snapshot that failed is not repeated",
+    ),
+    Fault(
+        "app/channel/kv_feed.py",
+        "        if route not in self._trusted:\n            return True\n",
+        "",
+        _KV,
+        "a replica that names blocks otherwise fills the index",
+    ),
+    Fault(
+        "app/channel/kv_feed.py",
+        "                    and self._index.verify(route.replica, section.sequence, section.xor, section.count)\n",
+        "",
+        _KV,
+        "a digest that does not agree goes unnoticed",
+    ),
+]

@@ -1,0 +1,20 @@
+"""What a planted fault is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One exact replacement in one source file, and the tests that must notice it."""
+
+    file: str
+    """Path of the source file, relative to the root."""
+    old: str
+    """Text that occurs exactly once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """Unit tests of the file, relative to ``tests/``."""
+    why: str
+    """What goes wrong with it, as one would report it."""

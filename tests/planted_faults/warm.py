@@ -1,0 +1,11 @@
+"""Imported once, before the processes that run the tests are forked: what takes seconds to import."""
+
+import fastapi
+import httpx
+import hypothesis
+import pytest
+import ray.serve
+import torch
+import transformers
+
+__all__ = ["fastapi", "httpx", "hypothesis", "pytest", "ray", "torch", "transformers"]
