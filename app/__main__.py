@@ -15,20 +15,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str] | None) -> int:
-    # Imported here, so that an interrupt ends quietly while they load, too.
-    from app.config import AppConfig
+    # Imported here, so that an interrupt during the imports ends quietly, too.
+    from app.config import OPTIONS
     from app.launch.launcher import serve_here
     from engine.errors import ConfigError
 
     parser = argparse.ArgumentParser(
         prog="python -m app",
         description="Serve a language model on this machine.",
-        epilog=f"options: {', '.join(sorted(AppConfig.model_fields))}",
+        epilog=f"options: {', '.join(sorted(OPTIONS))}",
         allow_abbrev=False,
     )
     parser.add_argument("options", nargs="*", metavar="option=value")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", default="8000", help="port to listen on (default %(default)s)")
+    parser.add_argument("--host", help="the same as host=HOST")
+    parser.add_argument("--port", help="the same as port=PORT")
     parsed, switches = parser.parse_known_intermixed_args(arguments)
     try:
         if switches:
@@ -36,14 +36,12 @@ def _main(arguments: list[str] | None) -> int:
         pairs = [option.partition("=") for option in parsed.options]
         wrong = [name for name, equals, _ in pairs if not equals]
         if wrong:
-            raise ConfigError(f"{wrong[0]!r} is no option=value; write it like port=8001")
+            raise ConfigError(f"{wrong[0]!r} is not of the form option=value, such as port=8001")
         if any(not name for name, _, _ in pairs):
             raise ConfigError("an option's name is missing before '='; write it like port=8001")
-        values = {name: value for name, _, value in pairs}
-        host, port = values.pop("host", parsed.host), values.pop("port", parsed.port)
-        if not str(port).isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"port={port!r} is no port; choose one from 1 to 65535")
-        serve_here(values, host, int(port), say)
+        launch = {"host": parsed.host, "port": parsed.port}
+        given = {name: value for name, value in launch.items() if value is not None}
+        serve_here({**given, **{name: value for name, _, value in pairs}}, say)
     except ConfigError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 1
@@ -51,13 +49,13 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def _as_option(switch: str) -> str:
-    """How to write what was meant by ``--max-replicas=4``."""
+    """How to write what ``--max-replicas=4`` means."""
     name, equals, value = switch.lstrip("-").partition("=")
     return f"write {name.replace('-', '_')}={value if equals else '...'}" if name else "write option=value"
 
 
 def say(line: str) -> None:
-    """A line for the terminal, at once."""
+    """Print a line at once."""
     print(line, flush=True)
 
 

@@ -1,172 +1,203 @@
-"""Every option of the application, one typed tree.
+"""Every option of the application: one tree of typed groups, each group for one part of the system.
 
-Values come from ``args`` of a Serve config file, from ``key=value`` of ``serve run`` and of ``python -m app``,
-and from ``QUIRE_<NAME>`` in the environment, which wins. Words are accepted for numbers (``"2"``), sizes
-(``"2GiB"``) and switches (``"true"``); ``"auto"`` stands for "not given".
+Users write flat names: ``option=value`` after ``python -m app`` and ``serve run``, ``args`` of a Serve config
+file, and ``QUIRE_<OPTION>`` in the environment, which wins. Words are accepted for numbers (``"2"``), sizes
+(``"2GiB"``), and switches (``"true"``); ``"auto"`` stands for "not given".
+
+To add an option, declare it in its group; options of the engine itself are in ``engine/config.py``. Then run
+``python -m app.options_page > docs/options.md``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.config import JsonDict
 
-from app.routing.policies import Policy
-from engine.config import EngineConfig
+from engine.config import EngineConfig, EngineOptions
 from engine.errors import ConfigError
 from engine.models.folders import BUNDLED_NAME
 from engine.sizes import parse_bytes
 
 ENV_PREFIX = "QUIRE_"
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-MOST_REPLICAS = 10_000
-LONGEST_S = 500_000.0
-"""Of the times that the scaling policy is given: in Serve's controller it must not find them wrong."""
+MAX_REPLICAS = 10_000
+MAX_SCALING_S = 500_000.0
+"""Maximum of the times in the scaling policy: Serve's controller must never find one out of range."""
 
-_SCALING_OPTIONS = (
-    *("scaling_policy", "ttft_target_s", "tpot_target_s", "scaling_reserve", "occupancy_target"),
-    *("scale_down_after_s", "startup_s", "scaling_shadow"),
-)
+OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_")
+"""Environment variables that other parts of Quire read."""
 
-# Read elsewhere, not options of the application.
-_OTHER_ENV = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_")
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+ScalingPolicy = Literal["kv_demand", "occupancy"]
+Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
 
-logger = logging.getLogger(__name__)
-
-
-def _absent(value: object) -> object:
-    return None if isinstance(value, str) and value.lower() in ("auto", "none", "") else value
-
-
-def _bytes(value: object) -> object:
-    """Of ``"2GiB"``, ``"500MB"`` or a plain number; other types pass through to pydantic."""
-    value = _absent(value)
-    try:
-        return parse_bytes(value) if isinstance(value, str) and value.strip() != "0" else value
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-OptionalInt = Annotated[int | None, BeforeValidator(_absent)]
-OptionalFloat = Annotated[float | None, BeforeValidator(_absent)]
-OptionalStr = Annotated[str | None, BeforeValidator(_absent)]
-Size = Annotated[int | None, BeforeValidator(_bytes)]
-
-
-ROUTERS = {
+SCALING_POLICIES: tuple[ScalingPolicy, ...] = get_args(ScalingPolicy)
+ROUTERS: dict[str, str] = {
     "prefix": "app.routing.router:EngineRouter",
     "least_tokens": "app.routing.router:EngineRouter",
     "round_robin": "app.routing.router:EngineRouter",
     "power_of_two": "app.routing.router:PowerOfTwoRouter",
     "prefix_affinity": "app.routing.ray_policies:PrefixAffinityRouter",
 }
-"""Choices of a replica, and the router class of each."""
+"""The router class for each value of ``routing``."""
 
-SCALING_POLICIES = ("kv_demand", "occupancy")
-"""Ways to set the number of engine replicas; see ``app/autoscaling``."""
-
-
-class LiveOptions(BaseModel):
-    """Options that change without a restart, by ``user_config`` of a deployment in the Serve config file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    log_level: str = Field("INFO", pattern=f"^({'|'.join(LOG_LEVELS)})$")
-    max_live_requests: int = Field(4096, ge=1, description="more at one ingress replica are refused with a 503")
+logger = logging.getLogger(__name__)
 
 
-class AppConfig(BaseModel):
-    """Options of the application; a change of any of them restarts the engine replicas.
+def option(default: Any, description: str, *, live: bool = False, policy: bool = False, **limits: Any) -> Any:
+    """The declaration of an option; ``limits`` are those of pydantic's ``Field``.
 
-    See ``EngineConfig`` for those of one engine.
+    Args:
+        live: it changes without a restart, through ``user_config`` of a deployment.
+        policy: only the scaling policy reads it, so it has no effect on a fixed number of replicas.
     """
+    extra: JsonDict = {"live": live, "policy": policy}
+    return Field(default=default, description=description, json_schema_extra=extra, **limits)
+
+
+class Group(BaseModel):
+    """Options that concern one part of the system; immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = BUNDLED_NAME
-    served_model_name: OptionalStr = None
-    dtype: str = "auto"
-    device: str = "auto"
-    kernels: str = "auto"
-    block_size: int = Field(16, ge=1, le=4096)
-    kv_memory: Size = Field(None, ge=1)
-    num_blocks: OptionalInt = Field(None, ge=1)
-    memory_fraction: float = Field(0.9, gt=0, le=1)
-    max_model_len: OptionalInt = Field(None, ge=1)
-    max_num_seqs: int = Field(256, ge=1)
-    token_budget: OptionalInt = Field(None, ge=1)
-    prefix_caching: bool = True
-    swap_space: Size = Field(None, ge=0)
-    recovery: str = "auto"
-    priority_ageing: OptionalFloat = Field(None, gt=0)
-    seed: int = 0
-    check_invariants: bool = False
-    check_at_idle: bool = False
 
-    routing: str = Field("prefix", pattern=f"^({'|'.join(ROUTERS)})$")
-    engine_replicas: int = Field(2, ge=1, le=MOST_REPLICAS)  # with max_replicas only at first
-    ingress_replicas: int = Field(1, ge=1, le=MOST_REPLICAS)
-    max_replicas: OptionalInt = Field(None, ge=1, le=MOST_REPLICAS)  # engine replicas follow demand
-    min_replicas: OptionalInt = Field(None, ge=0)  # else 1; 0 lets the last one go
-    scaling_policy: str = Field("kv_demand", pattern=f"^({'|'.join(SCALING_POLICIES)})$")
-    ttft_target_s: float = Field(2.0, ge=0.001, le=LONGEST_S)
-    tpot_target_s: float = Field(0.05, ge=0.0001, le=LONGEST_S)
-    scaling_reserve: float = Field(1.0, ge=0, le=MOST_REPLICAS)  # replicas beyond the need
-    occupancy_target: float = Field(0.7, ge=0.01, le=1)  # of KV blocks, for the policy of that name
-    scale_down_after_s: float = Field(300.0, ge=0.1, le=LONGEST_S)  # of less need
-    startup_s: float = Field(60.0, ge=0.1, le=LONGEST_S)  # of a replica, until starts have been seen
-    scaling_shadow: bool = False  # decide and report, but leave the number alone
-    max_wait_s: OptionalFloat = Field(
-        None,
-        gt=0,
-        description="requests are refused with a 429 once new ones have had to wait longer than this for so "
-        "long with as many replicas as there may be; unless given, ttft_target_s with max_replicas (but not in "
-        "shadow mode), else never",
-    )
-    engine_cpus: OptionalFloat = Field(
-        None, ge=0
-    )  # Ray's num_cpus of one replica; else cores / replicas on a node
-    threads: OptionalInt = Field(None, ge=1)  # of one engine; else its share of the node's cores
-    log_level: str = Field("INFO", pattern=f"^({'|'.join(LOG_LEVELS)})$")
-    max_live_requests: int = Field(4096, ge=1)
-    unavailable_after_s: float = Field(60.0, gt=0)
-    drain_timeout_s: float = Field(600.0, gt=0)
-    tenant_header: OptionalStr = Field(
-        None,
-        pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
-        description="header whose value names a tenant, such as x-tenant or authorization: prefixes are shared "
-        "only within one. A gateway must set or check it, since whoever can choose it chooses the tenant; only "
-        "its digest is kept. Without it all clients are one tenant, divided by their own cache_salt alone",
-    )
-    admin_routes: bool = Field(
-        False,
-        description="serve POST /admin/reset_prefix_cache to whoever reaches the port; keep clients from it",
-    )
+class ServiceOptions(Group):
+    """Service: options that concern every process."""
 
-    @model_validator(mode="after")
-    def _bounds(self) -> AppConfig:
-        if self.max_replicas is None:
-            if self.min_replicas is not None:
-                raise ValueError("min_replicas needs max_replicas: without it their number is engine_replicas")
-        elif self.least_replicas > self.max_replicas:
-            least, most = self.least_replicas, self.max_replicas
-            raise ValueError(f"min_replicas={least} is more than max_replicas={most}")
-        return self
+    model: str = option(BUNDLED_NAME, "The built-in model, a Hugging Face folder, or a Hugging Face Hub ID")
+    served_model_name: str | None = option(
+        None, "Name that clients send as `model`. `auto`: the last part of `model`"
+    )
+    log_level: LogLevel = option("INFO", "`DEBUG`, `INFO`, `WARNING`, or `ERROR`", live=True)
+    drain_timeout_s: float = option(600.0, "Maximum time that a replica may take to stop, in seconds", gt=0)
 
     @property
     def model_name(self) -> str:
-        """What clients write in ``model``."""
+        """What clients send as ``model``."""
         return self.served_model_name or os.path.basename(os.path.normpath(self.model))
 
-    @property
-    def policy(self) -> Policy:
-        """How the ledger chooses; where Serve's own router does, the ledger has one candidate."""
-        return Policy(self.routing) if self.routing in list(Policy) else Policy.LEAST_TOKENS
+
+class IngressOptions(Group):
+    """Ingress: HTTP, routing, and admission."""
+
+    ingress_replicas: int = option(1, "Number of HTTP front ends", ge=1, le=MAX_REPLICAS)
+    routing: Routing = option(
+        "prefix",
+        "How the ingress chooses an engine: `prefix` minimizes the estimated cost in seconds and counts "
+        "cached prefixes; `least_tokens` and `round_robin`, and Ray Serve's own `power_of_two` and "
+        "`prefix_affinity`, are for comparison",
+    )
+    max_live_requests: int = option(
+        4096, "Return 503 for requests beyond this number at one ingress", live=True, ge=1
+    )
+    max_wait_s: float | None = option(
+        None,
+        "Return 429 once the expected wait, even at `max_replicas`, has exceeded this for this long, in "
+        "seconds. `auto`: `ttft_target_s` with `max_replicas` (but not with `scaling_shadow`), otherwise "
+        "never",
+        gt=0,
+    )
+    unavailable_after_s: float = option(
+        60.0, "Return 503 for a request that has found no engine for this long, in seconds", gt=0
+    )
+    tenant_header: str | None = option(
+        None,
+        "Request header that identifies the tenant, such as `x-tenant` or `authorization`. Tenants do not "
+        "share cached prefixes. A trusted gateway must set or check the header. `auto`: all clients are one "
+        "tenant",
+        pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
+    )
+    admin_routes: bool = option(False, "Serve `POST /admin/reset_prefix_cache`; keep clients from the route")
+
+
+class ScalingOptions(Group):
+    """Scaling: the number of engines, and the processors of each."""
+
+    engine_replicas: int = option(
+        2,
+        "Number of engines, each on its own device (on a CPU: on a share of the cores). With `max_replicas`: "
+        "the number at startup, by default the minimum",
+        ge=1,
+        le=MAX_REPLICAS,
+    )
+    max_replicas: int | None = option(
+        None,
+        "Scale the number of engines with demand, up to this many. `auto`: a fixed number, `engine_replicas`",
+        ge=1,
+        le=MAX_REPLICAS,
+    )
+    min_replicas: int | None = option(
+        None,
+        "Number of engines without any work. `auto`: 1. At 0 the last engine stops, too, and the next request "
+        "waits for one to start",
+        ge=0,
+    )
+    engine_cpus: float | None = option(
+        None, "CPUs that one engine requests from Ray. `auto`: its share of the smallest node", ge=0
+    )
+    threads: int | None = option(
+        None, "CPU threads of one engine. `auto`: its share of the node's cores, at least 1", ge=1
+    )
+    scaling_policy: ScalingPolicy = option(
+        "kv_demand",
+        "`kv_demand` counts the blocks that requests hold, lack, and will need; `occupancy` counts referenced "
+        "blocks only",
+        policy=True,
+    )
+    ttft_target_s: float = option(
+        2.0, "Target time to the first token, in seconds", policy=True, ge=0.001, le=MAX_SCALING_S
+    )
+    tpot_target_s: float = option(
+        0.05, "Target time per output token, in seconds", policy=True, ge=0.0001, le=MAX_SCALING_S
+    )
+    scaling_reserve: float = option(
+        1.0,
+        "Engines beyond the need, which absorb bursts while others start",
+        policy=True,
+        ge=0,
+        le=MAX_REPLICAS,
+    )
+    occupancy_target: float = option(
+        0.7, "Target share of referenced blocks for `scaling_policy=occupancy`", policy=True, ge=0.01, le=1
+    )
+    scale_down_after_s: float = option(
+        300.0,
+        "Stop an engine once the need has been lower for this long, in seconds; the last one, once it has had "
+        "no work for twice as long",
+        policy=True,
+        ge=0.1,
+        le=MAX_SCALING_S,
+    )
+    startup_s: float = option(
+        60.0,
+        "Assumed startup time of an engine, in seconds, until startups have been measured",
+        policy=True,
+        ge=0.1,
+        le=MAX_SCALING_S,
+    )
+    scaling_shadow: bool = option(
+        False, "Decide and report, but leave the number of engines unchanged", policy=True
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> ScalingOptions:
+        if self.max_replicas is None:
+            if self.min_replicas is not None:
+                raise ValueError("min_replicas needs max_replicas: without it the number is engine_replicas")
+            return self
+        for name in ("min_replicas", "engine_replicas"):
+            if name in self.model_fields_set and (getattr(self, name) or 0) > self.max_replicas:
+                raise ValueError(f"{name}={getattr(self, name)} exceeds max_replicas={self.max_replicas}")
+        return self
 
     @property
     def scales(self) -> bool:
@@ -174,176 +205,249 @@ class AppConfig(BaseModel):
         return self.max_replicas is not None
 
     @property
-    def most_replicas(self) -> int:
-        """Engine replicas that there may be at a time, starting and stopping ones left out."""
+    def upper_limit(self) -> int:
+        """Maximum number of engine replicas, not counting those that are stopping."""
         return self.engine_replicas if self.max_replicas is None else self.max_replicas
 
     @property
-    def least_replicas(self) -> int:
-        """Engine replicas that there are without any work."""
+    def lower_limit(self) -> int:
+        """Number of engine replicas without any work."""
         if self.max_replicas is None:
             return self.engine_replicas
         return 1 if self.min_replicas is None else self.min_replicas
 
     @property
-    def first_replicas(self) -> int:
-        """Engine replicas that a deployment starts with."""
-        least = max(self.least_replicas, 1)
+    def initial_replicas(self) -> int:
+        """Number of engine replicas at startup."""
+        least = max(self.lower_limit, 1)
         if self.scales and "engine_replicas" not in self.model_fields_set:
             return least
-        return min(max(self.engine_replicas, least), self.most_replicas)
-
-    @property
-    def replicas_option(self) -> str:
-        """The option that says how many engine replicas there may be."""
-        return "engine_replicas" if self.max_replicas is None else "max_replicas"
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether the last engine replica may go while there is no work."""
-        return self.least_replicas == 0
-
-    @property
-    def replica_wait_s(self) -> float:
-        """Seconds that a request waits for a replica; long enough for one to start where all may be gone."""
-        return max(self.unavailable_after_s, 2.0 * self.startup_s) if self.sleeps else self.unavailable_after_s
-
-    @property
-    def longest_wait_s(self) -> float:
-        """What admission lets a new request wait; infinite if it refuses none."""
-        if self.max_wait_s is not None:
-            return self.max_wait_s
-        return self.ttft_target_s if self.scales and not self.scaling_shadow else math.inf
+        return min(max(self.engine_replicas, least), self.upper_limit)
 
     @property
     def reachable_replicas(self) -> int:
-        """Engine replicas that demand can bring; in shadow mode it brings none beyond the first."""
-        return self.first_replicas if self.scaling_shadow else self.most_replicas
+        """Maximum that demand can bring; in shadow mode it adds none to the initial replicas."""
+        return self.initial_replicas if self.scaling_shadow else self.upper_limit
+
+    @property
+    def limiting_option(self) -> str:
+        """The option that sets the maximum number of engine replicas."""
+        return "engine_replicas" if self.max_replicas is None else "max_replicas"
+
+    @property
+    def to_zero(self) -> bool:
+        """Whether the last engine replica stops when there is no work."""
+        return self.lower_limit == 0
 
     @property
     def startup_grace_s(self) -> float:
-        """Seconds that admission grants replicas to start; none where demand starts none."""
+        """Seconds that admission allows for replicas to start; 0 if demand starts none."""
         return 0.0 if self.scales and self.scaling_shadow else self.startup_s
 
+
+class LaunchOptions(Group):
+    """Launch: for `make serve` only. On a cluster, set `http_options` in `serve_config.yaml` instead."""
+
+    host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` admits other machines")
+    port: int = option(8000, "Port to listen on", ge=1, le=65535)
+
+
+class AppConfig(Group):
+    """All options. Made by :func:`load`."""
+
+    service: ServiceOptions = ServiceOptions()
+    engine: EngineOptions = EngineOptions()
+    ingress: IngressOptions = IngressOptions()
+    scaling: ScalingOptions = ScalingOptions()
+    launch: LaunchOptions = LaunchOptions()
+
     @property
-    def live(self) -> LiveOptions:
-        """The first ``user_config``."""
-        return LiveOptions(log_level=self.log_level, max_live_requests=self.max_live_requests)
+    def replica_wait_s(self) -> float:
+        """Seconds that a request waits for an engine; covers a startup if there may be no engine at all."""
+        wait = self.ingress.unavailable_after_s
+        return max(wait, 2.0 * self.scaling.startup_s) if self.scaling.to_zero else wait
+
+    @property
+    def max_wait_s(self) -> float:
+        """Expected wait above which admission refuses new requests; infinite if it refuses none."""
+        if self.ingress.max_wait_s is not None:
+            return self.ingress.max_wait_s
+        scaling = self.scaling
+        return scaling.ttft_target_s if scaling.scales and not scaling.scaling_shadow else math.inf
 
     def engine_config(
         self, folder: str, num_threads: int, replicas_on_a_node: int | None = None
     ) -> EngineConfig:
-        """Options of one engine; unless told otherwise, all replicas share its machine's memory.
+        """Options of one engine for the model in ``folder``.
 
-        Raises:
-            ConfigError: a value that the engine refuses.
+        Its pool is a share of the machine's memory: by default of as many replicas as there may be.
         """
         return EngineConfig(
             model=folder,
-            dtype=self.dtype,
-            device=self.device,
-            kernels=self.kernels,
-            block_size=self.block_size,
-            kv_memory=self.kv_memory,
-            num_blocks=self.num_blocks,
-            memory_sharers=replicas_on_a_node or self.most_replicas,
-            memory_fraction=self.memory_fraction,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            token_budget=self.token_budget,
-            prefix_caching=self.prefix_caching,
-            swap_space=self.swap_space,
-            recovery=self.recovery,
-            priority_ageing=self.priority_ageing,
             num_threads=num_threads,
-            seed=self.seed,
-            check_invariants=self.check_invariants,
-            check_at_idle=self.check_at_idle,
+            memory_sharers=replicas_on_a_node or self.scaling.upper_limit,
+            **dataclasses.asdict(self.engine),
         )
+
+    def with_live(self, user_config: Mapping[str, Any]) -> AppConfig:
+        """These options with the live ones in ``user_config``; an absent one keeps its value here.
+
+        Raises:
+            ConfigError: one line that names each wrong option.
+        """
+        live = [name for name, option in OPTIONS.items() if option.live]
+        fixed = [name for name in user_config if name not in live]
+        if fixed:
+            raise ConfigError(
+                f"user_config cannot change {', '.join(fixed)}; live options: {', '.join(live)}; "
+                "set all others under args, which restarts the engine replicas"
+            )
+        return _validate(user_config, self.model_dump(exclude_unset=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the declaration of an option says. ``optional``: ``"auto"`` is accepted and means ``None``."""
+
+    name: str
+    group: str
+    default: Any
+    description: str
+    live: bool
+    policy: bool
+    optional: bool
+    size: bool
+
+
+def _declared() -> dict[str, Option]:
+    found = {}
+    for group, field in AppConfig.model_fields.items():
+        assert field.annotation is not None
+        for name, schema in TypeAdapter[Any](field.annotation).json_schema()["properties"].items():
+            found[name] = Option(
+                name,
+                group,
+                schema["default"],
+                schema["description"],
+                live=schema.get("live", False),
+                policy=schema.get("policy", False),
+                optional=any(choice.get("type") == "null" for choice in schema.get("anyOf", ())),
+                size=schema.get("size", False),
+            )
+    return found
+
+
+OPTIONS = _declared()
+"""Every option by name, in the order of the groups."""
 
 
 def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> AppConfig:
-    """The options of ``args`` (an ``AppConfig``'s fields), overridden by the environment.
+    """The options in ``args``, by flat names, overridden by the environment.
 
-    Variables that are no options are passed over with a warning: Kubernetes sets some of its own, such as
-    ``QUIRE_PORT``, for a service called quire.
+    Variables that are not options are ignored with a warning: Kubernetes sets some, such as ``QUIRE_PORT``, for
+    a service called quire. For the same reason the environment sets no launch option.
 
     Raises:
         ConfigError: one line that names each wrong option.
     """
     values: dict[str, Any] = {str(name): value for name, value in (args or {}).items()}
-    for name, value in (os.environ if environment is None else environment).items():
-        option = name.removeprefix(ENV_PREFIX).lower()
-        if name.startswith(ENV_PREFIX) and option in AppConfig.model_fields:
-            values[option] = value
-        elif name.startswith(ENV_PREFIX) and not name.startswith(_OTHER_ENV):
-            logger.warning("%s in the environment is no option and has no effect", name)
-    unknown = sorted(set(values) - set(AppConfig.model_fields))
+    for variable, value in (os.environ if environment is None else environment).items():
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(OTHER_VARIABLES):
+            continue
+        option = OPTIONS.get(variable.removeprefix(ENV_PREFIX).lower())
+        if option is None or option.group == "launch":
+            logger.warning("%s in the environment sets no option and is ignored", variable)
+        else:
+            values[option.name] = value
+    unknown = sorted(values.keys() - OPTIONS.keys())
     if unknown:
         raise ConfigError(_unknown(unknown))
-    try:
-        options = AppConfig(**values)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
-    # Not among the bounds: in what AppConfig is made of again in a replica, each option counts as given.
-    if "engine_replicas" in values and options.engine_replicas > options.most_replicas:
-        raise ConfigError(
-            f"engine_replicas={options.engine_replicas} is more than max_replicas={options.most_replicas}"
+    config = _validate(values)
+    unused = without_effect(config, values)
+    if unused:
+        logger.warning(
+            "%s %s no effect without max_replicas", ", ".join(unused), "have" if len(unused) > 1 else "has"
         )
-    idle = without_effect(options)
-    if idle:
-        have = "have" if len(idle) > 1 else "has"
-        logger.warning("%s %s no effect without max_replicas", ", ".join(idle), have)
-    return options
+    return config
 
 
-def without_effect(options: AppConfig) -> list[str]:
-    """Options that were given, but that only scaling reads, where there is none."""
-    if options.scales:
-        return []
-    # Admission grants startup_s to replicas that may be on their way, whether demand starts them or not.
-    read = {"startup_s"} if options.max_wait_s is not None else set()
-    return [name for name in _SCALING_OPTIONS if name in options.model_fields_set and name not in read]
-
-
-def load_live(user_config: Mapping[str, Any]) -> LiveOptions:
-    """The live options of a ``user_config``.
+def refuse_launch_options(args: Mapping[str, Any]) -> None:
+    """Launch options have no effect in ``args`` of a Serve config file.
 
     Raises:
-        ConfigError: one line that names each wrong option.
+        ConfigError: ``args`` has one.
     """
-    unknown = sorted(set(user_config) - set(LiveOptions.model_fields))
-    if unknown:
-        raise ConfigError(
-            f"unknown user_config {', '.join(unknown)}; "
-            f"there are: {', '.join(sorted(LiveOptions.model_fields))}"
-        )
-    try:
-        return LiveOptions(**user_config)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+    wrong = [name for name in args if name in LaunchOptions.model_fields]
+    if wrong:
+        raise ConfigError(f"args cannot set {', '.join(wrong)}; set http_options in the Serve config file")
 
 
-def set_log_level(level: str) -> None:
-    """Of Quire's own loggers in this process."""
+def without_effect(config: AppConfig, given: Iterable[str]) -> list[str]:
+    """Options among ``given`` that only the scaling policy reads, if the number of replicas is fixed."""
+    if config.scaling.scales:
+        return []
+    unread = {name for name, option in OPTIONS.items() if option.policy}
+    if config.ingress.max_wait_s is not None:
+        unread.discard("startup_s")  # admission reads it, too
+    return [name for name in OPTIONS if name in unread.intersection(given)]
+
+
+def set_log_level(level: LogLevel) -> None:
+    """Set the level of Quire's own loggers in this process."""
     for name in ("app", "engine", "kernels", "quire"):
         logging.getLogger(name).setLevel(level)
 
 
-def _unknown(names: Sequence[str]) -> str:
-    options = sorted(AppConfig.model_fields)
-    meant = [close for name in names for close in difflib.get_close_matches(name, options, n=1)]
+def _validate(values: Mapping[str, Any], base: Mapping[str, Mapping[str, Any]] | None = None) -> AppConfig:
+    """The tree of ``base`` (group, then option) with the flat ``values`` in it."""
+    tree = {group: dict((base or {}).get(group, {})) for group in AppConfig.model_fields}
+    try:
+        for name, value in values.items():
+            option = OPTIONS[name]
+            tree[option.group][name] = _read(option, value)
+        return AppConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _read(option: Option, value: Any) -> Any:
+    """Replace ``"auto"`` and words for sizes; pydantic reads all other words."""
+    if not isinstance(value, str):
+        return value
+    if option.optional and value.lower() in ("auto", "none", ""):
+        return None
+    if option.size and value.strip() != "0":
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{option.name}: {error}") from None
+    return value
+
+
+def _unknown(names: list[str]) -> str:
+    meant = [close for name in names for close in difflib.get_close_matches(name, OPTIONS, n=1)]
     hint = f"did you mean {', '.join(meant)}? " if meant else ""
-    there = f"{hint}there are: {', '.join(options)}"
-    return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {there}"
+    return (
+        f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {hint}"
+        f"options: {', '.join(sorted(OPTIONS))}"
+    )
 
 
-def _one_line(error: ValidationError) -> str:
-    parts = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        pattern = str(item.get("ctx", {}).get("pattern", ""))
-        choices = pattern.startswith("^(") and pattern.endswith(")$")
-        said = f"must be one of {pattern[2:-2].replace('|', ', ')}" if choices else item["msg"]
-        parts.append(f"{name}={item['input']!r}: {said}" if name else said.removeprefix("Value error, "))
-    return "; ".join(parts)
+def _explain(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors: option, value, limit."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal":
+            limit = f"must be at least {context['ge']:g}"
+        case "greater_than":
+            limit = f"must be above {context['gt']:g}"
+        case "less_than_equal":
+            limit = f"must be at most {context['le']:g}"
+        case "literal_error":
+            choices = re.findall("'([^']*)'", context["expected"])
+            limit = f"must be one of {', '.join(choices)}"
+        case "value_error":  # of a whole group: names its options itself
+            return str(context["error"])
+        case _:
+            limit = error["msg"]
+    return f"{error['loc'][-1]}={error['input']!r}: {limit}"

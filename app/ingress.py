@@ -1,7 +1,4 @@
-"""The HTTP entry: the routes, and the deployment that Serve runs them in.
-
-Serve itself answers with the caller's ``x-request-id``, or a new one.
-"""
+"""The ingress deployment: the HTTP API, its engine client, and admission."""
 
 from __future__ import annotations
 
@@ -12,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from app import config
 from app.api.chat import PromptTokenizer
-from app.api.errors import ERROR_HANDLERS
 from app.api.openai_service import OpenAIService
-from app.api.request_body import read_json_object
-from app.api.tenant import tenant_of
+from app.api.routes import make_api
 from app.config import AppConfig
 from app.fleet.admission import Admission
 from app.fleet.engine_client import EngineClient
@@ -33,66 +22,13 @@ from app.fleet.victim_feed import VictimFeed
 from app.launch.model_store import resolve
 from app.metrics import AdmissionMetrics
 from app.routing import fleet
+from app.routing.policies import Policy
 from app.routing.waiting import ExpectedWait
 
 
-async def health(request: Request) -> Response:
-    return _service(request).health()
-
-
-async def list_models(request: Request) -> Response:
-    return _service(request).models()
-
-
-async def get_model(request: Request) -> Response:
-    return _service(request).model(request.path_params["name"])
-
-
-async def completions(request: Request) -> ASGIApp:
-    return await _service(request).completions(await read_json_object(request), _tenant(request))
-
-
-async def chat_completions(request: Request) -> ASGIApp:
-    return await _service(request).chat(await read_json_object(request), _tenant(request))
-
-
-async def reset_prefix_cache(request: Request) -> Response:
-    if not _service(request).admin_routes:
-        raise HTTPException(404)  # to any method: the route is not there
-    if request.method != "POST":
-        raise HTTPException(405)
-    return await _service(request).reset_prefix_cache()
-
-
-def _service(request: Request) -> OpenAIService:
-    service: OpenAIService = request.app.state.service_of()
-    return service
-
-
-def _tenant(request: Request) -> str:
-    return tenant_of(request.headers, _service(request).tenant_header)
-
-
-def make_api(service_of: Callable[[], OpenAIService]) -> Starlette:
-    """The HTTP application; ``service_of`` is asked at each request."""
-    api = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/v1/models", list_models),
-            Route("/v1/models/{name:path}", get_model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
-        ],
-        exception_handlers=ERROR_HANDLERS,
-    )
-    api.state.service_of = service_of
-    return api
-
-
-def _service_of_replica() -> OpenAIService:
-    service: OpenAIService = serve.get_replica_context().servable_object.service
-    return service
+def routing_policy(routing: config.Routing) -> Policy:
+    """How the ledger chooses; where Serve's own router does, the ledger has one candidate."""
+    return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
 
 
 def fingerprint(folder: Path) -> str:
@@ -115,36 +51,38 @@ class IngressReplica:
     """The deployment's body: owns the channels to the engines and the service that the routes call."""
 
     def __init__(self, options: AppConfig, engine: Any) -> None:
-        folder = resolve(options.model)
-        self._client = EngineClient(engine, options.replica_wait_s, options.policy, options.sleeps)
+        self._initial = options
+        folder = resolve(options.service.model)
+        scaling = options.scaling
+        self._client = EngineClient(
+            engine, options.replica_wait_s, routing_policy(options.ingress.routing), scaling.to_zero
+        )
         self._victims: VictimFeed | None = None
-        if options.scales:
+        if scaling.scales:
             of = engine.deployment_id
             self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).likely_victims)
         self._admission = Admission(
             expected_wait(engine),
-            longest_wait_s=options.longest_wait_s,
-            most_replicas=options.reachable_replicas,
-            startup_s=options.startup_grace_s,
-            metrics=AdmissionMetrics(options.model_name),
+            longest_wait_s=options.max_wait_s,
+            most_replicas=scaling.reachable_replicas,
+            startup_s=scaling.startup_grace_s,
+            metrics=AdmissionMetrics(options.service.model_name),
         )
         self.service = OpenAIService(
             self._client,
             PromptTokenizer(folder),
-            options.model_name,
+            options.service.model_name,
             fingerprint(folder),
-            max_live_requests=options.max_live_requests,
-            unavailable_after_s=options.replica_wait_s,
-            tenant_header=options.tenant_header,
-            admin_routes=options.admin_routes,
+            options.ingress,
+            engine_wait_s=options.replica_wait_s,
             admission=self._admission,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve at the start, on the event loop, and whenever the live options change."""
-        live = config.load_live(user_config)
-        config.set_log_level(live.log_level)
-        self.service.max_live_requests = live.max_live_requests
+        """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes."""
+        options = self._initial.with_live(user_config)
+        config.set_log_level(options.service.log_level)
+        self.service.options = options.ingress
         await self._client.start()
         self._admission.start()
         if self._victims is not None:
@@ -170,4 +108,10 @@ class IngressReplica:
             await self._client.stop()
 
 
-Ingress = serve.deployment(serve.ingress(make_api(_service_of_replica))(IngressReplica))
+def _service_here() -> OpenAIService:
+    """The service of the Serve replica that this process is."""
+    service: OpenAIService = serve.get_replica_context().servable_object.service
+    return service
+
+
+Ingress = serve.deployment(serve.ingress(make_api(_service_here))(IngressReplica))

@@ -15,6 +15,7 @@ from app import config, metrics
 from app.autoscaling.replica_stats import StatsReporter
 from app.channel import wire
 from app.channel.engine_end import ChannelHub, run_attempt
+from app.config import AppConfig
 from app.launch import placement
 from app.launch.model_store import resolve
 from engine.engine_thread import EngineThread, StepOutputs
@@ -37,23 +38,23 @@ class EngineReplica:
     stay true), ``beat`` and ``reset_prefix_cache``. ``target`` and ``meta`` are read by the router.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: AppConfig) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._config = config.AppConfig(**options)
-        config.set_log_level(self._config.log_level)
+        self._options = options
+        config.set_log_level(options.service.log_level)
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
         self._engine = self._start_engine()
         hello = wire.Hello.of(self._engine.limits, self._engine.key_scheme, self._engine.window)
         self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
-        self._metrics = metrics.EngineMetrics(self._config.model_name)
+        self._metrics = metrics.EngineMetrics(options.service.model_name)
         node = ray.get_runtime_context().get_node_id()
         self._scaling = StatsReporter(node, placement.on_head(node))
         self._reporter = self._loop.create_task(self._report())
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Live options; anything else needs a restart."""
-        config.set_log_level(config.load_live(user_config).log_level)
+        """Called by Serve at startup and whenever ``user_config`` changes."""
+        config.set_log_level(self._options.with_live(user_config).service.log_level)
 
     async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""
@@ -132,17 +133,18 @@ class EngineReplica:
             self._engine.stop(timeout=5.0)
 
     def _start_engine(self) -> EngineThread:
-        folder = str(resolve(self._config.model))
-        here = placement.replicas_on_a_node(self._config, placement.cluster_nodes())
+        folder = str(resolve(self._options.service.model))
+        sharers = placement.replicas_on_a_node(self._options, placement.cluster_nodes())
         engine = EngineThread(
-            self._config.engine_config(folder, self._num_threads(), here), self._on_outputs, self._on_death
+            self._options.engine_config(folder, self._num_threads(), sharers), self._on_outputs, self._on_death
         )
         engine.start()
         return engine
 
     def _num_threads(self) -> int:
-        if self._config.threads is not None:
-            return self._config.threads
+        threads = self._options.scaling.threads
+        if threads is not None:
+            return threads
         return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
     async def _snapshot(self) -> KvSnapshot | None:

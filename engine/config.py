@@ -1,89 +1,124 @@
-"""Options of one engine."""
+"""Options of one engine: each is declared once, with its default, bounds, and meaning.
+
+The metadata of a field has the keys of pydantic's ``Field``, so the application validates the same declarations
+with pydantic; the engine itself runs without it.
+"""
+
+# ruff: noqa: RUF009  (option() makes a dataclass field)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-RECOVERIES = ("auto", "swap", "recompute")
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Recovery = Literal["auto", "swap", "recompute"]
+
+
+def option(default: Any, description: str, *, size: bool = False, **bounds: float) -> Any:
+    """A field with its meaning and its limits.
+
+    Args:
+        size: whether the value is a number of bytes, which users may write as ``"2GiB"``.
+        bounds: any of ``ge``, ``gt``, and ``le``.
+    """
+    extra = {"size": True} if size else {}
+    return field(default=default, metadata={"description": description, "json_schema_extra": extra, **bounds})
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How to run one model on one device.
+class EngineOptions:
+    """Engine: data types, KV memory, and scheduling."""
 
-    Attributes:
-        model: folder with ``config.json`` and ``*.safetensors``.
-        dtype: of weights and KV; ``auto`` takes the checkpoint's.
-        device: ``auto`` takes CUDA where there is one, else ``cpu``.
-        kernels: ``auto``, ``cpu``, ``triton`` or ``reference``.
-        block_size: tokens of one KV block.
-        kv_memory: bytes of the KV pool; ``None`` takes ``memory_fraction`` of a GPU's memory, or on a CPU
-            a share of what the machine or its cgroup has free.
-        num_blocks: exact pool size in blocks; overrides ``kv_memory``.
-        swap_space: bytes of host memory to copy the KV of preempted requests to; ``None`` takes up to 4 GiB
-            beside a GPU, and none on a CPU, where the same memory does more in the pool itself.
-        recovery: of preempted requests: ``swap`` copies their KV to ``swap_space`` and back, ``recompute``
-            computes it again (and takes no ``swap_space``), ``auto`` does what it expects to take less time.
-        priority_ageing: seconds of waiting that make up for one level of ``priority``; ``None`` for none: a
-            request then never runs before one of a better priority.
-        memory_sharers: engines on this machine, this one included; on a CPU each takes its part of the memory.
-        memory_fraction: share of a GPU's memory for weights and KV together.
-        max_model_len: longest sequence in tokens; ``None`` takes the model's own.
-        max_num_seqs: most requests in one step.
-        token_budget: most tokens in one step; ``None`` calibrates it so that a step stays near 100 ms on a CPU.
-        prefix_caching: share blocks between requests with equal prefixes.
-        num_threads: CPU threads; ``None`` takes all cores.
-        seed: draws the seeds of requests that bring none.
-        check_invariants: verify the pool after every step (slow; for tests).
-        check_at_idle: verify all bookkeeping whenever the last request has ended (for debugging).
-    """
-
-    model: str
-    dtype: str = "auto"
-    device: str = "auto"
-    kernels: str = "auto"
-    block_size: int = 16
-    kv_memory: int | None = None
-    num_blocks: int | None = None
-    swap_space: int | None = None
-    recovery: str = "auto"
-    priority_ageing: float | None = None
-    memory_sharers: int = 1
-    memory_fraction: float = 0.9
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    token_budget: int | None = None
-    prefix_caching: bool = True
-    num_threads: int | None = None
-    seed: int = 0
-    check_invariants: bool = False
-    check_at_idle: bool = False
+    dtype: Dtype = option(
+        "auto",
+        "Data type of weights and KV: `bfloat16`, `float16`, or `float32`. `auto`: the checkpoint's",
+    )
+    device: str = option("auto", "`cpu` or `cuda`. `auto`: CUDA if there is a GPU")
+    kernels: str = option("auto", "Kernels: `cpu`, `triton`, or `reference`. `auto`: by device")
+    block_size: int = option(16, "Tokens in one KV block", ge=1, le=4096)
+    kv_memory: int | None = option(
+        None,
+        "Size of one engine's KV pool, such as `2GiB`. `auto`: on a GPU, what `memory_fraction` leaves after "
+        "the weights; on a CPU, a bounded share of the free memory",
+        size=True,
+        ge=1,
+    )
+    num_blocks: int | None = option(None, "Size of the KV pool in blocks; overrides `kv_memory`", ge=1)
+    memory_fraction: float = option(0.9, "Share of a GPU's memory for weights and KV", gt=0, le=1)
+    max_model_len: int | None = option(
+        None, "Maximum length of a sequence, prompt and output together, in tokens. `auto`: the model's", ge=1
+    )
+    max_num_seqs: int = option(256, "Maximum number of sequences in one step", ge=1)
+    token_budget: int | None = option(
+        None,
+        "Maximum number of tokens in one step. `auto`: measured at startup so that a step takes about 100 ms "
+        "on a CPU",
+        ge=1,
+    )
+    prefix_caching: bool = option(True, "Share KV blocks between requests with equal prefixes")
+    swap_space: int | None = option(
+        None,
+        "Host memory for the KV of preempted requests, such as `2GiB`. `auto`: on a GPU, a quarter of the free "
+        "RAM, at most 4 GiB; on a CPU, none, because a larger `kv_memory` does more",
+        size=True,
+        ge=0,
+    )
+    recovery: Recovery = option(
+        "auto",
+        "How a preempted request gets its KV back: `swap`, `recompute`, or `auto`, the one with the lower "
+        "estimated time",
+    )
+    priority_ageing: float | None = option(
+        None,
+        "Seconds of waiting that offset one level of a request's `priority`. `auto`: waiting never offsets "
+        "priority",
+        gt=0,
+    )
+    seed: int = option(0, "Seed from which the engine draws the seeds of requests that have none")
+    check_invariants: bool = option(False, "Verify the block pool after every step (slow)")
+    check_at_idle: bool = option(False, "Verify all bookkeeping whenever the engine becomes idle")
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-        if self.recovery not in RECOVERIES:
-            raise ConfigError(f"recovery={self.recovery!r} is unknown; choose one of {', '.join(RECOVERIES)}")
-        if self.swap_space is not None and self.swap_space < 0:
-            raise ConfigError(f"swap_space is {self.swap_space} but must be at least 0")
+        choices = _choices(type(self))
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if value is not None:
+                _check(declared.name, value, choices.get(declared.name), declared.metadata)
         if self.recovery == "swap" and self.swap_space == 0:
             raise ConfigError("recovery=swap needs a swap_space above 0; set swap_space")
-        if self.priority_ageing is not None and not self.priority_ageing > 0.0:
-            raise ConfigError(
-                f"priority_ageing is {self.priority_ageing} but must be above 0 seconds; leave it out for none"
-            )
-        for name in ("block_size", "memory_sharers", "max_num_seqs"):
-            _at_least_one(name, getattr(self, name))
-        for name in ("kv_memory", "num_blocks", "max_model_len", "token_budget", "num_threads"):
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"memory_fraction is {self.memory_fraction} but must be above 0 and at most 1")
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} is {value} but must be at least 1")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """How to run one model on one device.
+
+    Raises:
+        ConfigError: an option is out of range; one line with the option, its value, and the limit.
+    """
+
+    model: str  # folder with config.json and *.safetensors
+    memory_sharers: int = option(
+        1, "Engines on this machine, including this one; on a CPU each takes its share of the memory", ge=1
+    )
+    num_threads: int | None = option(None, "CPU threads. `None`: all cores", ge=1)
+
+
+def _choices(options: type) -> dict[str, tuple[str, ...]]:
+    """The values that each field with a ``Literal`` type may have."""
+    hints = get_type_hints(options)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _check(name: str, value: Any, choices: tuple[str, ...] | None, limits: Mapping[str, Any]) -> None:
+    if choices and value not in choices:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+    if "ge" in limits and not value >= limits["ge"]:
+        raise ConfigError(f"{name}={value!r}: must be at least {limits['ge']}")
+    if "gt" in limits and not value > limits["gt"]:
+        raise ConfigError(f"{name}={value!r}: must be above {limits['gt']}")
+    if "le" in limits and not value <= limits["le"]:
+        raise ConfigError(f"{name}={value!r}: must be at most {limits['le']}")

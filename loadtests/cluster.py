@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
+from app.config import LaunchOptions
 from app.launch import serving
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,7 +220,7 @@ class LocalCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _config(self) -> dict[str, Any]:
-        config = serving.deploy_config(self.options, "127.0.0.1", self.port)
+        config = serving.deploy_config(self.options, LaunchOptions(port=self.port))
         config["controller_options"] = {"runtime_env": {"env_vars": self._environment}}
         config["applications"][0]["import_path"] = self._import_path
         return config

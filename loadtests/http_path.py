@@ -25,8 +25,8 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
-from app.launch.launcher import free_port
 from app.launch.model_store import resolve
+from app.launch.preflight import free_port
 from engine import LLM
 from loadtests.report import Figure, finish, print_table
 from loadtests.throughput import Workload, run_ours, timed

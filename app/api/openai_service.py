@@ -18,6 +18,7 @@ from app.api.errors import ApiFault, model_not_found, overloaded, too_many_live
 from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.sse import DONE, EventStream, WholeResponse
+from app.config import IngressOptions
 from app.fleet.admission import Admission
 from app.fleet.cache_reset import CacheReset
 from app.fleet.engine_client import UnavailableError
@@ -40,11 +41,10 @@ class EngineSource(TokenSource, Protocol):
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``fingerprint`` changes whenever answers may. More than ``max_live_requests`` choices at a time are refused,
-    waiting ones included; requests that come before any engine has answered wait ``unavailable_after_s``
-    seconds for one. ``num_live`` counts the choices from a request's arrival to its response's end.
-    ``tenant_header`` and ``admin_routes`` are for the routes; see ``AppConfig``. ``admission`` may refuse
-    requests before anything is done for them; unless given, it refuses none.
+    ``fingerprint`` changes whenever answers may. ``options`` may be replaced at any time; each request reads
+    the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
+    ``num_live`` counts choices, each from its request's arrival to the end of the response. ``admission`` may
+    refuse requests before anything is done for them; by default it refuses none.
     """
 
     def __init__(
@@ -53,11 +53,9 @@ class OpenAIService:
         tokenizer: PromptTokenizer,
         model: str,
         fingerprint: str,
+        options: IngressOptions,
         *,
-        max_live_requests: int = 4096,
-        unavailable_after_s: float = 60.0,
-        tenant_header: str | None = None,
-        admin_routes: bool = False,
+        engine_wait_s: float,
         admission: Admission | None = None,
     ) -> None:
         self._source = source
@@ -65,11 +63,9 @@ class OpenAIService:
         self._model = model
         self._fingerprint = fingerprint
         self._started = int(time.time())
-        self.max_live_requests = max_live_requests
+        self.options = options
         self.num_live = 0
-        self.unavailable_after_s = unavailable_after_s
-        self.tenant_header = tenant_header
-        self.admin_routes = admin_routes
+        self.engine_wait_s = engine_wait_s
         self.admission = admission or Admission()
 
     def health(self) -> Response:
@@ -133,8 +129,9 @@ class OpenAIService:
         refusal = self.admission.refusal()
         if refusal is not None:
             raise overloaded(refusal)
-        if self.num_live + sequences > self.max_live_requests:
-            raise too_many_live(self.num_live, self.max_live_requests, self.admission.retry_after_s())
+        limit = self.options.max_live_requests
+        if self.num_live + sequences > limit:
+            raise too_many_live(self.num_live, limit, self.admission.retry_after_s())
         self.num_live += sequences
         slots = ExitStack()
         slots.callback(self._release, sequences)
@@ -196,7 +193,7 @@ class OpenAIService:
         return pieces(job, envelope.id, self._source, self._tokenizer.decoder)
 
     async def _limits(self) -> ModelLimits:
-        limits = self._source.limits() or await self._source.first_limits(self.unavailable_after_s)
+        limits = self._source.limits() or await self._source.first_limits(self.engine_wait_s)
         if limits is None:
             raise UnavailableError("no engine replica has started yet; try again in a moment")
         return limits

@@ -9,7 +9,7 @@ from ray import cloudpickle
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 import app.autoscaling
-from app.config import AppConfig
+from app.config import ScalingOptions
 
 POLICIES = {
     "kv_demand": "app.autoscaling.policy.KvDemandPolicy",
@@ -24,35 +24,35 @@ LOOK_BACK = 1.25
 """Report intervals of samples that a report carries; Serve wants more than one."""
 
 
-def replicas_options(options: AppConfig) -> dict[str, Any]:
+def replicas_options(options: ScalingOptions) -> dict[str, Any]:
     """The options of the engine deployment that set its number of replicas."""
     if not options.scales:
         return {"num_replicas": options.engine_replicas}
     return {"autoscaling_config": autoscaling_config(options)}
 
 
-def report_interval_s(options: AppConfig) -> float:
+def report_interval_s(options: ScalingOptions) -> float:
     """Seconds between two reports of a replica, by how many there may be."""
-    return min(max(options.most_replicas / REPORTS_PER_S, SHORTEST_REPORT_S), LONGEST_REPORT_S)
+    return min(max(options.upper_limit / REPORTS_PER_S, SHORTEST_REPORT_S), LONGEST_REPORT_S)
 
 
-def autoscaling_config(options: AppConfig) -> AutoscalingConfig:
+def autoscaling_config(options: ScalingOptions) -> AutoscalingConfig:
     """Bounds, reports and policy. Serve's delays and factors are off: the policy has its own.
 
     The policy's package is pickled by value, so the controller runs it where Quire is not installed.
     """
     interval = report_interval_s(options)
-    first = options.first_replicas
+    first = options.initial_replicas
     cloudpickle.register_pickle_by_value(app.autoscaling)
     try:
         with warnings.catch_warnings():
             # No other way to set it works in this Ray.
             warnings.filterwarnings("ignore", "The `metrics_interval_s` field", DeprecationWarning)
             return AutoscalingConfig(
-                min_replicas=options.least_replicas,
+                min_replicas=options.lower_limit,
                 # Serve goes back to it at each redeploy, so it is left out where the minimum does.
-                initial_replicas=None if first == options.least_replicas else first,
-                max_replicas=options.most_replicas,
+                initial_replicas=None if first == options.lower_limit else first,
+                max_replicas=options.upper_limit,
                 metrics_interval_s=interval,
                 look_back_period_s=LOOK_BACK * interval,
                 upscale_delay_s=0.0,
@@ -66,7 +66,7 @@ def autoscaling_config(options: AppConfig) -> AutoscalingConfig:
         cloudpickle.unregister_pickle_by_value(app.autoscaling)
 
 
-def policy_kwargs(options: AppConfig) -> dict[str, float | bool]:
+def policy_kwargs(options: ScalingOptions) -> dict[str, float | bool]:
     """What ``ScalingConfig`` is made of."""
     return {
         "ttft_target_s": options.ttft_target_s,

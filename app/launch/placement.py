@@ -1,4 +1,4 @@
-"""Where engine replicas fit: what one asks of Ray, and whether a cluster has it."""
+"""Placement of engine replicas: what one asks of Ray, and whether a cluster has it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _HEAD = "node:__internal_head__"
 
 
 def cluster_nodes() -> list[dict[str, float]]:
-    """Ray's resources of each living node; none where this process belongs to no cluster."""
+    """Ray's resources of each living node; empty if this process belongs to no cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
 
 
 def on_head(node_id: str) -> bool:
-    """Whether that node is the one that Ray's head runs on."""
+    """Whether that node runs Ray's head."""
     return any(node["NodeID"] == node_id and _HEAD in node["Resources"] for node in ray.nodes())
 
 
 def wants_gpu(options: AppConfig, nodes: Sequence[Resources]) -> bool:
-    """Whether replicas ask for GPUs: told to, or left the choice on a cluster that has some."""
-    if options.device == "auto":
+    """Whether replicas ask for GPUs: by option, or because the cluster has some."""
+    if options.engine.device == "auto":
         return any(node.get("GPU", 0) > 0 for node in nodes)
-    return options.device.startswith("cuda")
+    return options.engine.device.startswith("cuda")
 
 
 def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
-    """Engine replicas that share a node, at most, if they are spread evenly and there are as many as may be."""
+    """Maximum number of engine replicas on one node, if they are spread evenly."""
     usable = _usable(options, nodes)
-    share = math.ceil(options.most_replicas / max(len(usable), 1))
+    share = math.ceil(options.scaling.upper_limit / max(len(usable), 1))
     if usable and wants_gpu(options, nodes):
         # Others start on nodes that have yet to join.
         share = min(share, max(math.ceil(node["GPU"]) for node in usable))
@@ -50,10 +50,10 @@ def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
 def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, Any]:
     """What one engine replica asks of Ray.
 
-    Left to itself, each actor asks for one CPU, so that an ingress and two engines never all start on two
-    cores. Ours ask for their share of the smallest node: with the ingress at 0 they always fit.
+    By default each actor asks for one CPU, so an ingress and two engines never start on two cores. Ours ask for
+    their share of the smallest node: with the ingress at 0 they always fit.
     """
-    cpus = options.engine_cpus
+    cpus = options.scaling.engine_cpus
     if cpus is None:
         cores = min((node["CPU"] for node in _usable(options, nodes)), default=float(os.cpu_count() or 1))
         share = max(cores, 1.0) / replicas_on_a_node(options, nodes)
@@ -63,55 +63,53 @@ def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, A
 
 
 def check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
-    """Whether there is a GPU for each engine replica, where each takes one; no ``nodes`` say nothing.
+    """Check that there is a GPU for each engine replica that needs one; without ``nodes`` nothing is checked.
 
-    Of those that only demand brings, a lack is logged: Ray's autoscaler may add nodes by then.
+    A lack of GPUs beyond the initial replicas is only logged: Ray's autoscaler may add nodes by then.
 
     Raises:
-        ConfigError: there are fewer than replicas at first.
+        ConfigError: there are fewer GPUs than initial replicas.
     """
+    scaling = options.scaling
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    if not nodes or not wants_gpu(options, nodes) or gpus >= options.most_replicas:
+    if not nodes or not wants_gpu(options, nodes) or gpus >= scaling.upper_limit:
         return
     lack = f"each engine replica takes one GPU, but the cluster has {gpus}"
-    if gpus >= options.first_replicas:
+    if gpus >= scaling.initial_replicas:
         logger.warning(
-            "max_replicas is %d and %s: more than that start only once other nodes have joined",
-            options.most_replicas,
-            lack,
+            "max_replicas is %d and %s: more start only once other nodes have joined", scaling.upper_limit, lack
         )
         return
-    if options.scales:
-        cure = (
-            f"set max_replicas to {gpus} and engine_replicas to at most that" if gpus else "set device to cpu"
-        )
-        number = (
-            f"there are to be {options.first_replicas} engine replicas at first (engine_replicas, min_replicas)"
-        )
+    if scaling.scales:
+        fix = f"set max_replicas to {gpus} and engine_replicas to at most that"
+        first = scaling.initial_replicas
+        number = f"the initial number of engine replicas (engine_replicas, min_replicas) is {first}"
     else:
-        cure = f"set engine_replicas to {gpus}" if gpus else "set device to cpu"
-        number = f"engine_replicas is {options.engine_replicas}"
-    raise ConfigError(f"{number} and {lack}; {cure}, or let more nodes with GPUs join first")
+        fix = f"set engine_replicas to {gpus}"
+        number = f"engine_replicas is {scaling.engine_replicas}"
+    fix = fix if gpus else "set device to cpu"
+    raise ConfigError(f"{number} and {lack}; {fix}, or let more nodes with GPUs join first")
 
 
 def check_cpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
-    """Whether ``nodes`` have the processors that the engine replicas ask for, as many as there may be.
+    """Check that ``nodes`` have the CPUs that the engine replicas ask for, at their maximum number.
 
     Raises:
         ConfigError: some replica would never start.
     """
+    scaling = options.scaling
     each = actor_options(options, nodes)["num_cpus"]
     if not each:
         return
     room = sum(math.floor(node["CPU"] / each + 1e-9) for node in _usable(options, nodes))
-    if room < options.most_replicas:
+    if room < scaling.upper_limit:
         raise ConfigError(
-            f"there are processors for {room} of {options.most_replicas} engine replicas with {each:g} CPUs "
-            f"each; lower {options.replicas_option} or engine_cpus"
+            f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
+            f"lower {scaling.limiting_option} or engine_cpus"
         )
 
 
 def _usable(options: AppConfig, nodes: Sequence[Resources]) -> list[Resources]:
-    """Nodes that can hold a replica: a head that is there for Ray alone has no CPU."""
+    """Nodes that can hold a replica; a dedicated head has no CPU."""
     gpu = wants_gpu(options, nodes)
     return [node for node in nodes if node.get("CPU", 0) > 0 and (not gpu or node.get("GPU", 0) > 0)]

@@ -1,4 +1,4 @@
-"""How Serve is started and what is deployed: the content of ``serve_config.yaml``, in code for the launcher."""
+"""What Serve is started with and what it deploys: ``serve_config.yaml`` as code, for the launcher."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from app.config import LaunchOptions
+
 APP_NAME = "quire"
 IMPORT_PATH = "app.application:build"
 
 LONGEST_STREAM_S = 3600
-"""HAProxy's reloads, one for each change of replicas, cut streams that are older than its hard stop."""
+"""Each change of replicas reloads HAProxy, and a reload ends streams older than this, in seconds."""
 
 PATIENCE = {
-    # Ray kills a proxy that takes longer than 5 s to start, which a busy machine makes it do.
+    # By default Ray kills a proxy that takes longer than 5 s to start; on a busy machine it does.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 
@@ -25,10 +27,10 @@ HAPROXY_ENVIRONMENT = {
 
 
 def controller_environment() -> dict[str, str]:
-    """Variables of the Serve controller, inherited by its replicas.
+    """Environment variables of the Serve controller, which its replicas inherit.
 
-    A cluster that runs already ignores the environment of the shell that deploys, so they travel in
-    ``controller_options``. HAProxy is there on Linux only.
+    A running cluster ignores the environment of the shell that deploys, so they go into ``controller_options``.
+    HAProxy needs Linux.
     """
     return {**PATIENCE, **(HAPROXY_ENVIRONMENT if haproxy_expected() else {})}
 
@@ -39,15 +41,16 @@ def haproxy_expected() -> bool:
 
 
 def haproxy_enabled(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the Serve that this process belongs to was started with HAProxy."""
+    """Whether this process's Serve was started with HAProxy."""
     return (os.environ if environment is None else environment).get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 
 
-def deploy_config(args: Mapping[str, Any], host: str = "127.0.0.1", port: int = 8000) -> dict[str, Any]:
+def deploy_config(args: Mapping[str, Any], launch: LaunchOptions | None = None) -> dict[str, Any]:
     """What ``serve deploy`` reads, with the application's options ``args``."""
+    launch = launch or LaunchOptions()
     return {
         "proxy_location": "EveryNode",
-        "http_options": {"host": host, "port": port},
+        "http_options": {"host": launch.host, "port": launch.port},
         "controller_options": {"runtime_env": {"env_vars": controller_environment()}},
         "applications": [
             {"name": APP_NAME, "route_prefix": "/", "import_path": IMPORT_PATH, "args": dict(args)},

@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 
 from app.api.chat import PromptTokenizer
 from app.api.openai_service import OpenAIService
+from app.api.routes import make_api
+from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.engine_client import Delta, GenerateRequest, GenerationError
-from app.ingress import fingerprint, make_api
+from app.ingress import fingerprint
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta
@@ -98,13 +101,18 @@ class LocalServer:
     service: OpenAIService
     tokenizer: PromptTokenizer
 
+    def set_options(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        """Change options of the ingress until the test ends."""
+        changed = self.service.options.model_copy(update=options)
+        monkeypatch.setattr(self.service, "options", changed)
+
 
 @contextmanager
 def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[LocalServer]:
     """Serve ``folder`` on a free port of 127.0.0.1 until the block ends."""
     client = LocalClient(config)
     tokenizer = PromptTokenizer(folder)
-    service = OpenAIService(client, tokenizer, model, fingerprint(folder))
+    service = OpenAIService(client, tokenizer, model, fingerprint(folder), IngressOptions(), engine_wait_s=60.0)
     server = uvicorn.Server(uvicorn.Config(make_api(lambda: service), log_level="warning", lifespan="off"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray import cloudpickle
 
-from app import config
+from app import application, config
 from app.launch import serving
 from engine.errors import ConfigError
 
@@ -18,18 +20,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_defaults() -> None:
     options = config.load({}, {})
-    assert (options.model, options.engine_replicas, options.ingress_replicas) == ("smollm2-135m-instruct", 2, 1)
-    assert options.model_name == "smollm2-135m-instruct"
+    assert (options.service.model, options.scaling.engine_replicas, options.ingress.ingress_replicas) == (
+        "smollm2-135m-instruct",
+        2,
+        1,
+    )
+    assert options.service.model_name == "smollm2-135m-instruct"
 
 
 def test_words_are_read_as_their_type() -> None:
     options = config.load(
         {"engine_replicas": "3", "prefix_caching": "false", "kv_memory": "2GiB", "max_model_len": "auto"}, {}
     )
-    assert options.engine_replicas == 3
-    assert options.prefix_caching is False
-    assert options.kv_memory == 2 * 2**30
-    assert options.max_model_len is None
+    assert options.scaling.engine_replicas == 3
+    assert options.engine.prefix_caching is False
+    assert options.engine.kv_memory == 2 * 2**30
+    assert options.engine.max_model_len is None
 
 
 @pytest.mark.parametrize(
@@ -37,14 +43,14 @@ def test_words_are_read_as_their_type() -> None:
     [("1024", 1024), ("1.5 GiB", 3 * 2**29), ("500MB", 500_000_000), ("2kib", 2048), (4096, 4096)],
 )
 def test_sizes(text: str | int, size: int) -> None:
-    assert config.load({"kv_memory": text}, {}).kv_memory == size
+    assert config.load({"kv_memory": text}, {}).engine.kv_memory == size
 
 
 def test_a_fixed_number_of_replicas() -> None:
-    options = config.load({"engine_replicas": 3}, {})
-    assert not options.scales
-    assert (options.least_replicas, options.first_replicas, options.most_replicas) == (3, 3, 3)
-    assert options.replicas_option == "engine_replicas"
+    scaling = config.load({"engine_replicas": 3}, {}).scaling
+    assert not scaling.scales
+    assert (scaling.lower_limit, scaling.initial_replicas, scaling.upper_limit) == (3, 3, 3)
+    assert scaling.limiting_option == "engine_replicas"
 
 
 @pytest.mark.parametrize(
@@ -60,26 +66,27 @@ def test_a_fixed_number_of_replicas() -> None:
     ],
 )
 def test_replicas_that_follow_demand(args: dict[str, int], least: int, first: int, most: int) -> None:
-    options = config.load(args, {})
-    assert options.scales
-    assert (options.least_replicas, options.first_replicas, options.most_replicas) == (least, first, most)
-    assert options.replicas_option == "max_replicas"
-    assert options.sleeps == (least == 0)
+    scaling = config.load(args, {}).scaling
+    assert scaling.scales
+    assert (scaling.lower_limit, scaling.initial_replicas, scaling.upper_limit) == (least, first, most)
+    assert scaling.limiting_option == "max_replicas"
+    assert scaling.to_zero == (least == 0)
 
 
 def test_bounds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="min_replicas needs max_replicas"):
         config.load({"min_replicas": 1}, {})
-    with pytest.raises(ConfigError, match="min_replicas=3 is more than max_replicas=2"):
+    with pytest.raises(ConfigError, match="min_replicas=3 exceeds max_replicas=2"):
         config.load({"min_replicas": 3, "max_replicas": 2}, {})
-    with pytest.raises(ConfigError, match="engine_replicas=4 is more than max_replicas=2"):
+    with pytest.raises(ConfigError, match="engine_replicas=4 exceeds max_replicas=2"):
         config.load({"engine_replicas": 4}, {"QUIRE_MAX_REPLICAS": "2"})
 
 
 def test_a_maximum_below_the_default_number_is_no_contradiction() -> None:
-    """Neither at the start nor in a replica, which is given each option."""
+    """Neither at the start nor in a replica, to which Serve sends the options pickled."""
     options = config.load({"max_replicas": 1}, {})
-    assert config.AppConfig(**options.model_dump()).first_replicas == options.first_replicas == 1
+    there = cloudpickle.loads(cloudpickle.dumps(options))
+    assert there.with_live({}).scaling.initial_replicas == options.scaling.initial_replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -105,10 +112,10 @@ def test_scaling_options_without_scaling_are_warned_of(
 
 def test_a_misspelt_option_is_answered_with_the_likely_one() -> None:
     with pytest.raises(
-        ConfigError, match=r"^unknown option max_replcas; did you mean max_replicas\? there are: "
+        ConfigError, match=r"^unknown option max_replcas; did you mean max_replicas\? options: "
     ):
         config.load({"max_replcas": 2}, {})
-    with pytest.raises(ConfigError, match=r"^unknown option xyzzy; there are: "):
+    with pytest.raises(ConfigError, match=r"^unknown option xyzzy; options: "):
         config.load({"xyzzy": 2}, {})
 
 
@@ -122,22 +129,22 @@ def test_who_wakes_a_replica_waits_for_it_to_start() -> None:
 
 def test_environment_wins() -> None:
     environment = {"QUIRE_MAX_NUM_SEQS": "7", "QUIRE_CACHE": "/somewhere", "OTHER": "1"}
-    assert config.load({"max_num_seqs": 9}, environment).max_num_seqs == 7
+    assert config.load({"max_num_seqs": 9}, environment).engine.max_num_seqs == 7
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"modell": "x"}, ["modell", "there are:", "model", "block_size"]),
-        ({"engine_replicas": 0}, ["engine_replicas=0", "greater than or equal to 1"]),
+        ({"modell": "x"}, ["modell", "options:", "model", "block_size"]),
+        ({"engine_replicas": 0}, ["engine_replicas=0", "must be at least 1"]),
         ({"engine_replicas": "many"}, ["engine_replicas='many'", "integer"]),
         ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
-        ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "less than or equal to 1"]),
-        ({"log_level": "LOUD"}, ["log_level='LOUD'"]),
-        ({"max_replicas": 10**9}, ["max_replicas=1000000000", "less than or equal to 10000"]),
-        ({"scale_down_after_s": 600_000}, ["scale_down_after_s=600000", "less than or equal to 500000"]),
-        ({"startup_s": "inf"}, ["startup_s='inf'", "less than or equal to 500000"]),
-        ({"tpot_target_s": math.nan}, ["tpot_target_s=nan", "less than or equal to 500000"]),
+        ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "must be at most 1"]),
+        ({"log_level": "LOUD"}, ["log_level='LOUD'", "must be one of DEBUG, INFO"]),
+        ({"max_replicas": 10**9}, ["max_replicas=1000000000", "must be at most 10000"]),
+        ({"scale_down_after_s": 600_000}, ["scale_down_after_s=600000", "must be at most 500000"]),
+        ({"startup_s": "inf"}, ["startup_s='inf'", "must be at most 500000"]),
+        ({"tpot_target_s": math.nan}, ["tpot_target_s=nan", "must be at most 500000"]),
     ],
 )
 def test_wrong_options_are_named_in_one_line(args: dict[str, object], words: list[str]) -> None:
@@ -164,8 +171,8 @@ def test_variables_of_quires_other_parts_are_no_news(caplog: pytest.LogCaptureFi
 
 
 def test_engine_refuses_unknown_dtypes() -> None:
-    with pytest.raises(ConfigError, match="dtype='int3'"):
-        config.load({"dtype": "int3"}, {}).engine_config("folder", 1)
+    with pytest.raises(ConfigError, match="dtype='int3': must be one of auto, bfloat16"):
+        config.load({"dtype": "int3"}, {})
 
 
 def test_engine_gets_every_option_of_its_own() -> None:
@@ -182,16 +189,16 @@ def test_engine_gets_the_options_of_recovery_and_order() -> None:
     assert config.load({}, {}).engine_config("folder", 2).swap_space is None
     assert config.load({"swap_space": "0"}, {}).engine_config("folder", 2).swap_space == 0
     with pytest.raises(ConfigError, match="recovery"):
-        config.load({"recovery": "hope"}, {}).engine_config("folder", 2)
+        config.load({"recovery": "hope"}, {})
 
 
 def test_the_tenants_header_is_a_headers_name() -> None:
-    assert config.load({}, {}).tenant_header is None
-    assert config.load({"tenant_header": "X-Tenant"}, {}).tenant_header == "X-Tenant"
+    assert config.load({}, {}).ingress.tenant_header is None
+    assert config.load({"tenant_header": "X-Tenant"}, {}).ingress.tenant_header == "X-Tenant"
     for name in ("x tenant", "x-tenant:", "x\ntenant"):
         with pytest.raises(ConfigError, match="tenant_header"):
             config.load({"tenant_header": name}, {})
-    assert config.load({}, {}).admin_routes is False
+    assert config.load({}, {}).ingress.admin_routes is False
 
 
 def test_replicas_share_memory_unless_told_that_nodes_are_apart() -> None:
@@ -200,18 +207,62 @@ def test_replicas_share_memory_unless_told_that_nodes_are_apart() -> None:
     assert options.engine_config("folder", 1, replicas_on_a_node=2).memory_sharers == 2
 
 
-def test_live_options() -> None:
-    assert config.load_live({"max_live_requests": 3}).max_live_requests == 3
-    with pytest.raises(ConfigError, match="block_size"):
-        config.load_live({"block_size": 3})
-    with pytest.raises(ConfigError, match="max_live_requests=0"):
-        config.load_live({"max_live_requests": 0})
-    assert config.load({"max_live_requests": 5}, {}).live.max_live_requests == 5
+def test_live_options_keep_what_was_given_at_the_start() -> None:
+    """A ``user_config`` with one option must not reset another to its default."""
+    start = config.load({"max_live_requests": 100, "log_level": "WARNING", "max_replicas": 2}, {})
+    quiet = start.with_live({"log_level": "DEBUG"})
+    assert (quiet.service.log_level, quiet.ingress.max_live_requests) == ("DEBUG", 100)
+    fewer = start.with_live({"max_live_requests": "3"})
+    assert (fewer.service.log_level, fewer.ingress.max_live_requests) == ("WARNING", 3)
+    assert start.with_live({}) == start
+    assert fewer.scaling == start.scaling
+
+
+def test_only_live_options_change_live() -> None:
+    start = config.load({}, {})
+    with pytest.raises(
+        ConfigError, match="user_config cannot change block_size; live options: log_level, max_"
+    ):
+        start.with_live({"block_size": 3})
+    with pytest.raises(ConfigError, match="max_live_requests=0: must be at least 1"):
+        start.with_live({"max_live_requests": 0})
+
+
+def test_every_option_is_declared_once_with_a_default_and_a_meaning() -> None:
+    names = [name for group in declared() for name in group]
+    assert sorted(names) == sorted(config.OPTIONS)
+    assert all(option.description for option in config.OPTIONS.values())
+    assert {name for name, option in config.OPTIONS.items() if option.live} == {
+        "log_level",
+        "max_live_requests",
+    }
+
+
+def declared() -> list[list[str]]:
+    """The names in each group."""
+    annotations = [field.annotation for field in config.AppConfig.model_fields.values()]
+    return [list(typing.get_type_hints(group)) for group in annotations]
+
+
+def test_choices_and_routers_agree() -> None:
+    assert set(config.ROUTERS) == set(typing.get_args(config.Routing))
+
+
+def test_launch_options_have_their_own_place(caplog: pytest.LogCaptureFixture) -> None:
+    assert config.load({"host": "::1", "port": "8001"}, {}).launch == config.LaunchOptions(
+        host="::1", port=8001
+    )
+    assert config.load({}, {"QUIRE_PORT": "1", "QUIRE_HOST": "x"}).launch == config.LaunchOptions()
+    assert len(caplog.records) == 2
+    with pytest.raises(ConfigError, match="args cannot set port; set http_options"):
+        application.build({"port": 8001})
 
 
 def test_model_name_of_a_folder_is_its_last_part() -> None:
-    assert config.load({"model": "/models/tiny/"}, {}).model_name == "tiny"
-    assert config.load({"model": "/models/tiny", "served_model_name": "small"}, {}).model_name == "small"
+    assert config.load({"model": "/models/tiny/"}, {}).service.model_name == "tiny"
+    assert (
+        config.load({"model": "/models/tiny", "served_model_name": "small"}, {}).service.model_name == "small"
+    )
 
 
 def test_config_file_says_what_the_launcher_does() -> None:
@@ -247,7 +298,7 @@ def test_admission_counts_on_the_replicas_that_demand_can_bring(
     args: dict[str, Any], longest: float, reachable: int, grace: float
 ) -> None:
     options = config.load(args, {})
-    assert (options.longest_wait_s, options.reachable_replicas, options.startup_grace_s) == (
+    assert (options.max_wait_s, options.scaling.reachable_replicas, options.scaling.startup_grace_s) == (
         longest,
         reachable,
         grace,

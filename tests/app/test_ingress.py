@@ -171,12 +171,11 @@ def test_a_client_that_leaves_frees_the_engine(server: LocalServer, http: httpx.
     assert len(server.client.aborted) == aborted + 2
 
 
-def test_more_requests_than_allowed_are_put_off(server: LocalServer, http: httpx.Client) -> None:
-    server.service.max_live_requests = 0
-    try:
-        response = http.post("/v1/completions", json=COUNT)
-    finally:
-        server.service.max_live_requests = 4096
+def test_more_requests_than_allowed_are_put_off(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.set_options(monkeypatch, max_live_requests=0)
+    response = http.post("/v1/completions", json=COUNT)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
     assert "max_live_requests" in response.json()["error"]["message"]
@@ -186,7 +185,7 @@ def test_requests_that_wait_for_the_tokenizer_count_as_live(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
-    monkeypatch.setattr(server.service, "max_live_requests", 2)
+    server.set_options(monkeypatch, max_live_requests=2)
     free = threading.Event()
     for _ in range(MAX_THREADS):
         server.tokenizer._executor.submit(free.wait)
@@ -228,7 +227,7 @@ def test_before_any_engine_has_answered_requests_wait_and_then_get_a_503(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.client, "limits", lambda: None)
-    monkeypatch.setattr(server.service, "unavailable_after_s", 0.1)
+    monkeypatch.setattr(server.service, "engine_wait_s", 0.1)
     assert http.get("/health").status_code == 503
     response = http.post("/v1/completions", json=COUNT)
     assert response.status_code == 503

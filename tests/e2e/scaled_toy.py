@@ -48,7 +48,7 @@ class BrokenPolicy(KvDemandPolicy):
 
 def toy(path: str, **options: Any) -> Application:
     """``path`` is the file of orders, ``options`` the application's that scale it."""
-    scaled = deployment.autoscaling_config(config.load({"engine_replicas": FIRST, **options}, {}))
+    scaled = deployment.autoscaling_config(config.load({"engine_replicas": FIRST, **options}, {}).scaling)
     return (
         serve.deployment(Toy)
         .options(name="toy", autoscaling_config=scaled, ray_actor_options={"num_cpus": 0})
@@ -58,7 +58,7 @@ def toy(path: str, **options: Any) -> Application:
 
 def broken(path: str, **options: Any) -> Application:
     """The same with a defect in the policy."""
-    scaled = deployment.autoscaling_config(config.load({"engine_replicas": 1, **options}, {}))
+    scaled = deployment.autoscaling_config(config.load({"engine_replicas": 1, **options}, {}).scaling)
     policy = scaled.policy.model_copy(deep=True)
     policy = type(policy)(policy_function=BrokenPolicy, policy_kwargs=policy.policy_kwargs)
     return (

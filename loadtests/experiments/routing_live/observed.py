@@ -18,7 +18,7 @@ IMPORT_PATH = f"{__name__}:build"
 class ObservedReplica(EngineReplica):
     """``inspect`` has three more fields: ``begun``, ``prefill_rate`` and ``step_model``."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: config.AppConfig) -> None:
         self._begun: list[str] = []
         self._steps = StepModel()
         self._last_step = 0.0

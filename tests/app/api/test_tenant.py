@@ -25,7 +25,7 @@ def prompt() -> list[int]:
 
 @pytest.fixture
 def tenants(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service, "tenant_header", "Authorization")
+    server.set_options(monkeypatch, tenant_header="Authorization")
 
 
 def cached(http: httpx.Client, prompt: list[int], headers: dict[str, str], salt: str | None = None) -> int:
@@ -94,7 +94,7 @@ def test_the_value_is_in_no_error_and_in_no_log(http: httpx.Client, caplog: pyte
 
 @pytest.fixture
 def admin(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(server.service, "admin_routes", True)
+    server.set_options(monkeypatch, admin_routes=True)
     return "/admin/reset_prefix_cache"
 
 

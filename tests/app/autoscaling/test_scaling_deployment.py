@@ -23,13 +23,13 @@ class Replica:
     """Stands for the engine replica's class."""
 
 
-def options(**args: Any) -> config.AppConfig:
-    return config.load(args, {})
+def options(**args: Any) -> config.ScalingOptions:
+    return config.load(args, {}).scaling
 
 
 def deployed(**args: Any) -> DeploymentConfig:
     """As the controller gets it."""
-    made = application.engine_deployment(options(**args), Replica)._deployment_config
+    made = application.engine_deployment(config.load(args, {}), Replica)._deployment_config
     return DeploymentConfig.from_proto_bytes(made.to_proto_bytes())
 
 
@@ -60,7 +60,7 @@ def numbers() -> dict[str, tuple[float, float]]:
     names = ["ttft_target_s", "tpot_target_s", "scaling_reserve", "occupancy_target", "scale_down_after_s"]
     found = {}
     for name in [*names, "startup_s"]:
-        bounds = {type(one).__name__: one for one in config.AppConfig.model_fields[name].metadata}
+        bounds = {type(one).__name__: one for one in config.ScalingOptions.model_fields[name].metadata}
         found[name] = bounds["Ge"].ge, bounds["Le"].le
     return found
 
@@ -72,7 +72,7 @@ def test_what_the_options_allow_the_policy_takes(name: str) -> None:
         made = ScalingConfig.from_options(deployment.policy_kwargs(options(max_replicas=4, **{name: value})))
         assert value in [getattr(made, one) for one in ScalingConfig.__slots__]
     for wrong in ("inf", "nan", 1e7):
-        with pytest.raises(ConfigError, match=f"{name}=.*less than or equal"):
+        with pytest.raises(ConfigError, match=f"{name}=.*must be at most"):
             options(max_replicas=4, **{name: wrong})
 
 

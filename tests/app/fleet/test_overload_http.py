@@ -121,7 +121,7 @@ def test_too_many_live_requests_are_told_when_to_come_again(
     while server.service.num_live:  # a request of another test, whose answer its client has had already
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    monkeypatch.setattr(server.service, "max_live_requests", 0)
+    server.set_options(monkeypatch, max_live_requests=0)
     unlimited = Admission(lambda: ExpectedWait(20.0, 1))
     for admission, least, most in ((unlimited, 20, 30), (Admission(), 1, 2)):
         monkeypatch.setattr(server.service, "admission", admission)

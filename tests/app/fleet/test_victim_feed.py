@@ -257,7 +257,7 @@ def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
         options = config.load({"max_replicas": 3} if scales else {}, {})
         handle = LoopbackHandle(1)
         ingress = IngressReplica(options, handle)
-        await ingress.reconfigure(options.live.model_dump())
+        await ingress.reconfigure({})
         if scales:
             assert await asyncio.to_thread(looked.wait, 20)
             handle.fleet.likely_victims.set({"a"}, 60)

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from app import __main__ as command
 from app import config
-from app.launch import launcher as launch
-from app.launch import replica_lines, serving
+from app.launch import local_server, preflight, serving, terminal
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 
@@ -33,7 +32,7 @@ def taken_port() -> object:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in config.AppConfig.model_fields:
+    for name in config.OPTIONS:
         monkeypatch.delenv(f"QUIRE_{name.upper()}", raising=False)
 
 
@@ -48,7 +47,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_port_in_use(capsys: pytest.CaptureFixture[str], taken_port: int) -> None:
     line = refusal(capsys, "--port", str(taken_port))
     assert f"127.0.0.1:{taken_port}" in line
-    assert "--port" in line
+    assert "port=" in line
 
 
 @pytest.mark.parametrize("port", ["0", "70000", "http"])
@@ -59,7 +58,7 @@ def test_no_port(capsys: pytest.CaptureFixture[str], port: str) -> None:
 def test_unknown_and_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "modell" in refusal(capsys, "modell=x")
     assert "engine_replicas='none of them'" in refusal(capsys, "engine_replicas=none of them")
-    assert "'model' is no option=value" in refusal(capsys, "model")
+    assert "'model' is not of the form option=value" in refusal(capsys, "model")
     assert "dtype='int3'" in refusal(capsys, "dtype=int3")
 
 
@@ -71,7 +70,7 @@ def test_what_was_meant_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    port = launch.free_port(0)
+    port = preflight.free_port(0)
     line = refusal(capsys, f"model={tmp_path / 'nothing'}", f"port={port}")
     assert "nothing" in line
 
@@ -101,8 +100,8 @@ def save_model(folder: Path, dtype: str) -> Path:
     return folder
 
 
-def check(folder: Path, available: int, **args: Any) -> launch.Fit:
-    return launch.check_memory(config.load({"device": "cpu", **args}, {}), folder, available)
+def check(folder: Path, available: int, **args: Any) -> preflight.Fit:
+    return preflight.check_memory(config.load({"device": "cpu", **args}, {}), folder, available)
 
 
 def test_too_little_memory(tmp_path: Path) -> None:
@@ -129,41 +128,42 @@ def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
         ({"engine_replicas": 3}, "3"),
         (
             {"max_replicas": 4},
-            "1, 1 to 4 by demand (first token within 2 s, 0.05 s a token; fewer after 300 s of less need)",
+            "1, 1 to 4 with demand (first token within 2 s, 0.05 s per token; down after 300 s of lower need)",
         ),
         (
             {"max_replicas": 2, "min_replicas": 0, "ttft_target_s": 1.5, "scale_down_after_s": 20},
-            "1, 0 to 2 by demand (first token within 1.5 s, 0.05 s a token; fewer after 20 s of less need)",
+            "1, 0 to 2 with demand (first token within 1.5 s, 0.05 s per token; down after 20 s of lower need)",
         ),
         (
             {"max_replicas": 4, "engine_replicas": 3, "scaling_policy": "occupancy"},
-            "3, 1 to 4 by demand (70% of the KV blocks in use; fewer after 300 s of less need)",
+            "3, 1 to 4 with demand (70% of the KV blocks in use; down after 300 s of lower need)",
         ),
         (
             {"max_replicas": 4, "scaling_shadow": True},
-            "1, 1 to 4 by demand (first token within 2 s, 0.05 s a token; fewer after 300 s of less need; "
-            "shadow: decided, but not done)",
+            "1, 1 to 4 with demand (first token within 2 s, 0.05 s per token; down after 300 s of lower need; "
+            "shadow mode: reported only)",
         ),
     ],
 )
 def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
-    assert replica_lines.replicas_line(config.load(args, {})) == line
+    assert terminal.replicas_line(config.load(args, {}).scaling) == line
 
 
 def test_more_replicas_than_cores_are_warned_of() -> None:
-    assert replica_lines.shared_cores(config.load({"max_replicas": 2}, {}), 2) == []
-    assert replica_lines.shared_cores(config.load({"max_replicas": 8}, {}), 2) == [
-        "warning: 8 engine replicas would share 2 cores: more than 2 make no step shorter; "
+    assert terminal.shared_cores(config.load({"max_replicas": 2}, {}).scaling, 2) == []
+    assert terminal.shared_cores(config.load({"max_replicas": 8}, {}).scaling, 2) == [
+        "warning: 8 engine replicas would share 2 cores: more than 2 do not shorten a step; "
         "lower max_replicas or raise tpot_target_s"
     ]
-    assert replica_lines.shared_cores(config.load({}, {}), 1) == [
-        "warning: 2 engine replicas would share 1 core: more than 1 make no step shorter; lower engine_replicas"
+    assert terminal.shared_cores(config.load({}, {}).scaling, 1) == [
+        "warning: 2 engine replicas would share 1 core: more than 1 do not shorten a step; "
+        "lower engine_replicas"
     ]
 
 
 def test_replicas_that_come_and_go_are_told_once() -> None:
     said: list[str] = []
-    watch = replica_lines.ReplicaWatch(1, said.append)
+    watch = terminal.ReplicaWatch(1, said.append)
     for ready in (1, 2, 2, None, 2, 0):
         watch.update(ready)
     assert said == ["engine replicas: 1 -> 2", "engine replicas: 2 -> 0"]
@@ -180,7 +180,7 @@ def test_replicas_that_come_and_go_are_told_once() -> None:
     ],
 )
 def test_what_went_to_sleep_at_once_has_started(health: dict[str, Any], replicas: int, started: bool) -> None:
-    assert launch.serves(health, replicas) is started
+    assert local_server.serves(health, replicas) is started
 
 
 class Controller:
@@ -206,17 +206,17 @@ def test_a_status_that_cannot_be_read_does_not_end_the_server(
     client = SimpleNamespace(_controller=Controller(fault))
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
     monkeypatch.setattr("ray.get", get)
-    assert launch.LocalServer("127.0.0.1", 1).ready() is None
+    assert local_server.LocalServer(config.LaunchOptions(host="127.0.0.1", port=1)).ready() is None
 
 
 def test_replicas_that_a_new_controller_finds_have_not_gone() -> None:
     states = {ReplicaState.RECOVERING: 1, ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
     engine = SimpleNamespace(replica_states={**states, ReplicaState.STOPPING: 1})
     application = SimpleNamespace(deployments={DEPLOYMENT: engine})
-    assert launch._counted(application, *launch.LOADED) == 2
-    assert launch._counted(application, "RUNNING") == 1
-    assert launch._counted(application) == 4
-    assert launch._counted(None) == 0
+    assert local_server._counted(application, *local_server.LOADED) == 2
+    assert local_server._counted(application, "RUNNING") == 1
+    assert local_server._counted(application) == 4
+    assert local_server._counted(None) == 0
 
 
 def test_pools_of_every_kind_are_counted(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_planned_pool_is_that_of_the_replicas(tmp_path: Path) -> None:
     fit = check(tmp_path, 10 * GIB, engine_replicas=4)
     assert fit.dtype == "bfloat16"
     assert fit.pool is not None
-    left = 10 * GIB - 4 * (launch.PROCESS_BYTES + 2 * WEIGHTS)
+    left = 10 * GIB - 4 * (preflight.PROCESS_BYTES + 2 * WEIGHTS)
     assert fit.pool.num_blocks == left // 8 // (16 * TOKEN)
 
 
@@ -243,7 +243,7 @@ def test_the_planned_pool_is_that_of_the_replicas(tmp_path: Path) -> None:
 )
 def test_weights_are_counted_in_the_dtype_that_they_will_have(tmp_path: Path, stored: str, asked: str) -> None:
     save_model(tmp_path, stored)
-    needed = launch.PROCESS_BYTES + 4 * WEIGHTS
+    needed = preflight.PROCESS_BYTES + 4 * WEIGHTS
     pool = {"engine_replicas": 1, "num_blocks": 1, "dtype": asked}
     assert check(tmp_path, needed + MIB, **pool).dtype == "float32"
     with pytest.raises(ConfigError, match="1 engine replicas need"):
@@ -254,15 +254,15 @@ def test_the_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pyte
     save_model(tmp_path, "bfloat16")
     monkeypatch.setattr("engine.kv.pool_size.cgroup_available", lambda: 100 * MIB)
     with pytest.raises(ConfigError, match="100 MiB are available"):
-        launch.check_memory(config.load({"device": "cpu"}, {}), tmp_path)
+        preflight.check_memory(config.load({"device": "cpu"}, {}), tmp_path)
 
 
 def test_ports_of_every_family(taken_port: int) -> None:
-    launch.check_port("localhost", launch.free_port(0))
-    with pytest.raises(ConfigError, match=r"cannot listen on no such host: .*--host"):
-        launch.check_port("no such host", 8000)
+    preflight.check_port("localhost", preflight.free_port(0))
+    with pytest.raises(ConfigError, match=r"cannot listen on no such host: .*host"):
+        preflight.check_port("no such host", 8000)
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:"):
-        launch.check_port("192.0.2.1", 8000)
+        preflight.check_port("192.0.2.1", 8000)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
@@ -274,28 +274,28 @@ def test_ports_of_version_6() -> None:
             pytest.skip("this machine has no IPv6")
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=r"cannot listen on ::1:.*--port"):
-            launch.check_port("::1", port)
-    launch.check_port("::1", port)
-    assert launch.LocalServer("::", port).url == f"http://[::1]:{port}"
+        with pytest.raises(ConfigError, match=r"cannot listen on ::1:.*port="):
+            preflight.check_port("::1", port)
+    preflight.check_port("::1", port)
+    assert local_server.LocalServer(config.LaunchOptions(host="::", port=port)).url == f"http://[::1]:{port}"
 
 
 def test_progress_is_told_every_few_seconds() -> None:
     said: list[str] = []
-    progress = replica_lines.Progress(2, said.append)
+    progress = terminal.Progress(2, said.append)
     for now, ready in [(100.0, 0), (100.2, 0), (104.9, 1), (105.0, 1), (111.0, 2)]:
         progress.update(ready, now)
     assert [line.strip() for line in said] == [
         "waiting for engine replicas: 0 of 2 ready",
         "waiting for engine replicas: 1 of 2 ready after 5 s",
-        "waiting for the way to them: proxy, ingress, channels",
+        "waiting for proxy, ingress, and channels",
     ]
 
 
 def test_free_port_prefers_the_usual_one(taken_port: int) -> None:
-    assert launch.free_port(taken_port) != taken_port
-    free = launch.free_port(0)
-    assert launch.free_port(free) == free
+    assert preflight.free_port(taken_port) != taken_port
+    free = preflight.free_port(0)
+    assert preflight.free_port(free) == free
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,9 +74,9 @@ def test_gpus_that_demand_may_want_can_join_later(caplog: pytest.LogCaptureFixtu
     assert "max_replicas is 4" in caplog.text
     assert "has 2" in caplog.text
     lacking = options(max_replicas=4, engine_replicas=3)
-    with pytest.raises(ConfigError, match=r"3 engine replicas at first .* has 2; set max_replicas to 2"):
+    with pytest.raises(ConfigError, match=r"is 3 and .* has 2; set max_replicas to 2"):
         placement.check_gpus(lacking, [GPU_NODE, GPU_NODE])
-    with pytest.raises(ConfigError, match=r"1 engine replicas at first .* has 0; set device to cpu"):
+    with pytest.raises(ConfigError, match=r"is 1 and .* has 0; set device to cpu"):
         placement.check_gpus(options(max_replicas=4, device="cuda"), [{"CPU": 2.0}])
 
 

@@ -1,0 +1,74 @@
+"""The HTTP application: the routes, and what each asks of the service.
+
+Serve itself answers with the caller's ``x-request-id``, or a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from app.api.errors import ERROR_HANDLERS
+from app.api.openai_service import OpenAIService
+from app.api.request_body import read_json_object
+from app.api.tenant import tenant_of
+
+
+async def health(request: Request) -> Response:
+    return _service(request).health()
+
+
+async def list_models(request: Request) -> Response:
+    return _service(request).models()
+
+
+async def get_model(request: Request) -> Response:
+    return _service(request).model(request.path_params["name"])
+
+
+async def completions(request: Request) -> ASGIApp:
+    return await _service(request).completions(await read_json_object(request), _tenant(request))
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    return await _service(request).chat(await read_json_object(request), _tenant(request))
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    if not _service(request).options.admin_routes:
+        raise HTTPException(404)  # for any method: the route does not exist
+    if request.method != "POST":
+        raise HTTPException(405)
+    return await _service(request).reset_prefix_cache()
+
+
+def make_api(get_service: Callable[[], OpenAIService]) -> Starlette:
+    """The HTTP application; each request calls ``get_service``."""
+    api = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", get_model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
+        ],
+        exception_handlers=ERROR_HANDLERS,
+    )
+    api.state.get_service = get_service
+    return api
+
+
+def _service(request: Request) -> OpenAIService:
+    service: OpenAIService = request.app.state.get_service()
+    return service
+
+
+def _tenant(request: Request) -> str:
+    return tenant_of(request.headers, _service(request).options.tenant_header)

@@ -1,0 +1,195 @@
+"""A Ray cluster and Serve of this process's own, with the application on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from app.config import ENV_PREFIX, AppConfig, LaunchOptions
+from app.launch import serving
+from app.launch.preflight import free_port
+from app.launch.terminal import Progress, Say
+from app.routing.fleet import DEPLOYMENT
+from engine.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 900.0
+STATUS_TIMEOUT_S = 2.0
+LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
+"""States of replicas that have loaded; a new controller finds running ones RECOVERING."""
+
+
+class LocalServer:
+    """This process's own Ray and Serve; ``stop`` ends everything."""
+
+    def __init__(self, launch: LaunchOptions) -> None:
+        self._launch = launch
+        self._stats_port = free_port(8404)
+        self.dashboard = ""
+        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients on this machine."""
+        host, port = self._launch.host, self._launch.port
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def start(self) -> None:
+        """Start Ray and Serve, without the application."""
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
+        import ray
+        from ray import serve
+
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        context = ray.init(
+            address="local",
+            dashboard_host="127.0.0.1",
+            include_dashboard=True,  # at 8265 or the next free port, which Ray finds only if none is named
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        self.dashboard = str(context.dashboard_url or "")
+        serve.start(
+            http_options={"host": self._launch.host, "port": self._launch.port},
+            controller_options={"runtime_env": {"env_vars": self._environment()}},
+        )
+
+    def deploy(self, args: Mapping[str, Any], options: AppConfig, stop: threading.Event, say: Say) -> None:
+        """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
+
+        The application is built with ``args``, from which ``options`` were loaded. ``say`` reports progress.
+
+        Raises:
+            ConfigError: the application cannot start; the message says why.
+        """
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        from app.launch import placement
+
+        nodes = placement.cluster_nodes()
+        placement.check_gpus(options, nodes)
+        placement.check_cpus(options, nodes)
+        quire = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
+        document = serving.deploy_config(args, self._launch)
+        document["controller_options"]["runtime_env"]["env_vars"] = self._environment()
+        if quire:
+            document["applications"][0]["runtime_env"] = {"env_vars": quire}
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
+        progress = Progress(options.scaling.initial_replicas, say)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not stop.wait(0.2):
+            application = serve.status().applications.get(serving.APP_NAME)
+            status = str(application.status) if application is not None else ""
+            if status.endswith("DEPLOY_FAILED"):
+                raise ConfigError(_cause(application))
+            if status.endswith("RUNNING") and serves(self._health(), _counted(application)):
+                return
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
+            progress.update(_counted(application, "RUNNING"), time.monotonic())
+
+    def ready(self) -> int | None:
+        """Number of running engine replicas; ``None`` if unknown, as while Serve's controller restarts."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.serve.context import _get_global_client
+        from ray.serve.exceptions import RayServeException
+        from ray.serve.schema import ServeInstanceDetails
+
+        try:
+            # serve.status() has no timeout, and would delay an interrupt.
+            asked = _get_global_client()._controller.get_serve_instance_details.remote()
+            details = ServeInstanceDetails(**ray.get(asked, timeout=STATUS_TIMEOUT_S))
+        except (RayError, RayServeException):
+            return None
+        application = details._get_status().applications.get(serving.APP_NAME)
+        return None if application is None else _counted(application, *LOADED)
+
+    def proxy(self) -> str:
+        """Which proxy serves, judged by what listens."""
+        if not serving.haproxy_expected():
+            return "Serve's built-in proxy (HAProxy needs Linux)"
+        with socket.socket() as probe:
+            probe.settimeout(2.0)
+            listens = probe.connect_ex(("127.0.0.1", self._stats_port)) == 0
+        return (
+            "HAProxy"
+            if listens
+            else "Serve's built-in proxy (warning: HAProxy did not start; streams are slower)"
+        )
+
+    def stop(self) -> None:
+        """End Ray and every process that it leaves behind."""
+        import ray
+
+        # Without Serve's own shutdown, which would wait for streams.
+        children = [
+            process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
+        ]
+        started = ray.is_initialized()
+        ray.shutdown()
+        # Nothing else ends what an interrupted start leaves behind.
+        for process in psutil.wait_procs(children, timeout=5 if started else 0)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **serving.controller_environment(),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(self._stats_port),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port(9101)),
+            # No load balancer stands in front of a server on one machine.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        }
+
+    def _health(self) -> dict[str, Any]:
+        """The answer of ``/health``; empty if it does not answer with 200."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return dict(json.load(response))
+        except (urllib.error.URLError, ValueError, OSError):
+            return {}
+
+
+def serves(health: Mapping[str, Any], replicas: int) -> bool:
+    """Whether the application accepts requests, by ``/health`` and Serve's number of engine replicas.
+
+    With ``min_replicas=0`` and a short ``scale_down_after_s`` the last replica may stop before it is seen
+    routable: asleep counts as started.
+    """
+    return health.get("routable", 0) > 0 or (health.get("asleep", False) and not replicas)
+
+
+def _counted(application: Any, *states: str) -> int:
+    """Number of engine replicas in one of ``states``, or in any state."""
+    engine = application.deployments.get(DEPLOYMENT) if application is not None else None
+    found = engine.replica_states.items() if engine else ()
+    return sum(count for state, count in found if not states or state in states)
+
+
+def _cause(application: Any) -> str:
+    """The last line about a deployment's failure, preferably one with an error."""
+    messages = [deployment.message for deployment in application.deployments.values()] + [application.message]
+    lines = [line.strip() for message in messages if message for line in message.splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line] or lines or ["unknown cause"]
+    return f"the application cannot start: {telling[-1]}"

@@ -1,0 +1,100 @@
+"""Checks before anything starts: the port, and memory for weights and KV."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.config import AppConfig
+from engine.errors import ConfigError
+from engine.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from engine.kv.pool_size import PoolSize
+
+PROCESS_BYTES = 600 * 2**20
+"""Memory of an engine replica's process before weights and KV: interpreter, torch, Ray."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What one engine replica will hold."""
+
+    dtype: str
+    pool: PoolSize | None  # as planned before the start; None on a GPU, which is not asked yet
+    context_length: int  # tokens
+
+
+def check_port(host: str, port: int, option: str = "port=") -> None:
+    """Check that the server can listen.
+
+    Raises:
+        ConfigError: another process listens there, or this machine has no such address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another host") from None
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; stop the process that uses the port, or "
+                f"choose another with {option}"
+            ) from None
+
+
+def check_memory(options: AppConfig, folder: Path, available: int | None = None) -> Fit:
+    """Check that the weights and KV pools of as many replicas as there may be fit in ``available`` bytes.
+
+    By default that is what the system has free. On a GPU weights and pools are elsewhere, and each replica
+    checks for itself.
+
+    Raises:
+        ConfigError: they do not fit, or the model cannot be read.
+    """
+    import torch
+
+    from engine.capacity import kv_bytes_per_token
+    from engine.execution.model_runner import resolve_device, resolve_max_model_len
+    from engine.kv.pool_size import available_memory, plan_pool
+    from engine.models.config import read_model_config
+    from engine.models.loader import Checkpoint, resolve_dtype
+
+    model = read_model_config(folder)
+    with Checkpoint(folder, model) as checkpoint:
+        dtype = resolve_dtype(options.engine.dtype, model, checkpoint)
+    name = str(dtype).removeprefix("torch.")
+    length = resolve_max_model_len(options.engine.max_model_len, model.max_position_embeddings)
+    gpu = resolve_device(options.engine.device).type != "cpu"
+    each = PROCESS_BYTES + (0 if gpu else model.num_parameters * dtype.itemsize)
+    if available is None:
+        available = available_memory(torch.device("cpu"), options.engine.memory_fraction)
+    most = options.scaling.upper_limit
+    left = available - each * most
+    if left <= 0:
+        raise ConfigError(
+            f"{most} engine replicas need about {format_bytes(each * most)} ({format_bytes(each)} each) in "
+            f"addition to their KV pools, but {format_bytes(available)} are available; lower "
+            f"{options.scaling.limiting_option}, or choose a smaller model"
+        )
+    if gpu:
+        return Fit(name, None, length)
+    engine = options.engine_config(str(folder), 1)
+    return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left), length)
+
+
+def free_port(preferred: int) -> int:
+    """``preferred`` if nothing listens there on any interface, otherwise another free port."""
+    for port in (preferred, 0):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return int(listener.getsockname()[1])
+    raise ConfigError("this machine has no free port")

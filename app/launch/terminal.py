@@ -1,0 +1,100 @@
+"""What ``python -m app`` prints: progress, where the server answers, and changes of the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from app.config import AppConfig, ScalingOptions
+from app.launch.preflight import Fit
+
+PROGRESS_EVERY_S = 5.0
+
+Say = Callable[[str], None]
+
+
+class Progress:
+    """Prints every few seconds how many replicas are ready."""
+
+    def __init__(self, replicas: int, say: Say) -> None:
+        self._replicas = replicas
+        self._say = say
+        self._next = 0.0
+        self._began: float | None = None
+
+    def update(self, ready: int, now: float) -> None:
+        """``now`` is in seconds on any clock; prints at most once every ``PROGRESS_EVERY_S``."""
+        if now < self._next:
+            return
+        self._next = now + PROGRESS_EVERY_S
+        self._began = now if self._began is None else self._began
+        if ready < self._replicas:
+            waited = f" after {now - self._began:.0f} s" if now > self._began else ""
+            self._say(f"  waiting for engine replicas: {ready} of {self._replicas} ready{waited}")
+        else:
+            self._say("  waiting for proxy, ingress, and channels")
+
+
+class ReplicaWatch:
+    """Prints when engine replicas start or stop."""
+
+    def __init__(self, ready: int, say: Say) -> None:
+        self._ready = ready
+        self._say = say
+
+    def update(self, ready: int | None) -> None:
+        """``ready`` engine replicas run; ``None`` if unknown, which prints nothing."""
+        if ready is not None and ready != self._ready:
+            self._say(f"engine replicas: {self._ready} -> {ready}")
+            self._ready = ready
+
+
+def replicas_line(options: ScalingOptions) -> str:
+    """How many engine replicas there are, may be, and what decides."""
+    if not options.scales:
+        return str(options.engine_replicas)
+    if options.scaling_policy == "occupancy":
+        target = f"{options.occupancy_target:.0%} of the KV blocks in use"
+    else:
+        target = f"first token within {options.ttft_target_s:g} s, {options.tpot_target_s:g} s per token"
+    shadow = "; shadow mode: reported only" if options.scaling_shadow else ""
+    return (
+        f"{options.initial_replicas}, {options.lower_limit} to {options.upper_limit} with demand "
+        f"({target}; down after {options.scale_down_after_s:g} s of lower need{shadow})"
+    )
+
+
+def shared_cores(options: ScalingOptions, cores: int) -> list[str]:
+    """A warning where engine replicas without GPUs outnumber the ``cores`` of this machine."""
+    most = options.upper_limit
+    if most <= cores:
+        return []
+    share = f"{cores} cores" if cores > 1 else "1 core"
+    cure = "max_replicas or raise tpot_target_s" if options.scales else options.limiting_option
+    return [
+        f"warning: {most} engine replicas would share {share}: more than {cores} do not shorten a step; "
+        f"lower {cure}"
+    ]
+
+
+def announce(url: str, proxy: str, dashboard: str, options: AppConfig, fit: Fit, say: Say) -> None:
+    """Say where the server answers, with what, and how to try it."""
+    name = options.service.model_name
+    say(f"Quire serves {name} at {url}/v1 through {proxy}")
+    ingresses = options.ingress.ingress_replicas
+    say(f"  engine replicas {replicas_line(options.scaling)}, ingress replicas {ingresses}")
+    pool = fit.pool
+    kv = f", KV of about {pool.tokens:,} tokens ({pool.num_blocks:,} blocks) in each replica" if pool else ""
+    say(f"  weights and KV in {fit.dtype}{kv}")
+    if pool and pool.tokens < fit.context_length:
+        say(
+            f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the context "
+            f"length of {fit.context_length:,}; raise kv_memory"
+        )
+    if dashboard:
+        say(f"  dashboard http://{dashboard}")
+    say(
+        f"  try: curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d "
+        f'\'{{"model": "{name}", "stream": true, "messages": '
+        '[{"role": "user", "content": "What is the capital of France?"}]}\''
+    )
+    say("  stop with Ctrl-C")

@@ -1,0 +1,68 @@
+"""``docs/options.md``, generated: ``python -m app.options_page > docs/options.md``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.config import OPTIONS, AppConfig, Option
+
+INTRODUCTION = """\
+# Options
+
+This page is generated from the code: `python -m app.options_page > docs/options.md`.
+
+Set an option in one of these ways:
+
+- `make serve ARGS="port=8001 dtype=float32"`, or `option=value` after `python -m app` or after
+  `serve run app.application:build`;
+- under `args` of the application in `serve_config.yaml`;
+- as `QUIRE_<OPTION>` in the environment, which overrides both; [deployment](deployment.md#options) says where
+  the environment is read.
+
+Sizes are bytes, or text such as `512MB` and `2GiB`. `auto` is the same as leaving an option out.
+
+**Live** options change without a restart, through `user_config` of a deployment:
+
+```yaml
+applications:
+  - name: quire
+    # ...
+    deployments:
+      - name: ingress
+        user_config: {max_live_requests: 256}
+      - name: engine
+        user_config: {log_level: DEBUG}
+```
+
+A live option that `user_config` does not name keeps its value from `args`. To change any other option, change
+`args` and deploy again, which replaces the engine replicas.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for group, field in AppConfig.model_fields.items():
+        title, _, rest = (field.annotation.__doc__ or "").partition("\n\n")[0].partition(": ")
+        rows = [_row(option) for option in OPTIONS.values() if option.group == group]
+        parts.append(f"## {title}\n\n{rest[:1].upper()}{rest[1:]}\n")
+        parts.append("\n".join(["| option | default | live | meaning |", "|---|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def show_default(value: Any) -> str:
+    """A default as users write it."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _row(option: Option) -> str:
+    live = "yes" if option.live else ""
+    return f"| `{option.name}` | `{show_default(option.default)}` | {live} | {option.description} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
