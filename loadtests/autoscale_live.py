@@ -1,59 +1,9 @@
-"""``python -m loadtests.autoscale_live``: does the fleet follow its load, on a real local Ray Serve?
+"""Does a real fleet follow its load? See ``loadtests/experiments/autoscale_live/command.py``."""
 
-Twenty streams run all the time. Clients come until their requests need two replicas' KV memory, then three, and
-leave again; meanwhile Serve's controller is killed. Each request holds one block of a small pool, so memory
-decides: replicas that share two cores are not faster. Then a fleet without any replica gets a request.
-"""
+from loadtests.report import from_checkout
 
-from __future__ import annotations
-
-import argparse
-import signal
-import sys
-import time
-from pathlib import Path
-
-from loadtests.experiments.autoscale_live.judge import figures
-from loadtests.experiments.autoscale_live.picture import draw
-from loadtests.experiments.autoscale_live.plan import FULL, OPTIONS, QUICK
-from loadtests.experiments.autoscale_live.stage import Stage
-from loadtests.report import Figure, add_arguments, finish, print_table
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run, report, draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtests.autoscale_live",
-        description="Does the fleet follow its load, on real Ray Serve?",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="shorter, with less time after the controller's end"
-    )
-    parser.add_argument("--plot", metavar="DIR", type=Path, help="also draw what happened as a PNG file there")
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    began = time.monotonic()
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - began:5.0f} s  {what}", flush=True)
-
-    stage = Stage(QUICK if arguments.quick else FULL, say)
-    try:
-        stage.start()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray's handler would skip the clean-up
-        run = stage.run()
-        found = figures(run)
-        if arguments.plot is not None:
-            print(f"wrote {draw(run, arguments.plot)}")
-        found += stage.from_zero()
-    finally:
-        stage.stop()
-    found.append(Figure("whole command", time.monotonic() - began, " s"))
-    print()
-    print_table(["what", "figure"], [[figure.name, f"{figure.value:.3g}{figure.unit}"] for figure in found])
-    events = [[at - run.began, name] for at, name in run.events]
-    finish("loadtests.autoscale_live", found, arguments, options=OPTIONS, events=events)
-
+with from_checkout():
+    from loadtests.experiments.autoscale_live.command import main
 
 if __name__ == "__main__":
     main()

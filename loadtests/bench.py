@@ -1,4 +1,7 @@
-"""``make bench``: every measuring command that needs no GPU, with its checks, one after the other."""
+"""``make bench``: every measuring command that needs no GPU, with its checks, the short ones first.
+
+Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ import time
 from pathlib import Path
 
 COMMANDS: dict[str, list[str]] = {
-    "kernels": ["loadtests.kernels"],
-    "memory": ["loadtests.memory"],
-    "scheduler": ["loadtests.scheduler"],
-    "throughput": ["loadtests.throughput"],
-    "http": ["loadtests.throughput", "--http"],
-    "locust": ["loadtests.locust_run"],
     "routing_speed": ["loadtests.routing_speed"],
+    "kernels": ["loadtests.kernels"],
+    "scheduler": ["loadtests.scheduler"],
+    "locust": ["loadtests.locust_run"],
+    "http": ["loadtests.throughput", "--http"],
     "faults": ["loadtests.faults"],
     "routing_faults": ["loadtests.routing_faults"],
-    "recovery": ["loadtests.recovery"],
     "pressure": ["loadtests.recovery", "--http"],
-    "autoscaling": ["loadtests.autoscaling"],
+    "recovery": ["loadtests.recovery"],
     "autoscale_live": ["loadtests.autoscale_live"],
+    "throughput": ["loadtests.throughput", "--rounds", "1"],
+    "memory": ["loadtests.memory"],
+    "autoscaling": ["loadtests.autoscaling"],
     "routing": ["loadtests.routing"],
 }
 
@@ -35,24 +38,19 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     arguments.reports.mkdir(parents=True, exist_ok=True)
-    failed = []
+    ended = {}
     for name in arguments.only:
-        command = [
-            sys.executable,
-            "-m",
-            *COMMANDS[name],
-            "--check",
-            "--json",
-            str(arguments.reports / f"{name}.json"),
-        ]
+        out = arguments.reports / f"{name}.json"
+        out.unlink(missing_ok=True)  # so that no file is an earlier run's
+        command = [sys.executable, "-m", *COMMANDS[name], "--check", "--json", str(out)]
         print(f"\n=== {name}: {' '.join(command[1:])}", flush=True)
         began = time.monotonic()
         status = subprocess.run(command, check=False).returncode
-        print(
-            f"=== {name}: {'ok' if status == 0 else f'FAILED ({status})'} in {time.monotonic() - began:.0f} s"
-        )
-        if status != 0:
-            failed.append(name)
+        verdict = "ok" if status == 0 else f"FAILED ({status})"
+        ended[name] = f"{verdict} in {time.monotonic() - began:.0f} s"
+        print(f"=== {name}: {ended[name]}", flush=True)
+    print("\n" + "\n".join(f"{name}: {how}" for name, how in ended.items()))
+    failed = [name for name, how in ended.items() if not how.startswith("ok")]
     if failed:
         sys.exit(f"checks failed: {', '.join(failed)}")
 

@@ -1,16 +1,19 @@
-"""A Ray cluster of this process's own, with the application deployed as users deploy it, to do harm to."""
+"""The application under test: as users start it, or on a Ray cluster of this process's own, to do harm to."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.config import LaunchOptions
 from app.launch import serving
+from loadtests.client import MODEL
+from loadtests.report import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 300.0
 
 
@@ -76,11 +80,60 @@ def gone(pid: int) -> bool:
         return True
 
 
+def health(url: str) -> dict[str, Any]:
+    """The body of /health, or {} while nothing answers."""
+    try:
+        response = httpx.get(f"{url}/health", timeout=10, trust_env=False)
+        body: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError):
+        return {}
+    return body
+
+
+@contextlib.contextmanager
+def application(options: Sequence[str]) -> Iterator[tuple[psutil.Process, str]]:
+    """``python -m app`` with options (``key=value``) on a free port: process and address, once it is healthy.
+
+    Raises:
+        RuntimeError: it ended, or was not healthy in time; the message has the end of its log.
+    """
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.NamedTemporaryFile(prefix="quire-app-", suffix=".log") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", f"port={port}", *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            seconds_until(
+                lambda: process.poll() is not None or health(url).get("status") == "ok", START_TIMEOUT_S, 0.5
+            )
+            if process.poll() is not None or health(url).get("status") != "ok":
+                end = Path(log.name).read_text()[-3000:]
+                raise RuntimeError(f"the application has not started within {START_TIMEOUT_S:.0f} s:\n{end}")
+            yield psutil.Process(process.pid), url
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 class LocalCluster:
     """Starts Ray and Serve on free ports; ``deploy`` puts the application there, or changes its options."""
 
-    def __init__(self, import_path: str = serving.IMPORT_PATH, paths: Sequence[Path] = ()) -> None:
-        """``import_path`` is the application's, ``paths`` where its modules lie beside this repository's."""
+    def __init__(
+        self, import_path: str = serving.IMPORT_PATH, paths: Sequence[Path] = (), *, own_name: bool = False
+    ) -> None:
+        """``import_path`` is the application's, ``paths`` where its modules lie beside this repository's.
+
+        With ``own_name`` the bundled model is served under a name that no other server has, ``self.model``:
+        another server, which HAProxy may fall back to, refuses a request for it.
+        """
+        self.model = f"{MODEL}-{secrets.token_hex(4)}" if own_name else MODEL
         self._import_path = import_path
         self._paths = [str(path) for path in (ROOT, *paths)]
         self._folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))  # short: sockets lie in it
@@ -125,6 +178,8 @@ class LocalCluster:
     def deploy(self, **options: Any) -> None:
         """Deploy, or change the application; returns when every replica runs and has an open channel."""
         self.options = options
+        if self.model != MODEL:
+            self.options["served_model_name"] = self.model
         self._apply(self._config())
         wait_for(self._running, START_TIMEOUT_S, "the application does not run")
         self.wait_routable(options.get("engine_replicas", 2))
@@ -161,12 +216,7 @@ class LocalCluster:
 
     def health(self) -> dict[str, Any]:
         """The body of /health, or {} while nothing answers."""
-        try:
-            response = httpx.get(f"{self.url}/health", timeout=10)
-            body: dict[str, Any] = response.json()
-        except (httpx.HTTPError, ValueError):
-            return {}
-        return body
+        return health(self.url)
 
     def inspect(self) -> list[dict[str, Any]]:
         """Each engine replica's own account of itself, by name."""

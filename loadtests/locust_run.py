@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
-from loadtests import report
+import httpx
+
+from loadtests.report import ROOT, Figure, add_arguments, finish, most, print_table
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 REQUEST = "/v1/chat/completions"
 STREAM_ROWS = ("TTFT", "TPOT", "tokens/s", "output tokens")
+COLUMNS = {
+    "count": "Request Count",
+    "failed": "Failure Count",
+    "mean": "Average Response Time",
+    "50 %": "50%",
+    "95 %": "95%",
+    "99 %": "99%",
+    "max": "Max Response Time",
+}
 
 
 def answers(url: str) -> bool:
-    """Whether a healthy application listens there."""
+    """Whether something healthy listens there."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
         return False
 
 
@@ -45,15 +52,14 @@ def target(url: str | None, options: list[str]) -> Iterator[str]:
     elif url is not None:
         sys.exit(f"nothing healthy answers at {url}/health; leave out --host to have the application started")
     else:
-        from loadtests.http_path import application
+        from loadtests.cluster import application  # imports Ray
 
         print("starting the application ...", flush=True)
-        with ExitStack() as stack:
-            try:
-                started = stack.enter_context(application(options))
-            except RuntimeError as error:
-                sys.exit(str(error))
-            yield f"http://127.0.0.1:{started.port}"
+        try:
+            with application(options) as (_, started):
+                yield started
+        except RuntimeError as error:
+            sys.exit(str(error))
 
 
 def run_locust(url: str, arguments: argparse.Namespace, reports: Path) -> int:
@@ -62,9 +68,7 @@ def run_locust(url: str, arguments: argparse.Namespace, reports: Path) -> int:
         **os.environ,
         "QUIRE_LOAD_SEED": str(arguments.seed),
         "QUIRE_LOAD_MAX_TOKENS": str(arguments.max_tokens),
-        "PYTHONPATH": os.pathsep.join([str(LOCUSTFILE.parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(
-            ":"
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     command = [
         *(sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--host", url),
@@ -82,58 +86,49 @@ def run_locust(url: str, arguments: argparse.Namespace, reports: Path) -> int:
 
 
 def read_statistics(path: Path) -> dict[str, dict[str, float]]:
-    """Locust's CSV of statistics by name, numbers only."""
-    rows: dict[str, dict[str, float]] = {}
+    """Locust's CSV of statistics by name, numbers only; empty without a file."""
+    if not path.exists():
+        return {}
     with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            rows[row["Name"]] = {
+        return {
+            row["Name"]: {
                 column: float(value)
                 for column, value in row.items()
                 if column not in ("Type", "Name") and value and value != "N/A"
             }
-    return rows
+            for row in csv.DictReader(file)
+        }
 
 
-def figures_of(rows: dict[str, dict[str, float]], seconds: float) -> list[report.Figure]:
+def figures_of(rows: dict[str, dict[str, float]], seconds: float) -> list[Figure]:
     """What the run is judged by."""
-    chat = rows.get(REQUEST, {})
-    requests = chat.get("Request Count", 0.0)
-    tokens = rows.get("output tokens", {})
+    chat, tokens, ttft = (rows.get(name, {}) for name in (REQUEST, "output tokens", "TTFT"))
     made = tokens.get("Request Count", 0.0) * tokens.get("Average Response Time", 0.0)
     return [
-        report.Figure("requests", requests, bar=1),
-        report.Figure("failures", chat.get("Failure Count", 0.0) if chat else 1.0, bar=0, at_most=True),
-        report.Figure("output tokens per second, all users", made / seconds, " tokens/s"),
-        report.Figure("TTFT, median", rows.get("TTFT", {}).get("50%", 0.0), " ms"),
-        report.Figure("TTFT, 95 %", rows.get("TTFT", {}).get("95%", 0.0), " ms"),
-        report.Figure("TPOT, median", rows.get("TPOT", {}).get("50%", 0.0), " ms"),
+        Figure("requests", chat.get("Request Count", 0.0), bar=1),
+        most("failures", chat.get("Failure Count", 0.0) if chat else 1.0),
+        Figure("output tokens per second, all users", made / seconds, " tokens/s"),
+        Figure("TTFT, median", ttft.get("50%", 0.0), " ms"),
+        Figure("TTFT, 95 %", ttft.get("95%", 0.0), " ms"),
+        Figure("TPOT, median", rows.get("TPOT", {}).get("50%", 0.0), " ms"),
     ]
 
 
 def print_summary(rows: dict[str, dict[str, float]]) -> None:
     """One line for the requests and one for each statistic of the streams."""
-    columns = (
-        "Request Count",
-        "Failure Count",
-        "Average Response Time",
-        "50%",
-        "95%",
-        "99%",
-        "Max Response Time",
-    )
     table = [
-        [name, *(f"{rows[name].get(column, 0.0):.4g}" for column in columns)]
+        [name, *(f"{rows[name].get(column, 0.0):.4g}" for column in COLUMNS.values())]
         for name in (REQUEST, *STREAM_ROWS)
         if name in rows
     ]
-    report.print_table(["statistic", "count", "failed", "mean", "50 %", "95 %", "99 %", "max"], table)
+    print_table(["statistic", *COLUMNS], table)
     print(f"{REQUEST}, TTFT and TPOT in ms; tokens/s of one stream")
 
 
 def main() -> None:
     """Exit non-zero if a request failed, with ``--check`` also if there was none."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.locust_run", description=__doc__)
-    report.add_arguments(parser)
+    add_arguments(parser)
     parser.add_argument("--host", help="address of a running application")
     parser.add_argument("--users", type=int, default=16)
     parser.add_argument("--seconds", type=int, default=60)
@@ -146,13 +141,10 @@ def main() -> None:
     with target(arguments.host, arguments.options) as url:
         print(f"{arguments.users} users for {arguments.seconds} s against {url}", flush=True)
         status = run_locust(url, arguments, arguments.reports)
-    statistics = arguments.reports / "locust_stats.csv"
-    rows = read_statistics(statistics) if statistics.exists() else {}
+    rows = read_statistics(arguments.reports / "locust_stats.csv")
     print_summary(rows)
     print(f"report: {arguments.reports / 'locust.html'}")
-    summary = arguments.reports / "locust_summary.json"
-    summary.write_text(json.dumps(rows, indent=2) + "\n")
-    report.finish("loadtests.locust_run", figures_of(rows, arguments.seconds), arguments, statistics=rows)
+    finish("loadtests.locust_run", figures_of(rows, arguments.seconds), arguments, statistics=rows)
     sys.exit(status)
 
 

@@ -1,19 +1,27 @@
-"""What every measuring command does with its figures: a table, ``--json``, ``--check``."""
+"""What every measuring command does with its figures: tables, ``--json``, ``--check``.
+
+Machine and commit stand below each table and in each file: a figure without them says nothing.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
@@ -44,14 +52,30 @@ class Figure:
         return f"{self.name}: {self.value:.4g}{self.unit}{bar}{verdict}"
 
 
+def most(name: str, value: float, bar: float = 0, unit: str = "") -> Figure:
+    """A figure that must not exceed its bar; without one, of which there must be none."""
+    return Figure(name, value, unit, bar, at_most=True)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that all measuring commands share."""
     parser.add_argument("--json", metavar="OUT", type=Path, help="also write every figure to this file")
     parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
 
 
+@contextmanager
+def from_checkout() -> Iterator[None]:
+    """For imports from ``loadtests.experiments``: exit with one line where an installed wheel has none."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("loadtests.experiments"):
+            raise
+        sys.exit("this command is an experiment; the wheel has none: run it in a checkout of the repository")
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns: the first to the left, the others to the right."""
+    """Print aligned columns, the first to the left, the others to the right, and where they were measured."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
     for n, row in enumerate([header, *rows]):
         cells = [
@@ -61,29 +85,50 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
         if n == 0:
             print("  ".join("-" * w for w in widths))
+    print(f"[{where()}]")
 
 
+def print_figures(header: str, figures: Sequence[Figure]) -> None:
+    """All of them as a table."""
+    print_table([header, "figure"], [[figure.name, f"{figure.value:.3g}{figure.unit}"] for figure in figures])
+
+
+def where() -> str:
+    """Machine and commit in one line."""
+    on = machine()
+    gpu = f", {on['gpu']}" if "gpu" in on else ""
+    return f"{on['cpu']} ({on['vector']}), {on['cores']} cores{gpu}; commit {commit()}"
+
+
+@functools.cache
+def commit() -> str:
+    """The checkout's, marked if it has changes; the version where Quire is installed from a wheel."""
+    if not (ROOT / ".git").exists():
+        return f"of version {importlib.metadata.version('quire')}"
+    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    return str(git(["git", "rev-parse", "--short=10", "HEAD"]).stdout.strip()) + ("+changes" if changed else "")
+
+
+@functools.cache
 def machine() -> dict[str, Any]:
     """Where the figures were measured."""
-    model = platform.processor()
+    model, flags = platform.processor(), ""
     cpuinfo = Path("/proc/cpuinfo")
-    flags = ""
     if cpuinfo.exists():
-        text = cpuinfo.read_text()
-        model = next(
-            (line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line), model
-        )
-        present = next(
-            (line.split() for line in text.splitlines() if line.startswith(("flags", "Features"))), []
-        )
+        lines = cpuinfo.read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), model)
+        present = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
         flags = " ".join(flag for flag in VECTOR_FLAGS if flag in present)
-    where = {"cpu": model, "vector": flags, "cores": os.cpu_count(), "python": platform.python_version()}
-    return where | gpu()
+    on = {"cpu": model, "vector": flags, "cores": os.cpu_count(), "python": platform.python_version()}
+    return on | gpu()
 
 
 def gpu() -> dict[str, str]:
     """The GPU's name and the versions of what compiles for it; empty where there is none."""
-    import torch  # takes seconds, and what is only simulated does not need it
+    if not Path("/proc/driver/nvidia").exists() and "torch" not in sys.modules:
+        return {}  # torch takes seconds to import, and what is only simulated does not need it
+    import torch
 
     if not torch.cuda.is_available():
         return {}
@@ -94,7 +139,7 @@ def gpu() -> dict[str, str]:
 def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> None:
     """Write the JSON file."""
     rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
-    document = {"command": command, "machine": machine(), "figures": rows, **extra}
+    document = {"command": command, "machine": machine(), "commit": commit(), "figures": rows, **extra}
     out.write_text(json.dumps(document, indent=2, default=_plain) + "\n")
 
 
@@ -105,9 +150,7 @@ def _plain(value: Any) -> Any:
 
 def finish(command: str, figures: Sequence[Figure], arguments: argparse.Namespace, **extra: Any) -> None:
     """Write the JSON file, print a line for each figure with a bar, and exit 1 if ``--check`` fails."""
-    where = machine()
-    beside = f", {where['gpu']}" if "gpu" in where else ""
-    print(f"\n{command} on {where['cpu']} ({where['vector']}), {where['cores']} cores{beside}")
+    print(f"\n{command} on {where()}")
     if arguments.json is not None:
         save(command, figures, arguments.json, **extra)
         print(f"wrote {arguments.json}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-from dataclasses import dataclass, field
 
 # fmt: off
 _SUBJECTS = (
@@ -34,6 +33,7 @@ _PLACES = (
     "France", "Japan", "Brazil", "Kenya", "Norway", "India", "Canada", "Egypt", "Peru", "Vietnam", "Greece",
     "Iceland", "Morocco", "Chile", "Poland", "Nepal",
 )
+_WORDS = ("river", "stone", "lamp", "garden", "copper", "violin", "harbour", "winter", "pocket", "ladder")
 # fmt: on
 
 
@@ -74,22 +74,10 @@ def question(rng: random.Random) -> str:
     return rng.choice(_QUESTIONS).format(rng.choice(_PLACES))
 
 
-@dataclass(slots=True)
-class Conversation:
-    """A chat as it grows; ``messages`` is what ``POST /v1/chat/completions`` takes."""
-
-    messages: list[dict[str, str]] = field(default_factory=list)
-    turns: int = 0  # answered
-
-    def ask(self, text: str) -> list[dict[str, str]]:
-        """Add a user's message; returns all messages to send."""
-        self.messages.append({"role": "user", "content": text})
-        return self.messages
-
-    def answer(self, text: str) -> None:
-        """Add the assistant's message."""
-        self.messages.append({"role": "assistant", "content": text})
-        self.turns += 1
+def prompts(count: int, seed: int = 0) -> list[str]:
+    """Different prompts of a dozen words for completions."""
+    rng = random.Random(seed)
+    return [f"Story {index}: the " + " ".join(rng.choices(_WORDS, k=10)) for index in range(count)]
 
 
 class ChatTraffic:
@@ -100,36 +88,30 @@ class ChatTraffic:
     """
 
     def __init__(
-        self,
-        seed: int,
-        user: int,
-        *,
-        num_systems: int = 16,
-        system_words: int = 150,
-        exponent: float = 1.0,
-        max_turns: int = 3,
+        self, seed: int, user: int, *, num_systems: int = 16, system_words: int = 150, max_turns: int = 3
     ) -> None:
         self._seed = seed
         self._rng = random.Random(f"user {seed} {user}")
-        self._zipf = Zipf(num_systems, exponent)
+        self._zipf = Zipf(num_systems)
         self._system_words = system_words
         self._max_turns = max_turns
         self._left = 0
-        self.conversation = Conversation()
+        self._messages: list[dict[str, str]] = []
 
     def next_messages(self) -> list[dict[str, str]]:
         """The messages of the next request: the next turn, or a new conversation."""
         if self._left == 0:
             self._left = self._rng.randint(1, self._max_turns)
             rank = self._zipf.draw(self._rng)
-            system = {"role": "system", "content": system_prompt(rank, self._system_words, self._seed)}
-            self.conversation = Conversation([system])
+            system = system_prompt(rank, self._system_words, self._seed)
+            self._messages = [{"role": "system", "content": system}]
         self._left -= 1
-        return self.conversation.ask(question(self._rng))
+        self._messages.append({"role": "user", "content": question(self._rng)})
+        return self._messages
 
     def answered(self, text: str) -> None:
         """Keep the answer for the next turn."""
-        self.conversation.answer(text)
+        self._messages.append({"role": "assistant", "content": text})
 
     def failed(self) -> None:
         """Give the conversation up."""

@@ -22,8 +22,9 @@ from ray.serve.context import _get_global_client
 from scaled_toy import FIRST, Other, broken, toy
 
 from app.launch import serving
+from loadtests.client import Outcome, complete
 from loadtests.cluster import wait_for
-from loadtests.streams import Outcome, complete, prompts
+from loadtests.workloads import prompts
 
 DOWN_AFTER_S = 4.0
 OPTIONS: dict[str, Any] = {

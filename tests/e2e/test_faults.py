@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 from local_cluster import BreakableCluster
 
+from loadtests.client import Outcome, complete, complete_all, vanish
 from loadtests.cluster import gone, wait_for
-from loadtests.streams import Outcome, complete, complete_all, prompts, vanish
+from loadtests.workloads import prompts
 
 STREAMS = 16
 TOKENS = 64

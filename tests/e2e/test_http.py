@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
+from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster, wait_for
-from loadtests.streams import MODEL
 
 CAPITAL: Any = [
     {"role": "system", "content": "You are a helpful assistant."},

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from local_cluster import BreakableCluster
 
-from loadtests.pressure import Pressed, blocks_needed, press, redeploy
-from loadtests.streams import prompts
+from loadtests.experiments.pressure import Pressed, blocks_needed, press, redeploy
+from loadtests.workloads import prompts
 
 STREAMS, TOKENS = 16, 48
 PROMPTS = prompts(STREAMS, seed=3)
@@ -19,7 +19,7 @@ BLOCKS = blocks_needed(STREAMS, TOKENS) // 4
 def said(deployed: BreakableCluster) -> list[str]:
     """What the streams say on the session's two engines, whose pools have room for all."""
     deployed.wait_routable(2)
-    with_room = press(deployed, PROMPTS, TOKENS, "with room")
+    with_room = press(deployed, PROMPTS, TOKENS)
     assert with_room.preemptions == 0
     assert len(set(with_room.texts)) > STREAMS // 2  # greedy, so that some may end up alike
     return with_room.texts
@@ -37,7 +37,7 @@ def test_all_streams_end_with_the_same_tokens(small: BreakableCluster, said: lis
     # Room to swap to for a few of the preempted ones only: the others are computed again.
     changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": "swap", "swap_space": "6MiB"}
     redeploy(small, {**small.options, **changes})
-    pressed: Pressed = press(small, PROMPTS, TOKENS, "pressed")
+    pressed: Pressed = press(small, PROMPTS, TOKENS)
     assert pressed.refused == 0
     assert all(outcome.complete for outcome in pressed.outcomes)
     assert pressed.texts == said

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
+from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster
-from loadtests.streams import MODEL
 
 SHOPS = ("shoes", "lamps", "books", "tea")
 

@@ -11,9 +11,10 @@ import httpx
 import pytest
 from local_cluster import BreakableCluster
 
+from loadtests.client import MODEL
 from loadtests.cluster import wait_for
-from loadtests.pressure import redeploy
-from loadtests.streams import MODEL, prompts
+from loadtests.experiments.pressure import redeploy
+from loadtests.workloads import prompts
 
 CLIENTS, TOKENS = 40, 32
 BLOCKS = 24  # of eight requests at once

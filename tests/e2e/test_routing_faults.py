@@ -11,8 +11,8 @@ import pytest
 from local_cluster import BreakableCluster
 
 from loadtests.cluster import wait_for
+from loadtests.experiments.routing_faults import RoutingFaults
 from loadtests.report import Figure
-from loadtests.routing_faults import RoutingFaults
 
 
 def check(figures: list[Figure]) -> None:

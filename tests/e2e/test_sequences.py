@@ -10,8 +10,8 @@ import openai
 import pytest
 from local_cluster import BreakableCluster
 
+from loadtests.client import MODEL
 from loadtests.cluster import wait_for
-from loadtests.streams import MODEL
 
 SAMPLED: Any = {
     "model": MODEL,

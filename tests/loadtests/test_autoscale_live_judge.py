@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from loadtests.client import Outcome
 from loadtests.experiments.autoscale_live import judge
 from loadtests.experiments.autoscale_live.judge import Recording
-from loadtests.experiments.autoscale_live.load import Request
 from loadtests.experiments.autoscale_live.picture import draw
 from loadtests.experiments.autoscale_live.plan import BLOCK_SIZE, FULL, MOST_TOKENS, POOL_BLOCKS, QUICK, STREAMS
 from loadtests.experiments.autoscale_live.watch import EngineLook, ServeLook
-from loadtests.streams import Outcome
 
 
 def serve(
@@ -27,16 +26,16 @@ def serve(
 
 
 def engine(at: float, waiting: int = 0) -> EngineLook:
-    return EngineLook(at, 1, 20, waiting, 20, POOL_BLOCKS, 0, 20, 25)
+    return EngineLook(at, waiting, 20, 0, 20, 25)
 
 
 def request(
     began: float = 0.0, ended: float = 100.0, tokens: int = 4, said: int = 4, **outcome: object
-) -> Request:
+) -> Outcome:
     end = {"choices": [{"text": "a", "finish_reason": "length"}]}
     usage = {"choices": [], "usage": {"completion_tokens": said}}
     good: dict[str, Any] = {"status": 200, "events": [end, usage], "times": [began + 1.0, ended], "done": True}
-    return Request(tokens, began, ended, Outcome(**good | outcome))
+    return Outcome(asked=tokens, began=began, ended=ended, **good | outcome)
 
 
 UP = [serve(0.0, 1, "a"), serve(1.0, 1, "a"), serve(2.0, 2, "a"), serve(9.0, 2, "a", "b")]
@@ -107,12 +106,12 @@ def test_a_stream_that_lasted_from_before_the_first_up_until_after_the_last_down
 )
 def test_what_counts_as_cut(outcome: dict[str, Any], cut: bool) -> None:
     one = request(**outcome)
-    assert (one.cut, one.whole) == (cut, not cut)
+    assert (one.complete, one.whole) == (not cut, not cut)
 
 
 def test_a_stream_with_other_tokens_than_asked_for_is_not_whole() -> None:
     one = request(said=3)
-    assert not one.cut
+    assert one.complete
     assert not one.whole
 
 

@@ -50,7 +50,7 @@ class Server:
             {"choices": [{"text": "a", "finish_reason": "length"}]},
             {"choices": [], "usage": {"completion_tokens": tokens}},
         ]
-        writer.write(f"HTTP/1.1 {self.status} Whatever\r\n\r\n".encode())
+        writer.write(f"HTTP/1.1 {self.status} Whatever\r\nconnection: close\r\n\r\n".encode())
         for chunk in chunks if self.status == 200 else []:
             writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         writer.write(b"data: [DONE]\n\n")
@@ -114,8 +114,8 @@ def test_a_refused_stream_takes_no_other_turn(server: Server, load: Load) -> Non
     load.start_streams(1, 8)
     wait_for(lambda: load.open_streams == 0 and server.answered, LIMIT_S, "the stream does not end")
     ((turn,),) = load.streams(LIMIT_S)
-    assert turn.cut
-    assert turn.server_error
+    assert not turn.complete
+    assert turn.status == 503
 
 
 def test_nobody_listening_is_a_fault_of_the_stream() -> None:
@@ -125,9 +125,8 @@ def test_nobody_listening_is_a_fault_of_the_stream() -> None:
         answer = load.ask(4, LIMIT_S)
     finally:
         load.stop()
-    assert answer.cut
     assert answer.fault
-    assert not answer.server_error
+    assert answer.status == 0
 
 
 def test_stopping_hangs_up(server: Server) -> None:

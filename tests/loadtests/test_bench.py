@@ -1,19 +1,48 @@
-"""``make bench`` leaves out no measuring command."""
+"""``make bench`` leaves out no measuring command; the wheel has none of the experiments."""
 
 from __future__ import annotations
 
+import sys
+import tomllib
 from pathlib import Path
 
-from loadtests.bench import COMMANDS
+import pytest
+from setuptools import find_packages
 
-LOADTESTS = Path(__file__).parent.parent.parent / "loadtests"
+from loadtests import bench, report
+
+ROOT = Path(__file__).parent.parent.parent
 NEED_A_GPU = {"loadtests.gpu_engine"}
+NOT_MEASURING = {"loadtests.bench"}
 
 
 def test_every_measuring_command_is_run() -> None:
-    commands = set()
-    for path in LOADTESTS.glob("*.py"):
-        code = path.read_text()
-        if "add_arguments(parser)" in code and '__name__ == "__main__"' in code:
-            commands.add(f"loadtests.{path.stem}")
-    assert {command[0] for command in COMMANDS.values()} == commands - NEED_A_GPU
+    commands = {
+        f"loadtests.{path.stem}"
+        for path in (ROOT / "loadtests").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    assert {command[0] for command in bench.COMMANDS.values()} == commands - NEED_A_GPU - NOT_MEASURING
+
+
+def test_each_command_leaves_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "COMMANDS", {"good": ["platform"], "bad": ["loadtests.nothing"]})
+    monkeypatch.setattr(sys, "argv", ["bench", "--only", "good", "bad", "--reports", str(tmp_path)])
+    (tmp_path / "bad.json").write_text("of an earlier run")
+    with pytest.raises(SystemExit, match="^checks failed: bad$"):
+        bench.main()
+    assert not (tmp_path / "bad.json").exists()
+
+
+def test_the_wheel_has_the_client_and_no_experiment() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = find_packages(str(ROOT), **project["tool"]["setuptools"]["packages"]["find"])
+    assert "loadtests" in found
+    assert not [name for name in found if name.startswith("loadtests.experiments")]
+
+
+def test_a_missing_experiment_is_said_in_one_line() -> None:
+    with pytest.raises(SystemExit, match="run it in a checkout"), report.from_checkout():
+        raise ModuleNotFoundError("No module", name="loadtests.experiments")
+    with pytest.raises(ModuleNotFoundError), report.from_checkout():
+        raise ModuleNotFoundError("No module", name="locust")

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from loadtests.client import Outcome
 from loadtests.cluster import seconds_until, wait_for
-from loadtests.faults import latency_figures, leftover_figures, longest_pause, stream_figures, wrong_channels
-from loadtests.report import Figure
-from loadtests.streams import Outcome
+from loadtests.experiments.faults import latency_figures
+from loadtests.experiments.fleet import longest_pause, stream_figures, wrong_channels
 
 
 def stream(text: str, reason: str | None = "length", done: bool = True) -> Outcome:
@@ -18,16 +18,8 @@ def stream(text: str, reason: str | None = "length", done: bool = True) -> Outco
     return Outcome(200, chunks, [float(number) for number in range(len(chunks))], done)
 
 
-def engine(blocks: int = 0, live: int = 0, channels: int = 1) -> dict[str, object]:
-    return {
-        "referenced_blocks": blocks,
-        "live_requests": live,
-        "channels": {str(number): {} for number in range(channels)},
-    }
-
-
-def by_name(figures: list[Figure]) -> dict[str, Figure]:
-    return {figure.name.rsplit(": ", 1)[-1]: figure for figure in figures}
+def engine(channels: int) -> dict[str, object]:
+    return {"channels": {str(number): {} for number in range(channels)}}
 
 
 def test_a_disconnect_may_wait_for_the_step_that_runs() -> None:
@@ -39,28 +31,9 @@ def test_a_disconnect_may_wait_for_the_step_that_runs() -> None:
     assert [figure.holds for figure in figures] == [True] * 4 + [False]
 
 
-@pytest.mark.parametrize(
-    ("states", "health", "name"),
-    [
-        ([engine(blocks=1), engine()], {}, "blocks referenced"),
-        ([engine(), engine(live=1)], {}, "live requests on engines"),
-        ([engine(), engine()], {"live_requests": 1}, "live requests at the ingress"),
-        ([engine(), engine()], {"booked_tokens": {"a": 3, "b": 0}}, "tokens booked by the router"),
-        ([engine(), engine(channels=2)], {}, "channels missing or too many"),
-    ],
-)
-def test_each_leftover_breaks_its_own_bar(
-    states: list[dict[str, object]], health: dict[str, object], name: str
-) -> None:
-    clean = {"live_requests": 0, "booked_tokens": {"a": 0, "b": 0}}
-    assert all(figure.holds for figure in leftover_figures([engine(), engine()], clean))
-    figures = by_name(leftover_figures(states, clean | health))
-    assert [name for name, figure in figures.items() if not figure.holds] == [name]
-
-
 @pytest.mark.parametrize(("channels", "wrong"), [([1, 1], 0), ([0, 2], 2), ([1], 1), ([], 2), ([2, 1], 1)])
 def test_there_is_one_channel_for_each_ingress_and_engine(channels: list[int], wrong: int) -> None:
-    states = [engine(channels=count) for count in channels]
+    states = [engine(count) for count in channels]
     assert wrong_channels(states) == wrong
 
 
@@ -69,9 +42,10 @@ def test_streams_must_be_complete_and_say_the_same() -> None:
     broken = stream("three")
     broken.events.append({"error": {"message": "gone"}})
     outcomes = [stream("one"), stream("tow"), broken, stream("fo", None, done=False)]
-    complete, same = stream_figures("killed", outcomes, expected)
+    complete, same, pause = stream_figures("killed", outcomes, expected)
     assert (complete.value, complete.bar, complete.holds) == (2, 4, False)
     assert (same.value, same.bar, same.holds) == (1, 4, False)
+    assert (pause.value, pause.bar) == (1.0, None)
     assert all(figure.holds for figure in stream_figures("killed", expected, expected))
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd import profiler_util as untyped
 
-from loadtests import gpu_kernels, kernels, report
-from loadtests.gpu_engine import gpu_seconds
+from loadtests import report
+from loadtests.experiments import gpu_kernels, kernels
+from loadtests.experiments.gpu_engine import gpu_seconds
 
 profiler_util: Any = untyped
 
@@ -65,11 +66,11 @@ def test_a_full_gpu_is_not_taken_for_a_shape_that_a_backend_refuses(monkeypatch:
 
 def test_the_machine_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: False))
-    assert "gpu" not in report.machine()
+    assert report.gpu() == {}
     monkeypatch.setattr(
         torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "A100")
     )
-    where = report.machine()
+    where = report.gpu()
     assert (where["gpu"], where["torch"]) == ("A100", torch.__version__)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from engine.request import FinishReason
 from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
 from engine.scheduling.step_plan import SchedulerStats
-from loadtests.pressure import Pressed, blocks_needed, figures_of
-from loadtests.recovery import Load, Run, bars, row, summary
+from loadtests.client import Outcome
+from loadtests.experiments.pressure import Pressed, blocks_needed, figures_of
+from loadtests.experiments.recovery import Load, Run, bars, row, summary
 from loadtests.report import Figure
-from loadtests.streams import Outcome
 
 
 def run_of(mode: RecoveryMode, decisions: int, outcome: float) -> Run:

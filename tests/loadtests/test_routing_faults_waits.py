@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loadtests.cluster import LocalCluster
-from loadtests.routing_faults import RoutingFaults
+from loadtests.experiments.routing_faults import RoutingFaults
 
 
 class Silent(LocalCluster):
@@ -22,7 +22,7 @@ class Silent(LocalCluster):
 
 
 def test_a_silent_ingress_is_asked_again() -> None:
-    assert RoutingFaults(Silent([], [], [{"cid": 1}]))._ingresses() == [{"cid": 1}]
+    assert RoutingFaults(Silent([], [], [{"cid": 1}])).ingresses() == [{"cid": 1}]
 
 
 def test_an_ingress_that_does_not_say_who_it_is_is_not_the_next_one() -> None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from engine.kv.block_pool import BlockPool
-from loadtests.cache_share import CACHE_METHODS, clocked
-from loadtests.scheduler import POOLS, RUNNING, WINDOW, Bench, Case, Cost, all_cases, growth, microseconds
+from loadtests.experiments.cache_share import CACHE_METHODS, clocked
+from loadtests.experiments.scheduler import (
+    POOLS,
+    RUNNING,
+    WINDOW,
+    Bench,
+    Case,
+    Cost,
+    all_cases,
+    growth,
+    microseconds,
+)
 
 
 @pytest.mark.parametrize("load", ["decode", "queue", "mix", "families"])

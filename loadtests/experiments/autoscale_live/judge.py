@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loadtests.experiments.autoscale_live.load import Request
+from loadtests.client import Outcome
 from loadtests.experiments.autoscale_live.plan import REPLICAS
 from loadtests.experiments.autoscale_live.watch import EngineLook, ServeLook
-from loadtests.faults import longest_pause
-from loadtests.report import Figure
+from loadtests.experiments.fleet import longest_pause
+from loadtests.report import Figure, most
 
 GONE_S = 15.0
 REACTION_S = 3.0
@@ -29,8 +29,8 @@ class Recording:
     watched_s: float = 0.0  # since then, before anything else happened
     left: float = math.nan  # the clients were told to leave
     events: list[tuple[float, str]] = field(default_factory=list)
-    streams: list[list[Request]] = field(default_factory=list)  # the turns of each
-    asked: list[Request] = field(default_factory=list)  # by clients
+    streams: list[list[Outcome]] = field(default_factory=list)  # the turns of each
+    asked: list[Outcome] = field(default_factory=list)  # by clients
 
 
 def figures(run: Recording) -> list[Figure]:
@@ -39,58 +39,37 @@ def figures(run: Recording) -> list[Figure]:
     turns = [turn for stream in run.streams for turn in stream]
     stopped = stops(serve)
     until = run.killed + run.watched_s
-    kill = "controller killed under load"
+    complete = sum(all(turn.whole for turn in one) for one in run.streams)
+    shortest = min(sum(turn.ended - turn.began for turn in one) for one in run.streams)
+    gone = max((end - last for last, end in stopped.values()), default=0.0)
+    kill, within = "controller killed under load", f"within {run.watched_s:.0f} s"
     return [
-        Figure("streams cut", sum(turn.cut for turn in turns), "", 0, at_most=True),
-        Figure(
-            "streams complete",
-            sum(all(turn.whole for turn in one) for one in run.streams),
-            "",
-            len(run.streams),
-        ),
+        most("streams cut", sum(not turn.complete for turn in turns)),
+        Figure("streams complete", complete, "", len(run.streams)),
         Figure("streams that ran from the first up to the last down in one go", through(run)),
-        Figure("shortest stream", min(sum(turn.seconds for turn in one) for one in run.streams), " s"),
-        Figure("longest pause of a stream", longest_pause(turn.outcome for turn in turns), " s"),
+        Figure("shortest stream", shortest, " s"),
+        Figure("longest pause of a stream", longest_pause(turns), " s"),
         Figure("requests of clients", len(run.asked), "", 1),
-        Figure("requests of clients that failed", sum(not one.whole for one in run.asked), "", 0, at_most=True),
+        most("requests of clients that failed", sum(not one.whole for one in run.asked)),
         Figure("preemptions", max((look.preemptions for look in run.engines), default=0)),
         Figure("replicas at the peak", max(len(look.running) for look in serve), "", REPLICAS),
-        Figure("replicas in the end", len(serve[-1].running), "", 1, at_most=True),
-        Figure("target in the end", serve[-1].target, "", 1, at_most=True),
+        most("replicas in the end", len(serve[-1].running), 1),
+        most("target in the end", serve[-1].target, 1),
         *(
-            Figure(
-                f"up {number}: first request queued to new target",
+            most(
+                f"up {n}: first request queued to new target",
                 reaction(at, serve, run.engines),
-                " s",
                 REACTION_S,
-                True,
+                " s",
             )
-            for number, at in enumerate(run.rises, 1)
+            for n, at in enumerate(run.rises, 1)
         ),
-        Figure("ups after the load has gone", ups(serve, run.left), "", 0, at_most=True),
+        most("ups after the load has gone", ups(serve, run.left)),
         Figure("replicas stopped for less load", len(stopped), "", REPLICAS - 1),
-        Figure(
-            "longest from running to gone",
-            max((end - last for last, end in stopped.values()), default=0.0),
-            " s",
-            GONE_S,
-            True,
-        ),
+        most("longest from running to gone", gone, GONE_S, " s"),
         Figure(f"{kill}: seen again after", back_after(serve, run.killed), " s"),
-        Figure(
-            f"{kill}: replicas stopped within {run.watched_s:.0f} s",
-            stopped_between(serve, run.killed, until),
-            "",
-            0,
-            True,
-        ),
-        Figure(
-            f"{kill}: changes of the target within {run.watched_s:.0f} s",
-            changes(serve, run.killed, until),
-            "",
-            0,
-            True,
-        ),
+        most(f"{kill}: replicas stopped {within}", stopped_between(serve, run.killed, until)),
+        most(f"{kill}: changes of the target {within}", changes(serve, run.killed, until)),
     ]
 
 

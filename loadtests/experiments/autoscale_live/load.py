@@ -7,61 +7,30 @@ import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
-from loadtests.streams import Outcome, complete, prompts
+from loadtests.client import MODEL, Client, Outcome
+from loadtests.workloads import prompts
 
 REST_SHARE = 4
 """A stream that ends before it may gets another turn, with this part of the tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One that has ended; times of ``time.perf_counter``."""
-
-    tokens: int  # asked for
-    began: float
-    ended: float
-    outcome: Outcome
-    fault: str = ""  # of the connection
-
-    @property
-    def seconds(self) -> float:
-        """From its sending to its end."""
-        return self.ended - self.began
-
-    @property
-    def cut(self) -> bool:
-        """Whether it was refused, ended early or ended with an error."""
-        return bool(self.fault) or self.outcome.status != 200 or not self.outcome.complete
-
-    @property
-    def whole(self) -> bool:
-        """Whether it brought exactly the tokens that it asked for."""
-        return not self.cut and self.outcome.tokens == self.tokens
-
-    @property
-    def server_error(self) -> bool:
-        """Whether it was answered with a 5xx."""
-        return self.outcome.status >= 500
-
-
 class Load:
     """Owns its thread. Calls come from another one and return at once, but for ``streams`` and ``stop``."""
 
-    def __init__(self, url: str, client_tokens: int) -> None:
-        self._url = url
+    def __init__(self, url: str, client_tokens: int, model: str = MODEL) -> None:
         self._client_tokens = client_tokens
         self._wanted = 0  # clients
         self._there = 0
         self._number = 0
         self._clients: set[asyncio.Task[None]] = set()
         self._stop_streams = False
-        self._streams: list[Future[list[Request]]] = []
+        self._streams: list[Future[list[Outcome]]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="load", daemon=True)
-        self.asked: list[Request] = []  # by clients, in the order of their ends
+        self._http = Client(url, model)
+        self.asked: list[Outcome] = []  # by clients, in the order of their ends
         self.open_streams = 0
         self.open_requests = 0  # of clients
 
@@ -82,7 +51,7 @@ class Load:
         for text in prompts(count, seed=11):
             self._streams.append(self._submit(self._stream(text, tokens)))
 
-    def streams(self, timeout_s: float) -> list[list[Request]]:
+    def streams(self, timeout_s: float) -> list[list[Outcome]]:
         """Let the streams end; the turns of each, mostly one.
 
         Raises:
@@ -96,9 +65,9 @@ class Load:
         """Have so many: new ones ask at once, superfluous ones leave when their request has been answered."""
         self._loop.call_soon_threadsafe(self._set_clients, count)
 
-    def ask(self, tokens: int, timeout_s: float) -> Request:
+    def ask(self, tokens: int, timeout_s: float) -> Outcome:
         """One request of nobody's, waited for."""
-        answer: Request = self._submit(self._request("A single story: the", tokens)).result(timeout_s)
+        answer: Outcome = self._submit(self._http.complete("A single story: the", tokens)).result(timeout_s)
         return answer
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -118,33 +87,25 @@ class Load:
             self.open_requests += 1
             try:
                 text = f"Client {number}, story {self._number}: the"
-                self.asked.append(await self._request(text, self._client_tokens))
+                self.asked.append(await self._http.complete(text, self._client_tokens))
             finally:
                 self.open_requests -= 1
         self._there -= 1
 
-    async def _stream(self, text: str, tokens: int) -> list[Request]:
-        turns: list[Request] = []
+    async def _stream(self, text: str, tokens: int) -> list[Outcome]:
+        turns: list[Outcome] = []
         self.open_streams += 1
         try:
-            while not turns or not (self._stop_streams or turns[-1].cut):
+            while not turns or (turns[-1].complete and not self._stop_streams):
                 asked = tokens if not turns else max(tokens // REST_SHARE, 1)
-                turns.append(await self._request(text, asked))
+                turns.append(await self._http.complete(text, asked))
         finally:
             self.open_streams -= 1
         return turns
-
-    async def _request(self, text: str, tokens: int) -> Request:
-        began = time.perf_counter()
-        outcome, fault = Outcome(), ""
-        try:
-            await complete(self._url, text, tokens, usage=True, outcome=outcome)
-        except (OSError, IndexError, ValueError) as error:  # cut off in a line, or before any
-            fault = f"{type(error).__name__}: {error}"
-        return Request(tokens, began, time.perf_counter(), outcome, fault)
 
     async def _cancel_all(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await self._http.__aexit__(None, None, None)

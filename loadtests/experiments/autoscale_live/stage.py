@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import Callable
 
 from ray import serve
 
 from app.launch import serving
+from loadtests.client import complete_all
 from loadtests.cluster import LocalCluster, seconds_until
 from loadtests.experiments.autoscale_live.judge import Recording, stops
 from loadtests.experiments.autoscale_live.load import Load
@@ -25,8 +25,9 @@ from loadtests.experiments.autoscale_live.plan import (
     Plan,
 )
 from loadtests.experiments.autoscale_live.watch import ServeLook, Watch, engine_details, kill_controller
-from loadtests.report import Figure
-from loadtests.streams import complete_all, prompts
+from loadtests.report import Figure, most
+from loadtests.stats import median
+from loadtests.workloads import prompts
 
 TARGET_LIMIT_S = 20.0
 START_LIMIT_S = 120.0  # of a replica, on a machine that may be busy
@@ -35,21 +36,12 @@ END_LIMIT_S = 300.0
 
 
 class Stage:
-    """Owns the cluster. ``say`` is told what happens."""
+    """Runs on one cluster. ``say`` is told what happens."""
 
-    def __init__(self, plan: Plan, say: Callable[[str], object]) -> None:
+    def __init__(self, cluster: LocalCluster, plan: Plan, say: Callable[[str], object]) -> None:
         self._plan = plan
         self._say = say
-        self._cluster = LocalCluster()
-
-    def start(self) -> None:
-        """Ray and Serve."""
-        self._say("starting Ray")
-        self._cluster.start()
-
-    def stop(self) -> None:
-        """All of it."""
-        self._cluster.stop()
+        self._cluster = cluster
 
     def run(self) -> Recording:
         """One replica becomes two, then three, then one again.
@@ -59,7 +51,7 @@ class Stage:
         self._say("deploying one replica")
         self._cluster.deploy(**OPTIONS)
         tokens = self._plan.stream_tokens(self._pace())
-        load = Load(self._cluster.url, CLIENT_TOKENS)
+        load = Load(self._cluster.url, CLIENT_TOKENS, self._cluster.model)
         watch = Watch(self._cluster, lambda: (load.open_streams, load.open_requests))
         run = Recording(time.perf_counter())
         load.start()
@@ -87,18 +79,18 @@ class Stage:
         engine = engine_details()
         there = len(engine["replicas"]) if engine is not None else 0
         self._say(f"{there} replicas; a request comes")
-        load = Load(self._cluster.url, CLIENT_TOKENS)
+        load = Load(self._cluster.url, CLIENT_TOKENS, self._cluster.model)
         load.start()
         try:
             answer = load.ask(CLIENT_TOKENS, END_LIMIT_S)
         finally:
             load.stop()
-        first = answer.outcome.times[0] - answer.began if answer.outcome.times else END_LIMIT_S
-        self._say(f"answered with {answer.outcome.status} after {first:.1f} s")
+        first = answer.first - answer.began if answer.first else END_LIMIT_S
+        self._say(f"answered with {answer.status} after {first:.1f} s")
         return [
-            Figure("from zero: replicas before", there, "", 0, at_most=True),
+            most("from zero: replicas before", there),
             Figure("from zero: requests answered in full, of 1", answer.whole, "", 1),
-            Figure("from zero: answers with a 5xx", answer.server_error, "", 0, at_most=True),
+            most("from zero: answers with a 5xx", answer.status >= 500),
             Figure("from zero: request to first token", first, " s"),
         ]
 
@@ -152,8 +144,9 @@ class Stage:
 
     def _pace(self) -> float:
         """Tokens a second of each stream, while there is nothing else."""
-        outcomes = asyncio.run(complete_all(self._cluster.url, prompts(STREAMS, seed=1), 32))
-        return 1.0 / statistics.median(gap for outcome in outcomes for gap in outcome.gaps)
+        texts = prompts(STREAMS, seed=1)
+        outcomes = asyncio.run(complete_all(self._cluster.url, texts, 32, self._cluster.model))
+        return 1.0 / median([gap for outcome in outcomes for gap in outcome.gaps])
 
     def _await(self, condition: Callable[[], bool], limit_s: float, otherwise: str) -> None:
         if seconds_until(condition, limit_s) >= limit_s and not condition():

@@ -42,11 +42,8 @@ class EngineLook:
     """Sums over the engines, and what the clients have open; ``at`` is when the engines were asked."""
 
     at: float
-    replicas: int
-    running: int  # sequences
     waiting: int
     held_blocks: int
-    all_blocks: int
     preemptions: int
     streams: int
     requests: int
@@ -101,23 +98,10 @@ class Watch:
 
     def _look_at_engines(self, at: float) -> None:
         states = self._cluster.inspect()
-        streams, requests = self._open_now()
-        self.engines.append(
-            EngineLook(
-                at,
-                replicas=len(states),
-                running=sum(state["running"] for state in states),
-                waiting=sum(state["waiting"] for state in states),
-                held_blocks=sum(state["referenced_blocks"] for state in states),
-                all_blocks=sum(
-                    state["referenced_blocks"] + state["cached_blocks"] + state["free_blocks"]
-                    for state in states
-                ),
-                preemptions=sum(state["preemptions"] for state in states),
-                streams=streams,
-                requests=requests,
-            )
+        waiting, held, preemptions = (
+            sum(state[key] for state in states) for key in ("waiting", "referenced_blocks", "preemptions")
         )
+        self.engines.append(EngineLook(at, waiting, held, preemptions, *self._open_now()))
 
 
 def engine_details() -> dict[str, Any] | None:

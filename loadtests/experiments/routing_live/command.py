@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,14 +21,14 @@ from tqdm import tqdm
 
 from app.api.chat import PromptTokenizer
 from app.launch.model_store import resolve
-from loadtests.experiments.routing_live.arms import COMPARED, LiveArm, missing
-from loadtests.experiments.routing_live.judge import HEADER, figures, rows
+from loadtests.client import MODEL
+from loadtests.experiments.fleet import started
+from loadtests.experiments.routing_live.judge import COMPARED, HEADER, figures, rows
 from loadtests.experiments.routing_live.oracle import replay
 from loadtests.experiments.routing_live.recording import Recording, cached_share, write
-from loadtests.experiments.routing_live.stage import HELD, MAX_NUM_SEQS, Plan, Stage
+from loadtests.experiments.routing_live.stage import HELD, MAX_NUM_SEQS, LiveArm, Plan, Stage, missing
 from loadtests.experiments.routing_live.traffic import Shape, Traffic
-from loadtests.report import add_arguments, finish, print_table
-from loadtests.streams import MODEL
+from loadtests.report import Figure, add_arguments, finish, print_table
 
 COMMAND = "loadtests.routing --live"
 LOAD = 0.65
@@ -57,19 +56,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--dtype", default="auto", help="of the engines: float32 where bf16 has instructions")
     made.add_argument("--replicas", type=int, default=2, choices=(2, 3, 4), help="engine replicas (2)")
-    made.add_argument(
-        "--rate", type=above_zero, metavar="R", help="requests per second, instead of a calibration"
-    )
+    made.add_argument("--rate", type=above_zero, metavar="R", help="requests per second, instead of --load")
     made.add_argument(
         "--load", type=above_zero, default=LOAD, help=f"share of the calibrated capacity ({LOAD})"
     )
     made.add_argument(
-        "--requests",
-        type=int,
-        default=plan.counted,
-        metavar="N",
+        "--requests", type=int, default=plan.counted, metavar="N",
         help=f"of each run that count, on average ({plan.counted})",
-    )
+    )  # fmt: skip
     made.add_argument(
         "--zipf", type=float, default=0.0, metavar="A", help="popularity's exponent (0: all equal)"
     )
@@ -89,48 +83,39 @@ def main(argv: Sequence[str]) -> None:
     traffic = asyncio.run(Traffic.make(Shape(zipf=arguments.zipf), PromptTokenizer(resolve(MODEL))))
     plan = Plan(counted=arguments.requests)
     runs: dict[LiveArm, list[Recording]] = {arm: [] for arm in arms}
-    oracle: list[float] = []
-    with tqdm(unit="request", desc="live", disable=None) as bar:
-        stage = Stage(traffic, arguments.replicas, bar.set_description, bar.update, arguments.dtype)
-        try:
-            stage.start()
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray's handler would skip the clean-up
-            rate = arguments.rate
-            if rate is None:
-                capacity = stage.capacity()
-                rate = arguments.load * capacity
-                bar.write(f"calibration: {capacity:.2f} requests/s with everything cached; rate {rate:.2f}")
-            for seed in range(1, arguments.seeds + 1):
-                for arm in arms:
-                    one = stage.run(arm, seed, rate, plan)
-                    runs[arm].append(one)
-                    bar.write(said(one, time.monotonic() - began))
-                    sys.stdout.flush()
-                    if arguments.record is not None:
-                        arguments.record.mkdir(parents=True, exist_ok=True)
-                        write(one, arguments.record / f"{arm.value}-{seed}.jsonl")
-        finally:
-            stage.stop()
+    with tqdm(unit="request", desc="live", disable=None) as bar, started() as cluster:
+        stage = Stage(cluster, traffic, arguments.replicas, bar.set_description, bar.update, arguments.dtype)
+        capacity = stage.capacity()
+        rate = arguments.rate or arguments.load * capacity
+        load = f"{rate:.2f} requests/s, {rate / capacity:.0%} of what the fleet serves when all is cached"
+        bar.write(load)
+        for seed in range(1, arguments.seeds + 1):
+            for arm in arms:
+                one = stage.run(arm, seed, rate, plan)
+                runs[arm].append(one)
+                bar.write(said(one, time.monotonic() - began))
+                sys.stdout.flush()
+                if arguments.record is not None:
+                    arguments.record.mkdir(parents=True, exist_ok=True)
+                    write(one, arguments.record / f"{arm.value}-{seed}.jsonl")
     print(
         f"\n{arguments.replicas} replicas, {traffic.shape.groups} system prompts of {traffic.shape.system} "
-        "tokens; "
-        f"pools of {stage.blocks} blocks: {HELD:.0%} of these and {MAX_NUM_SEQS} running requests' own; "
-        f"{rate:.2f} requests/s for {plan.counted / rate:.0f} s"
+        f"tokens; pools of {stage.blocks} blocks: {HELD:.0%} of these and {MAX_NUM_SEQS} running ones' own\n"
+        f"load: {load}, for {plan.counted / rate:.0f} s"
     )
-    for one in runs.get(LiveArm.PREFIX, []):
-        oracle.append(cached_share(one.fleet.counted(replay(one))))
-        print(
-            f"seed {one.fleet.seed}: the oracle finds {oracle[-1]:.1%} of these arrivals' prompts cached, "
-            f"prefix found {one.cached_share:.1%}"
-        )
+    oracle = [cached_share(one.fleet.counted(replay(one))) for one in runs.get(LiveArm.PREFIX, [])]
     table = rows(runs) + [[arm.value, "-", why, *["-"] * (len(HEADER) - 3)] for arm, why in absent.items()]
     print_table(HEADER, table)
+    print(f"an oracle finds cached, in each seed's arrivals: {', '.join(f'{share:.1%}' for share in oracle)}")
     print(f"{time.monotonic() - began:.0f} s")
     finish(
         COMMAND,
-        figures(runs, oracle),
+        [
+            Figure("load", rate, " requests/s"),
+            Figure("load, of what the fleet serves when all is cached", rate / capacity),
+            *figures(runs, oracle),
+        ],
         arguments,
-        rate=rate,
         oracle=oracle,
         blocks=stage.blocks,
         fleets=[asdict(one.fleet) for recordings in runs.values() for one in recordings],
@@ -145,7 +130,3 @@ def said(one: Recording, now: float) -> str:
         f"cached {100 * one.cached_share:.1f} %, TTFT p50 {one.ttft:.2f} s, {one.failed} of "
         f"{len(one.arrivals)} failed"
     )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

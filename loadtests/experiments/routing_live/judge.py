@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 
-from loadtests.experiments.routing_live.arms import LiveArm
-from loadtests.experiments.routing_live.recording import OK, Arrival, Recording, cached_share, quantile, ttfts
-from loadtests.report import Figure
+from loadtests.client import OK
+from loadtests.experiments.routing_live.recording import Arrival, Recording, cached_share, ttfts
+from loadtests.experiments.routing_live.stage import LiveArm
+from loadtests.report import Figure, most
+from loadtests.stats import mean, quantile, ratio
 
 Runs = Mapping[LiveArm, Sequence[Recording]]
 """The recordings of each arm, one for each seed."""
+
+COMPARED = (LiveArm.PREFIX, LiveArm.POWER_OF_TWO, LiveArm.PREFIX_AFFINITY)
+"""Ours, Ray's default, and Ray's own router by prefixes."""
 
 CACHED_BAR, THROUGHPUT_BAR, TTFT_BAR = 0.95, 1.5, 0.6
 
@@ -35,6 +39,7 @@ def rows(runs: Runs) -> list[list[str]]:
 
 def _row(arm: LiveArm, recordings: Sequence[Recording]) -> list[str]:
     times = ttfts(recordings)
+    arrivals = [arrival for one in recordings for arrival in one.arrivals]
     return [
         arm.value,
         f"{throughput(recordings):.1f}",
@@ -42,16 +47,16 @@ def _row(arm: LiveArm, recordings: Sequence[Recording]) -> list[str]:
         f"{100 * cached_share(counted(recordings)):.1f}",
         f"{quantile(times, 0.5):.2f}",
         f"{quantile(times, 0.99):.2f}",
-        f"{statistics.fmean(one.balance for one in recordings):.2f}",
-        str(sum(len(one.arrivals) for one in recordings)),
-        str(sum(arrival.status != OK for one in recordings for arrival in one.arrivals)),
-        str(sum(arrival.status == OK and not arrival.whole for one in recordings for arrival in one.arrivals)),
+        f"{mean([one.balance for one in recordings]):.2f}",
+        str(len(arrivals)),
+        str(sum(arrival.status != OK for arrival in arrivals)),
+        str(sum(arrival.status == OK and not arrival.whole for arrival in arrivals)),
     ]
 
 
 def throughput(recordings: Sequence[Recording]) -> float:
     """Output tokens per second, mean over the seeds."""
-    return statistics.fmean(one.throughput for one in recordings)
+    return mean([one.throughput for one in recordings])
 
 
 def counted(recordings: Sequence[Recording]) -> list[Arrival]:
@@ -62,22 +67,28 @@ def counted(recordings: Sequence[Recording]) -> list[Arrival]:
 def figures(runs: Runs, oracle: Sequence[float] = ()) -> list[Figure]:
     """``oracle`` has the cached share of the oracle for each recording of ``prefix``, from 0 to 1.
 
-    Bars stand where what they compare was run.
+    Bars stand where what they compare was run: over Ray's default, not over its prefix router.
     """
     made = [
-        Figure(f"{arm}: requests that failed", sum(one.failed for one in recordings), "", 0, at_most=True)
+        most(f"{arm}: requests that failed", sum(one.failed for one in recordings))
         for arm, recordings in runs.items()
     ]
-    ours, two = runs.get(LiveArm.PREFIX), runs.get(LiveArm.POWER_OF_TWO)
+    ours = runs.get(LiveArm.PREFIX)
     if ours and oracle:
         # Seeds have about as many prompt tokens each.
-        share = cached_share(counted(ours)) / statistics.fmean(oracle)
+        share = cached_share(counted(ours)) / mean(oracle)
         made.append(Figure("prefix: cached share of prompt tokens, of the oracle's", share, "", CACHED_BAR))
-    if ours and two:
-        rate = throughput(ours) / max(throughput(two), 1e-9)
-        ratio = quantile(ttfts(ours), 0.5) / quantile(ttfts(two), 0.5)
-        made += [
-            Figure("prefix: throughput over power of two", rate, "x", THROUGHPUT_BAR),
-            Figure("prefix: median TTFT, of power of two's", ratio, "x", TTFT_BAR, at_most=True),
-        ]
+    for arm in COMPARED[1:]:
+        other = runs.get(arm)
+        if ours and other:
+            barred = arm is LiveArm.POWER_OF_TWO
+            name = arm.value.replace("_", " ")
+            rate = throughput(ours) / max(throughput(other), 1e-9)
+            wait = ratio(ttfts(ours), ttfts(other))
+            made.append(
+                Figure(f"prefix: throughput over {name}", rate, "x", THROUGHPUT_BAR if barred else None)
+            )
+            made.append(
+                Figure(f"prefix: median TTFT, of {name}'s", wait, "x", TTFT_BAR if barred else None, True)
+            )
     return made

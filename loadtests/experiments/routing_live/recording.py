@@ -1,16 +1,17 @@
-"""What a live run leaves behind: its fleet and each request's arrival, as JSON lines."""
+"""What a live run leaves behind, also as a file of JSON lines: its fleet and each request's arrival."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from loadtests.client import OK
 from loadtests.experiments.routing.fleet import Record
-
-OK = 200
+from loadtests.stats import median
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +100,13 @@ class Recording:
     @property
     def ttft(self) -> float:
         """Median seconds to the first token of the counted requests; one without a token waits for ever."""
-        return quantile(ttfts([self]), 0.5)
+        return median(ttfts([self]))
 
     @property
     def balance(self) -> float:
         """Requests of the busiest replica over the mean."""
-        counts: dict[str, int] = {}
-        for one in self.counted:
-            if one.replica:
-                counts[one.replica] = counts.get(one.replica, 0) + 1
-        return max(counts.values()) * self.fleet.replicas / sum(counts.values()) if counts else float("nan")
+        counts = Counter(one.replica for one in self.counted if one.replica)
+        return max(counts.values()) * self.fleet.replicas / counts.total() if counts else math.nan
 
 
 def cached_share(requests: Sequence[Arrival | Record]) -> float:
@@ -118,14 +116,9 @@ def cached_share(requests: Sequence[Arrival | Record]) -> float:
 
 
 def ttfts(recordings: Iterable[Recording]) -> list[float]:
-    """Seconds to the first token of the counted requests of all, sorted; infinite where none came."""
+    """Seconds to the first token of the counted requests of all; infinite where none came."""
     counted = [arrival for one in recordings for arrival in one.counted]
-    return sorted(math.inf if arrival.ttft is None else arrival.ttft for arrival in counted)
-
-
-def quantile(times: Sequence[float], share: float) -> float:
-    """Of sorted times; not a number where there are none."""
-    return times[min(len(times) - 1, int(share * len(times)))] if times else math.nan
+    return [math.inf if arrival.ttft is None else arrival.ttft for arrival in counted]
 
 
 def write(recording: Recording, path: Path) -> None:
@@ -140,17 +133,14 @@ def read(path: Path) -> Recording:
     Raises:
         ValueError: the file is not one; the message says which line is wrong.
     """
-    fleet: LiveFleet | None = None
-    arrivals = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            fields = json.loads(line)
-            if number == 1:
-                fleet = LiveFleet(**fields["fleet"])
-            else:
-                arrivals.append(Arrival(**fields))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} line {number} is not of a recorded live run: {error}") from None
-    if fleet is None:
-        raise ValueError(f"{path} is empty, and no recorded live run")
+    lines = path.read_text().splitlines() or ["{}"]
+    arrivals: list[Arrival] = []
+    line = 1
+    try:
+        fleet = LiveFleet(**json.loads(lines[0])["fleet"])
+        for text in lines[1:]:
+            line += 1
+            arrivals.append(Arrival(**json.loads(text)))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} line {line} is not of a recorded live run: {error}") from None
     return Recording(fleet, tuple(sorted(arrivals, key=lambda one: one.t)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from app.api.chat import PromptTokenizer
 from app.api.openai_types import ChatMessage
+from loadtests.arrivals import poisson
 from loadtests.workloads import Zipf, question, sentences, system_prompt
 
 _LONGEST = 1 << 20
@@ -69,26 +70,21 @@ class Traffic:
         ]
 
     def lap(self, seed: int) -> list[Ask]:
-        """One request for each system prompt, to be sent one after the other."""
+        """One request for each system prompt, in random order."""
         rng = random.Random(f"lap {seed}")
-        groups = list(range(self.shape.groups))
-        rng.shuffle(groups)
+        groups = rng.sample(range(self.shape.groups), self.shape.groups)
         return [self._ask(rng, 0.0, group) for group in groups]
 
     def poisson(self, rate: float, seconds: float, seed: int, after: float = 0.0) -> list[Ask]:
         """Requests of a Poisson process of ``rate`` per second, from ``after`` on for ``seconds``."""
         rng = random.Random(f"arrivals {seed}")
         zipf = Zipf(self.shape.groups, self.shape.zipf)
-        asks = []
-        t = rng.expovariate(rate)
-        while t < seconds:
-            asks.append(self._ask(rng, after + t, zipf.draw(rng)))
-            t += rng.expovariate(rate)
-        return asks
+        return [self._ask(rng, after + t, zipf.draw(rng)) for t in poisson(rate, seconds, rng)]
 
-    def any(self, rng: random.Random, groups: int) -> Ask:
-        """A request about any of the first ``groups`` system prompts, all equally likely."""
-        return self._ask(rng, 0.0, rng.randrange(min(groups, self.shape.groups)))
+    def any(self, count: int, groups: int) -> list[Ask]:
+        """Requests about any of the first ``groups`` system prompts, all equally likely."""
+        rng = random.Random("any")
+        return [self._ask(rng, 0.0, rng.randrange(min(groups, self.shape.groups))) for _ in range(count)]
 
     def _ask(self, rng: random.Random, t: float, group: int) -> Ask:
         return Ask(t, group, _question(rng), rng.randint(*self.shape.output))
@@ -105,19 +101,15 @@ def _question(rng: random.Random) -> str:
 
 
 async def _system(tokenizer: PromptTokenizer, group: int, tokens: int) -> str:
-    """Text of a system prompt for which prompts share exactly ``tokens`` tokens."""
+    """Text of a system prompt for which prompts share exactly ``tokens`` tokens: words, then fillers."""
     words = system_prompt(group, tokens).split()
-    low, high = 0, len(words)
-    while low < high:  # as many words as fit
-        middle = (low + high + 1) // 2
-        if await _shared(tokenizer, " ".join(words[:middle])) <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    text = " ".join(words[:low])
-    while (shared := await _shared(tokenizer, text)) < tokens:
-        text += f" {_FILLER}"
-    if not low or shared > tokens:
+    while words and await _shared(tokenizer, " ".join(words)) > tokens:
+        surplus = await _shared(tokenizer, " ".join(words)) - tokens
+        del words[-max(1, surplus // 2) :]
+    text = " ".join(words)
+    while words and (shared := await _shared(tokenizer, text)) < tokens:
+        text += f" {_FILLER}" * (tokens - shared)
+    if not words or shared > tokens:
         raise ValueError(f"system prompts of {tokens} tokens are too short for this model's chat template")
     return text
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.fleet_figures import (
+from loadtests.experiments.fleet import (
     differing_indexes,
     least_share,
     left_figures,

@@ -7,7 +7,6 @@ the fastest backend that takes them. Times are medians between events of the dev
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,11 @@ from engine.models.config import ModelConfig
 from engine.scheduling.step_plan import Transfers
 from kernels.interface import AttentionMetadata
 from kernels.registry import get_kernels
+from loadtests.experiments.kernels import BLOCK_SIZE, make_metadata
 from loadtests.report import Figure, print_table
+from loadtests.stats import median
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 DTYPE = torch.bfloat16
 BATCHES, CONTEXTS = (1, 8, 32, 128, 256), (1024, 4096, 16_384, 32_768)
@@ -57,7 +58,7 @@ def seconds(call: Callable[[], object], rounds: int = 20) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / rounds)
-    return statistics.median(times)
+    return median(times)
 
 
 def limits() -> Limits:
@@ -71,20 +72,8 @@ def limits() -> Limits:
 
 def make_step(requests: int, context: int, queries: int) -> tuple[AttentionMetadata, Tensor, Tensor]:
     """Requests of equal length whose last ``queries`` tokens are new, on scattered blocks of a random pool."""
-    blocks = -(-context // BLOCK_SIZE)
-    tables = torch.randperm(requests * blocks, device=DEVICE, dtype=torch.int32).view(requests, blocks)
-    positions = torch.arange(context - queries, context, device=DEVICE)
-    slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    metadata = AttentionMetadata(
-        query_start=torch.arange(requests + 1, dtype=torch.int32, device=DEVICE) * queries,
-        context_lens=torch.full((requests,), context, dtype=torch.int32, device=DEVICE),
-        block_tables=tables,
-        positions=positions.repeat(requests),
-        slot_mapping=slots.flatten(),
-        max_query_len=queries,
-        max_context_len=context,
-    )
-    shape = (requests * blocks, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    metadata = make_metadata(requests, context, queries, "cuda")
+    shape = (metadata.block_tables.numel(), 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     pool = torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_()
     return metadata, pool, torch.randn(requests * queries, HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from engine.scheduling.recovery import Recovery
+from loadtests.client import Outcome, complete_all
 from loadtests.cluster import LocalCluster, wait_for
-from loadtests.report import Figure, finish, print_table
-from loadtests.streams import Outcome, complete, prompts
+from loadtests.experiments.fleet import started
+from loadtests.report import Figure, finish, most, print_table
+from loadtests.workloads import prompts
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 16  # the most of any prompt
@@ -68,21 +68,11 @@ def redeploy(cluster: LocalCluster, options: dict[str, Any]) -> None:
     cluster.wait_routable(1)
 
 
-def press(cluster: LocalCluster, texts: Sequence[str], tokens: int, title: str) -> Pressed:
+def press(cluster: LocalCluster, texts: Sequence[str], tokens: int) -> Pressed:
     """Run all streams at once, and look at the engine afterwards."""
 
     async def everything() -> list[Outcome]:
-        with tqdm(total=len(texts), desc=title, unit="stream", mininterval=1.0) as bar:
-
-            async def one(text: str) -> Outcome:
-                try:
-                    return await complete(cluster.url, text, tokens)
-                except (OSError, ValueError, IndexError):  # no answer, or not one of HTTP's
-                    return Outcome()
-                finally:
-                    bar.update()
-
-            return await asyncio.wait_for(asyncio.gather(*map(one, texts)), LIMIT_S)
+        return await asyncio.wait_for(complete_all(cluster.url, texts, tokens, cluster.model), LIMIT_S)
 
     began = time.perf_counter()
     outcomes = asyncio.run(everything())
@@ -100,7 +90,7 @@ def figures_of(name: str, pressed: Pressed, said: Sequence[str], tokens: int) ->
     same = sum(one == other for one, other in zip(pressed.texts, said, strict=True))
     return [
         Figure(f"{name}: streams that ended whole, of {count}", whole, "", count),
-        Figure(f"{name}: streams with another status than 200", pressed.refused, "", 0, at_most=True),
+        most(f"{name}: streams with another status than 200", pressed.refused),
         Figure(f"{name}: streams with the tokens of the ample pool, of {count}", same, "", count),
         Figure(f"{name}: preemptions", pressed.preemptions, "", 1),
         Figure(f"{name}: output", whole * tokens / pressed.seconds, " tokens/s"),
@@ -126,35 +116,23 @@ def compare_http(arguments: argparse.Namespace) -> None:
         "small without swap space": {**small, "swap_space": 0},
     }
     runs: dict[str, Pressed] = {}
-    cluster = LocalCluster()
-    try:
-        cluster.start()
+    with started() as cluster:
         for name, options in settings.items():
             redeploy(cluster, {**common, **options})
-            runs[name] = one = press(cluster, texts, TOKENS, name)
-            same = sum(a == b for a, b in zip(one.texts, runs["ample"].texts, strict=True))
-            print(
-                f"{name}: {same} streams as with the ample pool, {one.refused} not 200, "
-                f"{one.preemptions} preemptions, {one.seconds:.1f} s",
-                flush=True,
-            )
-    finally:
-        cluster.stop()
-    ample = runs["ample"]
+            runs[name] = press(cluster, texts, TOKENS)
+            print(f"{name}: {runs[name].preemptions} preemptions, {runs[name].seconds:.1f} s", flush=True)
+    ample = runs.pop("ample")
     whole = sum(outcome.complete for outcome in ample.outcomes)
     figures = [
         Figure(f"ample: streams that ended whole, of {STREAMS}", whole, "", STREAMS),
-        Figure("ample: preemptions", ample.preemptions, "", 0, at_most=True),
+        most("ample: preemptions", ample.preemptions),
         Figure("ample: output", whole * TOKENS / ample.seconds, " tokens/s"),
     ]
-    rows = []
+    rows = [["ample", f"{ample.seconds:.1f}", "0", "-"]]
     for name, pressed in runs.items():
-        if pressed is not ample:
-            figures += figures_of(name, pressed, ample.texts, TOKENS)
+        figures += figures_of(name, pressed, ample.texts, TOKENS)
         recoveries = ", ".join(f"{count} {kind}" for kind, count in pressed.recoveries.items() if count)
         rows.append([name, f"{pressed.seconds:.1f}", str(pressed.preemptions), recoveries or "-"])
-    print(
-        f"{STREAMS} streams of {TOKENS} tokens need {needed} blocks of {BLOCK_SIZE}; small: {needed // SHARE}"
-    )
+    print(f"{STREAMS} streams of {TOKENS} tokens need {needed} blocks; a small pool has {needed // SHARE}")
     print_table(["pool", "seconds", "preemptions", "recovered by"], rows)
     finish("loadtests.recovery --http", figures, arguments, threads=arguments.threads)

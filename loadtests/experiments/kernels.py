@@ -1,0 +1,216 @@
+"""The CPU kernels beside torch, on the shapes of SmolLM2-135M: ``python -m loadtests.kernels``.
+
+Attention over a paged cache of 30 layers (one layer alone would fit a large CPU's caches): 32 decoding requests
+of 1,024 tokens each, and a prompt of 512; the peer gathers the blocks and calls SDPA. Linear: the layers' four
+maps, against ``F.linear``. Both sides take turns and the best time of each counts. What the machine can do is
+measured beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product in the
+dtype that is measured, or in float32 where that is faster.
+
+``--device cuda`` measures the Triton kernels instead, see ``gpu_kernels.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cpu import CpuKernels
+from kernels.interface import AttentionMetadata, kv_pool_shape
+from loadtests.report import Figure, add_arguments, finish, print_table, save
+from loadtests.stats import by_turns
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
+SCALE = HEAD_DIM**-0.5
+MAPS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # in and out: QKV, output, gate and up, down
+LINEAR_ROWS = (1, 8, 32, 256)
+# In float32 the peer is a vendor's tuned library, which does not keep a row's bits from batch to batch.
+LINEAR_BARS = {torch.bfloat16: 1.0, torch.float32: 0.8}
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine does at best: bytes read in a second, and operations by dtype."""
+
+    bandwidth: float
+    peak: dict[torch.dtype, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One operation on both sides. ``amount`` is its bytes or operations, ``limit`` the machine's a second."""
+
+    name: str
+    ours: float  # seconds
+    theirs: float
+    amount: float
+    limit: float
+    unit: str
+    bar: float
+
+    @property
+    def ratio(self) -> float:
+        """Torch's time over ours."""
+        return self.theirs / self.ours
+
+    @property
+    def share(self) -> float:
+        """Of the machine's limit."""
+        return self.amount / self.ours / self.limit
+
+    def row(self) -> list[str]:
+        """Cells for the table."""
+        times = [f"{self.ours * 1e3:.2f}", f"{self.theirs * 1e3:.2f}", f"{self.ratio:.2f}x"]
+        return [self.name, *times, f"{self.amount / self.ours / 1e9:.1f} {self.unit}", f"{self.share:.0%}"]
+
+
+def best(rounds: int, ours: Call, theirs: Call) -> tuple[float, float]:
+    """The shortest time of each call in seconds; the calls take turns."""
+    first, second = by_turns(rounds, ours, theirs)
+    return min(first), min(second)
+
+
+def measure_limits() -> Limits:
+    """A reduction of 256 MB, and square products of 2,048."""
+    numbers = torch.ones(1 << 26)
+    times = by_turns(8, numbers.sum, numbers.max, lambda: torch.dot(numbers, numbers))
+    peak: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+        rate = 2 * 2048**3 / min(by_turns(5, partial(torch.matmul, a, b))[0])
+        peak[dtype] = max(rate, peak.get(torch.float32, 0.0))  # what is narrow can be computed wide
+    return Limits(numbers.nbytes / min(map(min, times)), peak)
+
+
+def make_metadata(requests: int, context: int, queries: int, device: str = "cpu") -> AttentionMetadata:
+    """Requests of equal length, the last ``queries`` tokens new, on blocks scattered over the pool."""
+    blocks = -(-context // BLOCK_SIZE)
+    tables = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0)).int()
+    tables = tables.view(requests, blocks).to(device)
+    positions = torch.arange(context - queries, context, device=device)
+    slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    return AttentionMetadata(
+        query_start=torch.arange(requests + 1, dtype=torch.int32, device=device) * queries,
+        context_lens=torch.full((requests,), context, dtype=torch.int32, device=device),
+        block_tables=tables,
+        positions=positions.repeat(requests),
+        slot_mapping=slots.flatten(),
+        max_query_len=queries,
+        max_context_len=context,
+    )
+
+
+def gather_and_sdpa(q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """What one writes in torch: gather every request's blocks, then SDPA over the batch."""
+    requests = metadata.block_tables.shape[0]
+    gathered = kv_layer[metadata.block_tables.long()]  # [R, blocks, 2, block, kv_heads, dim]
+    k, v = (gathered[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
+    queries = q.view(requests, -1, HEADS, HEAD_DIM).transpose(1, 2)
+    causal = queries.shape[2] > 1
+    out = F.scaled_dot_product_attention(queries, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+def attention_calls(kernels: CpuKernels, requests: int, context: int, queries: int) -> tuple[Call, Call]:
+    """All layers in bfloat16, ours and torch's."""
+    metadata = make_metadata(requests, context, queries)
+    shape = kv_pool_shape(metadata.block_tables.numel(), LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    pool = torch.empty(shape, dtype=torch.bfloat16)
+    for block in pool:
+        block.normal_()
+    q = torch.randn(requests * queries, HEADS, HEAD_DIM).bfloat16()
+    ours = kernels.attention(q, pool[:, 0], metadata, SCALE, None)
+    if not torch.allclose(ours.float(), gather_and_sdpa(q, pool[:, 0], metadata).float(), atol=0.05):
+        raise SystemExit(f"attention of {queries} queries over {context}: the kernel and torch disagree")
+    layers = [pool[:, layer] for layer in range(LAYERS)]
+    return (
+        lambda: [kernels.attention(q, layer, metadata, SCALE, None) for layer in layers],
+        lambda: [gather_and_sdpa(q, layer, metadata) for layer in layers],
+    )
+
+
+def linear_calls(kernels: CpuKernels, rows: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    """All layers' maps, ours and torch's."""
+    weights = [torch.randn(n, k).to(dtype) for _ in range(LAYERS) for k, n in MAPS]
+    packed = [kernels.pack_linear(weight, None) for weight in weights]
+    inputs = [torch.randn(rows, k).to(dtype) for k, _ in MAPS] * LAYERS
+    return (
+        lambda: [kernels.linear(x, weight) for x, weight in zip(inputs, packed, strict=True)],
+        lambda: [F.linear(x, weight) for x, weight in zip(inputs, weights, strict=True)],
+    )
+
+
+def measure(num_threads: int, rounds: int, limits: Limits) -> Iterator[Measured]:
+    """Everything."""
+    kernels = CpuKernels(num_threads)
+    half = torch.bfloat16
+    times = best(rounds, *attention_calls(kernels, 32, 1024, 1))
+    read = LAYERS * 32 * 1024 * 2 * KV_HEADS * HEAD_DIM * 2
+    yield Measured("attention, 32 x 1 query over 1,024, bf16", *times, read, limits.bandwidth, "GB/s", 1.0)
+    times = best(rounds, *attention_calls(kernels, 1, 512, 512))
+    work = LAYERS * 4 * HEADS * HEAD_DIM * 512 * 513 / 2
+    yield Measured("attention, a prompt of 512, bf16", *times, work, limits.peak[half], "GFLOP/s", 1.0)
+    parameters = LAYERS * sum(k * n for k, n in MAPS)
+    for dtype, bar in LINEAR_BARS.items():
+        for rows in LINEAR_ROWS:
+            times = best(rounds, *linear_calls(kernels, rows, dtype))
+            name = f"linear, {rows} row{'s' if rows > 1 else ''}, {str(dtype).removeprefix('torch.')}"
+            if rows <= 8:
+                yield Measured(name, *times, parameters * dtype.itemsize, limits.bandwidth, "GB/s", bar)
+            else:
+                yield Measured(name, *times, 2 * parameters * rows, limits.peak[dtype], "GFLOP/s", bar)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, check."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.kernels", description=__doc__)
+    cores = os.cpu_count() or 1
+    parser.add_argument("--threads", type=int, help=f"threads of both sides, on the CPU ({cores})")
+    parser.add_argument("--rounds", type=int, help="turns of each side on the CPU; the best counts (5)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda":
+        if arguments.threads is not None or arguments.rounds is not None:
+            parser.error("--threads and --rounds are of --device cpu")
+        from loadtests.experiments import gpu_kernels
+
+        def keep(figures: list[Figure]) -> None:
+            if arguments.json is not None:
+                save("loadtests.kernels", figures, arguments.json)
+
+        with torch.inference_mode():
+            finish("loadtests.kernels", gpu_kernels.measure(keep), arguments)
+        return
+    threads = cores if arguments.threads is None else arguments.threads
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        limits = measure_limits()
+        results = list(measure(threads, 5 if arguments.rounds is None else arguments.rounds, limits))
+    wide, half = (limits.peak[dtype] / 1e9 for dtype in (torch.float32, torch.bfloat16))
+    print(
+        f"{threads} threads: memory {limits.bandwidth / 1e9:.1f} GB/s, products {wide:.0f} GFLOP/s in float32, "
+        f"{half:.0f} GFLOP/s in bfloat16\n"
+    )
+    header = ("all 30 layers", "ours ms", "torch ms", "ratio", "ours", "of limit")
+    print_table(header, [result.row() for result in results])
+    figures = [Figure(f"{result.name}: torch over ours", result.ratio, "x", result.bar) for result in results]
+    figures += [
+        Figure("memory", limits.bandwidth / 1e9, "GB/s"),
+        Figure("arithmetic, float32", wide, "GFLOP/s"),
+        Figure("arithmetic, bfloat16", half, "GFLOP/s"),
+        *(Figure(f"{result.name}: seconds", result.ours, "s") for result in results),
+        *(Figure(f"{result.name}: of the machine's limit", result.share) for result in results),
+    ]
+    finish("loadtests.kernels", figures, arguments, threads=threads)
+
+
+if __name__ == "__main__":
+    main()

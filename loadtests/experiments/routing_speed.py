@@ -1,0 +1,303 @@
+"""``python -m loadtests.routing_speed``: the time of one routing decision, and of taking KV events in.
+
+Prompts are hashed anew for each round, as in service: their keys are not the objects that the index has, and
+the processor's caches have not seen them. The index has 30,000 blocks for each replica. No garbage is collected
+while calls are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from tqdm import tqdm
+
+from app.channel.kv_feed import PIECE_KEYS
+from app.routing.kv_index import KvIndex
+from app.routing.ledger import Ledger, Route
+from app.routing.load import LoadReport
+from engine.kv.block_keys import block_keys, root_key
+from engine.request import CacheNamespace
+from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.stats import quantile
+
+BLOCK_SIZE = 16
+BLOCKS_PER_REPLICA = 30_000
+GROUPS = 150
+"""System prompts, each on some of the replicas."""
+ROUNDS = 3000
+ROOT = root_key("benchmark", "float32", BLOCK_SIZE, CacheNamespace())
+SMALL, LARGE = (16, 512), (64, 2048)
+"""Replicas, and blocks of a prompt."""
+
+Setup = Callable[[], Callable[[], object]]
+"""Makes the next call; only the call is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A kind of call. ``bars`` are of ``p50`` and ``p99`` in us, or the least of ``records_per_s``."""
+
+    name: str
+    setup: Setup
+    rounds: int
+    warmup: int = 0
+    bars: dict[str, float] = field(default_factory=dict)
+    records: int = 0  # that one call takes in
+
+    def run(self, timer: Callable[[], float]) -> list[float]:
+        """Seconds of each call."""
+        times = []
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(self.warmup + self.rounds):
+                call = self.setup()
+                began = timer()
+                call()
+                ended = timer()
+                if number >= self.warmup:
+                    times.append(ended - began)
+        finally:
+            gc.enable()
+        return times
+
+    def figures(self, times: list[float]) -> list[Figure]:
+        """All that was measured, with the bars."""
+        values = {"p50": quantile(times, 0.5) * 1e6, "p99": quantile(times, 0.99) * 1e6}
+        made = [
+            Figure(f"{self.name} {name}", us, " µs", self.bars.get(name), True) for name, us in values.items()
+        ]
+        if self.records:
+            rate = self.records * len(times) / sum(times)
+            made.append(Figure(f"{self.name} records_per_s", rate, "/s", self.bars.get("records_per_s")))
+        return made
+
+
+class Fleet:
+    """An index of full replicas, and prompts of ``blocks`` blocks.
+
+    Five sixths of a prompt are a system prompt that some replicas have, the rest nobody has.
+    """
+
+    def __init__(self, replicas: int, blocks: int) -> None:
+        self.title = f"[{replicas}-replicas-{blocks}-blocks]"
+        self.draw = random.Random(0)
+        self.index = KvIndex()
+        self.blocks = blocks
+        self.names = [f"replica-{number}" for number in range(replicas)]
+        shared = blocks * 5 // 6
+        self.own_tokens = (blocks - shared) * BLOCK_SIZE
+        self.systems = [self._keys(ROOT, shared) for _ in range(GROUPS)]
+        self.sequences = dict.fromkeys(self.names, 0)
+        self.held: dict[str, array[int]] = {}  # not lists, which Python's garbage collector would walk over
+        for number, name in enumerate(self.names):
+            held: list[int] = []
+            for group, keys in enumerate(self.systems):
+                # The first is everywhere, the last on one replica; some replicas have only its beginning.
+                if (number + group) % (1 + group * replicas // GROUPS) == 0:
+                    held += keys[: len(keys) if number % 4 else len(keys) // 2]
+                if len(held) > BLOCKS_PER_REPLICA * 3 // 4:
+                    break
+            held += [self.draw.getrandbits(64) for _ in range(BLOCKS_PER_REPLICA - len(held))]
+            self.held[name] = array("Q", held)
+            self.index.add(name)
+            self.index.snapshot(name, 0, 0, held)
+
+    def prompt(self) -> list[int]:
+        """Keys of the next prompt, new objects."""
+        system = self.systems[self.draw.randrange(GROUPS)]
+        own = [self.draw.getrandbits(32) for _ in range(self.own_tokens)]
+        return [key ^ 0 for key in system] + block_keys(system[-1], own, BLOCK_SIZE)
+
+    def walk(self) -> Callable[[], object]:
+        """The longest prefix on every replica."""
+        return partial(self.index.longest, self.prompt())
+
+    def apply(self) -> Callable[[], object]:
+        """A batch of 256 stored and 256 removed keys into a full replica."""
+        name = self.draw.choice(self.names)
+        self.sequences[name] += 1
+        held = self.held[name]
+        removed = held[-256:].tolist()
+        del held[-256:]
+        stored = [self.draw.getrandbits(64) for _ in range(256)]
+        held[:0] = array("Q", stored)
+        return partial(self.index.apply, name, 0, self.sequences[name], stored, removed)
+
+    def piece(self) -> Callable[[], object]:
+        """What is taken in at once of a new replica's blocks, while a decision has to wait."""
+        if "newcomer" not in self.sequences:
+            self.index.add("newcomer")
+            self.sequences["newcomer"] = 7
+        keys = [self.draw.getrandbits(64) for _ in range(PIECE_KEYS)]
+        return partial(self.index.snapshot, "newcomer", 0, 7, keys, False)
+
+    def _keys(self, root: int, blocks: int) -> list[int]:
+        return block_keys(root, [self.draw.getrandbits(32) for _ in range(blocks * BLOCK_SIZE)], BLOCK_SIZE)
+
+
+class Desk:
+    """A ledger over the fleet's index, at a load where bookings and speculation come and go."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.now = 0.0
+        self.attempt = 0
+        self.open: list[int] = []
+        self.ledger = Ledger(index=fleet.index, clock=lambda: self.now)
+        for name in fleet.names:
+            route = Route(name, 0)
+            self.ledger.open(route)
+            self.ledger.report(
+                route,
+                LoadReport(
+                    waiting_tokens=4000,
+                    running=16,
+                    kv_tokens=100_000,
+                    referenced=10_000,
+                    free=100,
+                    evictable=BLOCKS_PER_REPLICA - 10_100,
+                    num_blocks=BLOCKS_PER_REPLICA,
+                    block_size=BLOCK_SIZE,
+                    prefill_rate=20_000.0,
+                    step_seconds=0.02,
+                    acknowledged=0,
+                ),
+            )
+
+    def decision(self) -> Callable[[], object]:
+        """``Ledger.book`` of one request in steady state: all that a request waits for, under one lock.
+
+        The longest prefix on every replica is found, what the request would cost on each is summed, one is
+        chosen, the work is booked there and its claim is noted. A hundred requests are under way. Not in it:
+        what a choice leaves to the next call (to learn, to claim its blocks, to make its replica's terms anew,
+        to end claims that are over), which here is a first token or an end (``release``), but in a burst the
+        next decision (``burst``); hashing (``hash_and_decide``); what Serve does around it.
+        """
+        return self._book(self._next())
+
+    def burst(self) -> Callable[[], object]:
+        """A decision right after another one: it does first what that one has left to the next call."""
+        # Two at a time, so that the last call before the timed one is a decision, not an end.
+        self._book(self._next())()
+        return self._book(self._another())
+
+    def release(self) -> Callable[[], object]:
+        """First token and end of one request, of a hundred, and what its decision has left to be done."""
+        attempt = self._next()
+        self._book(attempt)()
+
+        def ends() -> None:
+            self.ledger.first_token(attempt)
+            self.ledger.release(attempt, made=200)
+
+        return ends
+
+    def hash_and_decide(self) -> Callable[[], object]:
+        """Hashing a prompt of 8,192 tokens, deciding and booking."""
+        attempt = self._next()
+        tokens = [self.fleet.draw.getrandbits(17) for _ in range(8192)]
+
+        def route() -> None:
+            keys = block_keys(ROOT, tokens, BLOCK_SIZE)
+            self.ledger.book(str(attempt), attempt, len(tokens), 1000, keys=keys)
+
+        return route
+
+    def _book(self, attempt: int) -> Callable[[], object]:
+        tokens = self.fleet.blocks * BLOCK_SIZE
+        return partial(self.ledger.book, str(attempt), attempt, tokens, 1000, keys=self.fleet.prompt())
+
+    def _next(self) -> int:
+        """Another attempt, 5 ms later; the oldest of a hundred ends."""
+        self.now += 0.005
+        while len(self.open) >= 100:
+            done = self.open.pop(0)
+            self.ledger.first_token(done)
+            self.ledger.release(done)
+        return self._another()
+
+    def _another(self) -> int:
+        """Another attempt, at once; none ends."""
+        self.attempt += 1
+        self.open.append(self.attempt)
+        self.ledger.expect(self.attempt)
+        return self.attempt
+
+
+def whole_snapshots() -> Setup:
+    """A whole replica of 30,000 blocks in one call; the channel hands it over in pieces."""
+    draw = random.Random(0)
+    index = KvIndex()
+    epochs = itertools.count()
+
+    def setup() -> Callable[[], object]:
+        epoch = next(epochs)
+        index.add("replica", epoch)
+        while index.sweep():
+            pass
+        keys = [draw.getrandbits(64) for _ in range(BLOCKS_PER_REPLICA)]
+        return partial(index.snapshot, "replica", epoch, 0, keys)
+
+    return setup
+
+
+def benchmarks(sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)) -> Iterator[Benchmark]:
+    """All of them, those of a size together: they share a fleet, made when the first is asked for."""
+    for size in sizes:
+        fleet = Fleet(*size)
+        small, title = size == SMALL, fleet.title
+        desks = [Desk(fleet) for _ in range(4)]
+        bars = {"p50": 40.0, "p99": 150.0} if small else {"p50": 150.0, "p99": 400.0}
+        yield Benchmark(f"walk{title}", fleet.walk, ROUNDS, 50, {"p50": 25.0 if small else 110.0})
+        yield Benchmark(f"decision{title}", desks[0].decision, ROUNDS, 200, bars)
+        yield Benchmark(f"burst{title}", desks[1].burst, ROUNDS // 3, 100)
+        yield Benchmark(f"release{title}", desks[2].release, ROUNDS // 3, 50)
+        if small:
+            yield Benchmark(
+                f"hash_and_decide{title}", desks[3].hash_and_decide, ROUNDS // 3, 50, {"p99": 1000.0}
+            )
+            yield Benchmark(f"apply{title}", fleet.apply, ROUNDS // 3, 20, {"records_per_s": 2e6}, records=512)
+            yield Benchmark(f"piece_of_a_snapshot{title}", fleet.piece, 60, 0, {"p50": 300.0})
+            yield Benchmark("snapshot", whole_snapshots(), 30, 0, {"p50": 50_000.0})
+        faults = sum(desk.ledger.faults for desk in desks) + fleet.index.counters.gaps
+        if faults:
+            raise RuntimeError(f"the ledgers and the index of {title} count {faults} faults")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmarks, print a table, hold the figures to their bars."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.routing_speed", description="How long a routing decision takes."
+    )
+    parser.add_argument("--only", metavar="WORD", default="", help="benchmarks whose names contain this")
+    parser.add_argument(
+        "--thread-time",
+        action="store_true",
+        help="count the thread's own time alone: for a machine that does other work at the same time",
+    )
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    timer = time.thread_time if arguments.thread_time else time.perf_counter
+    figures: list[Figure] = []
+    rows = []
+    for benchmark in tqdm(benchmarks(), unit="benchmark"):
+        if arguments.only in benchmark.name:
+            times = benchmark.run(timer)
+            figures += benchmark.figures(times)
+            shown = (min(times), quantile(times, 0.5), quantile(times, 0.99))
+            rows.append((benchmark.name, str(len(times)), *(f"{value * 1e6:,.1f}" for value in shown)))
+    print_table(("benchmark", "rounds", "min µs", "p50 µs", "p99 µs"), rows)
+    finish("loadtests.routing_speed", figures, arguments, timer="thread" if arguments.thread_time else "wall")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Statistics of measurements: quantiles, medians, spreads, ratios, and timings of calls that take turns."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all values do not exceed; not a number of none."""
+    if not values:
+        return math.nan
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones; not a number of none."""
+    return statistics.median(values) if values else math.nan
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean; not a number of none."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def spread(values: Sequence[float]) -> str:
+    """The least and the greatest value."""
+    return f"{min(values):.1f}..{max(values):.1f}" if values else "-"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """One median over the other; infinite over nothing."""
+    below = median(under)
+    return median(over) / below if below else math.inf
+
+
+def window_means(values: Sequence[float], size: int) -> list[float]:
+    """The mean of each whole window of ``size`` values."""
+    return [mean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call, after a garbage collection."""
+    gc.collect()
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def by_turns(rounds: int, *calls: Callable[[], Any]) -> list[list[float]]:
+    """Seconds of each call in each round. The calls take turns, so that noise hits all alike."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, own in zip(calls, times, strict=True):
+            began = time.perf_counter()
+            call()
+            own.append(time.perf_counter() - began)
+    return times
