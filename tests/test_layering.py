@@ -105,7 +105,6 @@ CIRCLES_TO_REMOVE = [
         *(f"engine.scheduling.{name}" for name in ("beam", "family", "request_table", "step_plan")),
     },
     {f"engine.scheduling.{name}" for name in ("admission", "preemption", "step_planner")},
-    {"loadtests.http_path", "loadtests.throughput"},
 ]
 
 

@@ -22,7 +22,7 @@ from torch.autograd import DeviceType
 
 from engine import LLM, SamplingParams
 from engine.request import Request
-from loadtests.experiments.throughput import PEER_BATCH, run_ours, run_peer, tokens_per_second
+from loadtests.experiments.rivals import PEER_BATCH, run_ours, run_peer, tokens_per_second
 from loadtests.report import Figure, add_arguments, finish, print_figures
 
 SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads

@@ -21,7 +21,7 @@ from engine.models.config import ModelConfig
 from engine.scheduling.step_plan import Transfers
 from kernels.interface import AttentionMetadata
 from kernels.registry import get_kernels
-from loadtests.experiments.kernels import BLOCK_SIZE, make_metadata
+from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
 from loadtests.report import Figure, print_table
 from loadtests.stats import median
 

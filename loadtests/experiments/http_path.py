@@ -21,7 +21,7 @@ from app.launch.model_store import resolve
 from engine import LLM
 from loadtests.client import Client
 from loadtests.cluster import application
-from loadtests.experiments.throughput import Prompts, Workload, run_ours, tokens_per_second
+from loadtests.experiments.rivals import Prompts, Workload, run_ours, tokens_per_second
 from loadtests.report import Figure, finish, most, print_figures
 from loadtests.stats import median, ratio
 

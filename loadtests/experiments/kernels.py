@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 from kernels.cpu import CpuKernels
 from kernels.interface import AttentionMetadata, kv_pool_shape
+from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
 from loadtests.report import Figure, add_arguments, finish, print_table, save
 from loadtests.stats import by_turns
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 9, 3, 64, 16
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 SCALE = HEAD_DIM**-0.5
 MAPS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # in and out: QKV, output, gate and up, down
 LINEAR_ROWS = (1, 8, 32, 256)
@@ -87,24 +88,6 @@ def measure_limits() -> Limits:
         rate = 2 * 2048**3 / min(by_turns(5, partial(torch.matmul, a, b))[0])
         peak[dtype] = max(rate, peak.get(torch.float32, 0.0))  # what is narrow can be computed wide
     return Limits(numbers.nbytes / min(map(min, times)), peak)
-
-
-def make_metadata(requests: int, context: int, queries: int, device: str = "cpu") -> AttentionMetadata:
-    """Requests of equal length, the last ``queries`` tokens new, on blocks scattered over the pool."""
-    blocks = -(-context // BLOCK_SIZE)
-    tables = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0)).int()
-    tables = tables.view(requests, blocks).to(device)
-    positions = torch.arange(context - queries, context, device=device)
-    slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    return AttentionMetadata(
-        query_start=torch.arange(requests + 1, dtype=torch.int32, device=device) * queries,
-        context_lens=torch.full((requests,), context, dtype=torch.int32, device=device),
-        block_tables=tables,
-        positions=positions.repeat(requests),
-        slot_mapping=slots.flatten(),
-        max_query_len=queries,
-        max_context_len=context,
-    )
 
 
 def gather_and_sdpa(q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:

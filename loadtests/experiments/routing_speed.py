@@ -169,6 +169,9 @@ class Desk:
                     block_size=BLOCK_SIZE,
                     prefill_rate=20_000.0,
                     step_seconds=0.02,
+                    waiting=0,
+                    held_up=0,
+                    max_running=0,
                     acknowledged=0,
                 ),
             )

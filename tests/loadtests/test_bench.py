@@ -29,7 +29,7 @@ def test_each_command_leaves_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(bench, "COMMANDS", {"good": ["platform"], "bad": ["loadtests.nothing"]})
     monkeypatch.setattr(sys, "argv", ["bench", "--only", "good", "bad", "--reports", str(tmp_path)])
     (tmp_path / "bad.json").write_text("of an earlier run")
-    with pytest.raises(SystemExit, match="^checks failed: bad$"):
+    with pytest.raises(SystemExit, match=r"^checks failed: bad$"):
         bench.main()
     assert not (tmp_path / "bad.json").exists()
 

@@ -1,0 +1,121 @@
+"""The sides of the comparison of throughput: our engine, and rivals on the same prompts.
+
+A rival is a ``Side``: a callable that makes the tokens of a workload, in this process or in one of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine import LLM, SamplingParams
+from loadtests.stats import seconds_of
+
+PEER_BATCH = 32
+PEER_DTYPES = ("bfloat16", "float32")
+TOKEN_RANGE = (100, 40_000)  # ordinary tokens: neither special nor the rare tail
+OURS, TRANSFORMERS = "ours", "transformers"
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``requests`` prompts of ``prompt`` random tokens, the first ``shared`` of them common to all."""
+
+    key: str
+    requests: int
+    prompt: int
+    shared: int
+    output: int
+    bar: float  # least ratio to transformers in its faster dtype
+
+    @property
+    def title(self) -> str:
+        """One line for the table."""
+        shared = f", {self.shared} shared" if self.shared else ""
+        return f"({self.key}) {self.requests} x {self.prompt}{shared} in, {self.output} out"
+
+    def prompts(self, seed: int) -> Prompts:
+        """Fresh prompts for one round, so that nothing is cached from an earlier one."""
+        draw = random.Random(f"{self.key}/{seed}")
+        common = [draw.randint(*TOKEN_RANGE) for _ in range(self.shared)]
+        own = self.prompt - self.shared
+        return [common + [draw.randint(*TOKEN_RANGE) for _ in range(own)] for _ in range(self.requests)]
+
+
+Side = Callable[[Workload, Prompts], int]
+"""Makes exactly ``workload.output`` tokens for each prompt, greedily; returns the number of tokens made."""
+
+WORKLOADS = (
+    Workload("a", 32, 256, 0, 64, 1.2),
+    Workload("b", 64, 512, 448, 64, 3.0),
+    Workload("c", 1, 16, 0, 128, 1.6),
+    Workload("d", 32, 1024, 0, 32, 1.2),
+)
+
+
+def run_ours(llm: LLM, prompts: Prompts, output: int) -> int:
+    """Generate exactly ``output`` tokens for each prompt; return the number of tokens made."""
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    return sum(len(result.token_ids) for result in llm.generate(prompts, params, progress=False))
+
+
+@torch.inference_mode()
+def run_peer(model: Any, prompts: Prompts, output: int) -> int:
+    """The same with ``transformers.generate`` in static batches (all prompts are of one length: no padding)."""
+    made = 0
+    for start in range(0, len(prompts), PEER_BATCH):
+        ids = torch.tensor(prompts[start : start + PEER_BATCH], device=model.device)
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=output,
+            min_new_tokens=output,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        made += generated.numel() - ids.numel()
+    return made
+
+
+class Transformers:
+    """The peer with the same weights, for each workload in the dtype that is faster there."""
+
+    def __init__(self, folder: str, dtypes: list[str]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._models: dict[str, Any] = {
+            dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+            for dtype in dtypes
+        }
+        self.chosen: dict[str, str] = {}  # dtype, by workload
+
+    def __call__(self, workload: Workload, prompts: Prompts) -> int:
+        """See ``Side``."""
+        return run_peer(self._models[self.chosen[workload.key]], prompts, workload.output)
+
+    def warm_up(self, workload: Workload) -> None:
+        """Choose the dtype: an eighth of the batch at most, and some tokens of each."""
+        short = replace(workload, requests=max(1, min(workload.requests, PEER_BATCH) // 8), output=8)
+        prompts = short.prompts(-1)
+        self.chosen[workload.key] = min(
+            self._models,
+            key=lambda dtype: seconds_of(partial(run_peer, self._models[dtype], prompts, short.output)),
+        )
+
+
+def tokens_per_second(run: Callable[[], int]) -> float:
+    """Of the tokens that ``run`` says it made."""
+    made = 0
+
+    def counted() -> None:
+        nonlocal made
+        made = run()
+
+    seconds = seconds_of(counted)
+    return made / seconds
