@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from loopback import LoopbackHandle
+from virtual_time import run_virtually
 
 from app.fleet.engine_client import Delta, EngineClient, GenerateRequest
 from engine.sampling_params import SamplingParams
@@ -31,11 +32,7 @@ async def collect(client: EngineClient, wanted: GenerateRequest) -> list[int]:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(main())
+    run_virtually(test())
 
 
 async def started(replicas: int, **options: Any) -> tuple[LoopbackHandle, EngineClient]:

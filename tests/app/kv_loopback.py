@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from engine_client_setting import until
 from loopback import LIMITS, LoopbackHandle, LoopbackReplica
+from virtual_time import loop_time
 
 from app.channel import wire
 from app.channel.engine_end import ChannelHub
@@ -62,7 +63,10 @@ class KvReplica(LoopbackReplica):
         self.before_snapshot: Callable[[], None] | None = None
         self.after_snapshot: Callable[[], None] | None = None
         self.hub: LossyHub = LossyHub(
-            hello or wire.Hello.of(LIMITS, SCHEME, None), self.engine.abort, snapshot=self.snapshot
+            hello or wire.Hello.of(LIMITS, SCHEME, None),
+            self.engine.abort,
+            clock=loop_time,
+            snapshot=self.snapshot,
         )
         self.engine.hub = self.hub
 
@@ -115,7 +119,8 @@ class KvIngress:
         self.closed: list[str] = []
         epochs = itertools.count(1)
         self.channels = [
-            IngressChannel(self.handle, cid, replica.name, lambda: next(epochs), self) for replica in replicas
+            IngressChannel(self.handle, cid, replica.name, lambda: next(epochs), self, loop_time)
+            for replica in replicas
         ]
 
     def keys(self, text: int) -> list[int]:

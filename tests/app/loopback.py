@@ -14,9 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iter
 from types import SimpleNamespace
 from typing import Any
 
+from virtual_time import loop_time
+
 from app.channel import wire
 from app.channel.engine_end import ChannelHub, run_attempt
 from app.routing import fleet
+from app.routing.timed_set import TimedSet
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=10_000, num_blocks=10_000, block_size=16)
@@ -91,7 +94,7 @@ class LoopbackReplica:
     def __init__(self, name: str) -> None:
         self.name = name
         self.engine = CountingEngine()
-        self.hub = ChannelHub(wire.Hello(LIMITS), self.engine.abort)
+        self.hub = ChannelHub(wire.Hello(LIMITS), self.engine.abort, clock=loop_time)
         self.engine.hub = self.hub
         self.dead = False
         self.cached_blocks = 0
@@ -171,6 +174,7 @@ class LoopbackHandle:
     def __init__(self, replicas: int) -> None:
         self.deployment_id = SimpleNamespace(app_name=f"loopback-{next(_names)}", name="engine")
         self.fleet = fleet.of(self.deployment_id.app_name)
+        self.fleet.cordon = TimedSet(loop_time)
         self.replicas: dict[str, LoopbackReplica] = {}
         self.channel = SimpleNamespace(remote=self._channel)
         self.generate = SimpleNamespace(remote=self._generate)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from loopback import LIMITS
+from virtual_time import run_virtually
 
 from app.channel import wire
 from app.channel.channel import MAX_UNACKNOWLEDGED, Channel, UnknownEpochError
@@ -53,10 +54,9 @@ class Setting:
 
 def run(test: Callable[[Setting], Coroutine[Any, Any, None]], load: EngineLoad | None = None) -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
-            await test(Setting(load))
+        await test(Setting(load))
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 async def next_records(stream: AsyncIterator[bytes]) -> list[wire.Record]:

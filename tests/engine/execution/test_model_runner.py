@@ -116,6 +116,28 @@ def test_a_beam_gets_the_likeliest_tokens(runner: ModelRunner, spread: bool) -> 
     assert 1 not in made.tokens  # min_tokens forbids the end
 
 
+def test_no_stop_token_comes_before_min_tokens(runner: ModelRunner) -> None:
+    (likeliest,) = runner.run([chunk(SamplingParams(temperature=0.0))])
+    assert isinstance(likeliest, int)
+    stop = {"temperature": 0.0, "max_tokens": 4, "stop_token_ids": (likeliest,)}
+    held_off, stops = runner.run(
+        [chunk(SamplingParams(**stop, min_tokens=2)), chunk(SamplingParams(**stop))]  # type: ignore[arg-type]
+    )
+    assert held_off != likeliest
+    assert stops == likeliest
+
+
+def test_the_cache_hears_of_each_block_that_a_step_writes(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[int]] = []
+    monkeypatch.setattr(runner.kv_cache, "before_writing", lambda blocks: told.append(list(blocks)))
+    whole = chunk(SamplingParams(temperature=0.0))
+    for start, length in ((0, 9), (0, 4), (3, 2), (4, 5), (8, 1)):
+        runner.run([Chunk(whole.request, start, length, samples=False)])
+    assert told == [[3, 0, 7], [3], [3, 0], [0, 7], [7]]
+
+
 def test_warming_up_takes_each_kind_of_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     seen = []

@@ -125,6 +125,13 @@ def test_tiny_and_large_temperatures_do_not_overflow() -> None:
     assert Sampler().sample(logits, rows) == [0, 0]
 
 
+def test_each_row_heeds_its_own_forbidden_tokens() -> None:
+    logits = torch.tensor([[9.0, 5.0, 1.0]]).repeat(3, 1)
+    greedy = SamplingParams(temperature=0.0)
+    rows = [SampleRow(greedy, 0, 0, forbidden=forbidden) for forbidden in ((), (0,), (0, 1))]
+    assert Sampler().sample(logits, rows) == [0, 1, 2]
+
+
 def test_forbidden_tokens_are_never_chosen() -> None:
     logits = torch.tensor([[5.0, 4.0, -1.0]])
     for temperature in (0.0, 1.0):
