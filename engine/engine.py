@@ -1,4 +1,4 @@
-"""One step after the other: schedule, run, commit."""
+"""The engine's loop, step by step: schedule, run, commit."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from engine.kv.host_pool import HostPool
 from engine.kv.kv_events import KvEvents, root_key_of
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits, Request, TokenDelta
-from engine.scheduling.load import LoadMeter
+from engine.scheduling.candidates import Candidates
+from engine.scheduling.load_report import LoadReporter
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
-from engine.scheduling.scheduler import ScheduledChunk, Scheduler, SchedulerStats
-from engine.scheduling.step_plan import Candidates, StepTiming
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_stats import SchedulerStats
+from engine.scheduling.sequence import ScheduledChunk
+from engine.scheduling.step import StepTiming
 
 _log = logging.getLogger("quire.engine")
 
@@ -93,14 +96,7 @@ class Engine:
             priority_ageing=config.priority_ageing,
             check_invariants=config.check_invariants,
         )
-        self.load = LoadMeter(
-            pool,
-            index,
-            self.scheduler.table,
-            prefix_caching=config.prefix_caching,
-            prefill_rate=self._prefill_rate,
-            max_running=max_num_seqs,
-        )
+        self.load = LoadReporter(self.scheduler.state, prefill_rate=self._prefill_rate)
         self._steps = 0
         self._step_seconds = 0.0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""
@@ -113,9 +109,9 @@ class Engine:
             InvalidRequestError: it can never run here, or its id is that of a live request.
         """
         seed = request.params.seed
-        request.seed = request_seed(self.config.seed, request.request_id) if seed is None else seed
-        request.arrival = request.arrival or time.monotonic()
-        self.scheduler.add(request)
+        if seed is None:
+            seed = request_seed(self.config.seed, request.request_id)
+        self.scheduler.add(request, seed)
 
     @property
     def key_scheme(self) -> KeyScheme:
@@ -202,15 +198,15 @@ class Engine:
                     raise
                 if len(part) == 1:
                     failures += 1
-                    failed[part[0].request.request_id] = f"the request's computation failed: {error}"
+                    failed[part[0].sequence.request_id] = f"the request's computation failed: {error}"
                 else:
                     parts += [part[len(part) // 2 :], part[: len(part) // 2]]
                 continue
-            sampling = (chunk.request.key for chunk in part if chunk.samples)
+            sampling = (chunk.sequence.key for chunk in part if chunk.samples)
             outcomes.update(zip(sampling, made, strict=True))
         if failures == len(chunks):
             self.runner.probe()
-        return [outcomes.get(chunk.request.key, 0) for chunk in chunks if chunk.samples], failed
+        return [outcomes.get(chunk.sequence.key, 0) for chunk in chunks if chunk.samples], failed
 
     def _recovery_policy(self, calibration: Calibration) -> RecoveryPolicy:
         """The policy of the options, with rates as measured now."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from engine.errors import EngineDeadError, InvalidRequestError
 from engine.kv.block_keys import KeyScheme
 from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
-from engine.scheduling.load import EngineLoad
+from engine.scheduling.load_report import EngineLoad
 
 _log = logging.getLogger("quire.engine")
 
@@ -129,7 +129,8 @@ class EngineThread:
             if request.request_id in self._live:
                 raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
             self._live.add(request.request_id)
-        request.arrival = request.arrival or time.monotonic()
+        if not request.arrival:
+            request = replace(request, arrival=time.monotonic())
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:

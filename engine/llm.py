@@ -187,5 +187,4 @@ class LLM:
             reason = last[number].finish_reason
             assert reason is not None
             sequences.append(SequenceResult(made, text, reason, last[number].score))
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        return RequestResult(prompt, last[min(last)].cached_tokens, sequences)
+        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences)

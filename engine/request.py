@@ -1,28 +1,12 @@
-"""One request on its way through the engine."""
+"""What a caller asks of the engine, what it must keep to, and what it gets."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from engine.scheduling.family import Family
-
-
-class RequestState(enum.Enum):
-    """Where a request is; only the scheduler changes it."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"  # lost its blocks; waits to compute their KV again
-    SWAPPING_OUT = "swapping_out"  # lost its blocks in this step, which copies them to the host
-    SWAPPED = "swapped"  # its KV is in host blocks; waits to copy it back
-    SWAPPING_IN = "swapping_in"  # has blocks again, which this step fills from the host; runs in the same step
-    FINISHED = "finished"
 
 
 class FinishReason(enum.StrEnum):
@@ -62,21 +46,15 @@ class ModelLimits:
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Request:
-    """State of one request. ``token_ids`` is the prompt followed by the output.
+    """What a caller asks for. Nobody changes it; the scheduler's :class:`Sequence` is what lives and grows.
 
-    A request that moved here from another replica carries the tokens it has made so far at the end of its
-    prompt and their number in ``generated_before``; positions, ``max_tokens``, ``min_tokens`` and random
-    draws go on as if it had never moved.
-
-    A request for several sequences (``params.width`` above 1) runs as one until its prompt is computed; then it
-    becomes sequence 0 and the others are forked from it, each a request of its own with the same
-    ``request_id`` and ``family``. If it moved here, ``outputs`` holds what each sequence has made so far
-    (``None`` for one that has ended), and ``token_ids`` is the prompt alone.
-
-    Invariants: ``0 <= computed <= len(token_ids)``; ``block_table`` covers at least ``computed`` tokens;
-    tokens below ``computed`` have their K and V in the pool, or in host blocks while swapped out.
+    A request that moved here from another replica carries the tokens generated so far at the end of
+    ``token_ids`` and their number in ``generated_before``: positions, ``max_tokens``, ``min_tokens`` and random
+    draws continue as if it had never moved. If it asks for several sequences (``params.width`` above 1),
+    ``token_ids`` is the prompt alone and ``outputs`` holds what each sequence has generated so far (``None``
+    for one that has ended).
     """
 
     request_id: str
@@ -84,39 +62,9 @@ class Request:
     params: SamplingParams
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
-    arrival: float = 0.0  # monotonic seconds
+    arrival: float = 0.0  # monotonic seconds; 0 lets the engine stamp it
     generated_before: int = 0
     outputs: tuple[tuple[int, ...] | None, ...] = ()
-    seed: int = 0  # params.seed, or the one that the engine chose; of a further sequence, its own
-    sequence: int = 0  # which of the request's sequences
-    family: Family | None = None  # of a request for several sequences
-    logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
-    num_prompt_tokens: int = 0  # set on creation: tokens not generated here
-    max_total_tokens: int = 0  # set on admission: prompt here + tokens that may still be made
-    state: RequestState = RequestState.WAITING
-    computed: int = 0
-    block_table: list[int] = field(default_factory=list)
-    cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
-    num_preemptions: int = 0
-    finish_reason: FinishReason | None = None
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """What names a live sequence: no two have the same."""
-        return (self.request_id, self.sequence)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens made here."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens made in all, on earlier replicas too."""
-        return self.generated_before + self.num_output_tokens
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much

@@ -20,7 +20,7 @@ from engine.engine_thread import StepOutputs
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.kv.kv_events import KvSnapshot
 from engine.request import ModelLimits, Request, TokenDelta
-from engine.scheduling.load import EngineLoad
+from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
 """A channel ends after this long without a beat from its ingress."""

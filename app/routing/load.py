@@ -13,7 +13,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import Any, Final, get_type_hints
 
-from engine.scheduling.load import EngineLoad
+from engine.scheduling.load_report import EngineLoad
 
 PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""

@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import Request
+from engine.scheduling.sequence import ScheduledChunk
 from kernels import AttentionMetadata
-
-
-class Chunk(Protocol):
-    """What a batch needs to know of a scheduled piece of a request: tokens ``start .. start + length``."""
-
-    @property
-    def request(self) -> Request: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def samples(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +23,8 @@ class Batch:
     sample_rows: Tensor  # int64 [S], row of the last token of each chunk that samples, in chunk order
 
 
-def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Batch:
-    """Lay out ``chunks`` one after the other; their blocks must already be in the requests' block tables."""
+def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
+    """Lay out ``chunks`` one after the other; their blocks must already be in their sequences' block tables."""
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
@@ -49,7 +35,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
 
     token_ids = np.fromiter(
         chain.from_iterable(
-            chunk.request.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
+            chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
         ),
         dtype=np.int64,
         count=total,
@@ -57,7 +43,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
     num_blocks = -(-ends // block_size)
     tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
     for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
-        tables[row, :needed] = chunk.request.block_table[:needed]
+        tables[row, :needed] = chunk.sequence.block_table[:needed]
     np.maximum(
         tables, 0, out=tables
     )  # absent blocks lie outside every window: nothing reads what is named there

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.kv.kv_cache import KVCache
-from engine.scheduling.step_plan import Transfers
+from engine.kv.transfers import Transfers
 
 STEP_SECONDS = 0.1
 """Aim for the longest step on a CPU: it bounds how long an abort or another request's first token waits."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,16 +14,18 @@ from torch import Tensor
 from engine.capacity import kv_bytes_per_token
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution.batch import Chunk, build_batch
+from engine.execution.batch import build_batch
 from engine.execution.random import sequence_seed
 from engine.execution.sampler import Sampler, SampleRow
 from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, plan_pool
+from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
 from engine.models.loader import load_model, model_revision
-from engine.request import ModelLimits, Request
-from engine.scheduling.step_plan import Candidates, Transfers
+from engine.request import ModelLimits
+from engine.scheduling.candidates import Candidates
+from engine.scheduling.sequence import ScheduledChunk, Sequence
 from engine.sizes import format_bytes
 from kernels import AttentionMetadata, get_kernels
 
@@ -30,8 +33,8 @@ _log = logging.getLogger("quire.engine")
 
 _MANY_ROWS = 17  # float32 products on a GPU have a kernel of their own from here on
 
-LogitsHook = Callable[[Sequence[Request], Tensor], None]
-"""Sees the requests that sample in a step and their logits, float32 ``[S, vocab]``, before sampling."""
+LogitsHook = Callable[[abc.Sequence[Sequence], Tensor], None]
+"""Sees the sequences that sample in a step and their logits, float32 ``[S, vocab]``, before sampling."""
 
 
 class ModelRunner:
@@ -120,37 +123,37 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> list[int | Candidates]:
+    def run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[int | Candidates]:
         """Compute ``chunks`` and choose for each that samples, in their order.
 
-        The outcome is a token, or for a request for several sequences the candidates that its next step needs.
+        The outcome is a token, or for a sequence of a group the candidates that the group's next step needs.
         Running the same chunks again writes the same keys and values and chooses the same tokens, so a step
         that failed half-way may be repeated in parts.
         """
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
         logits = self.decoder.forward(batch.token_ids, self.kv_cache.pool, batch.metadata, batch.sample_rows)
-        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sampling:
             return []
         if self.on_logits is not None:
             self.on_logits(sampling, logits)
-        return self.sampler.sample(logits, [self._sample_row(request) for request in sampling])
+        return self.sampler.sample(logits, [self._sample_row(sequence) for sequence in sampling])
 
     @torch.inference_mode()
-    def transfer(self, transfers: Transfers, chunks: Sequence[Chunk] = ()) -> tuple[float, float]:
+    def transfer(self, transfers: Transfers, chunks: abc.Sequence[ScheduledChunk] = ()) -> tuple[float, float]:
         """Copy the blocks that the step of ``chunks`` begins with; return the seconds of swap-out and swap-in.
 
         See :meth:`KVCache.transfer`. Unlike :meth:`run` it must not be repeated: sources may be overwritten.
         """
         return self.kv_cache.transfer(transfers, set(self._written(chunks)) if transfers.swap_out else ())
 
-    def _written(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+    def _written(self, chunks: abc.Sequence[ScheduledChunk]) -> Iterator[int]:
         """The blocks that ``chunks`` write keys and values to."""
         size = self.kv_cache.block_size
         for chunk in chunks:
             first, last = chunk.start // size, (chunk.start + chunk.length - 1) // size
-            yield from chunk.request.block_table[first : last + 1]
+            yield from chunk.sequence.block_table[first : last + 1]
 
     @torch.inference_mode()
     def prefill(self, tokens: int) -> None:
@@ -198,19 +201,19 @@ class ModelRunner:
         tokens = torch.tensor(token_ids, device=self.device)
         return self.decoder.forward(tokens, cache.pool, metadata, torch.tensor([count - 1], device=self.device))
 
-    def _sample_row(self, request: Request) -> SampleRow:
-        params = request.params
+    def _sample_row(self, sequence: Sequence) -> SampleRow:
+        params = sequence.request.params
         forbidden: tuple[int, ...] = ()
-        if request.num_generated < params.min_tokens:
+        if sequence.num_generated < params.min_tokens:
             forbidden = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        row = SampleRow(params, request.seed, len(request.token_ids), forbidden)
-        family = request.family
-        if family is None:
+        row = SampleRow(params, sequence.seed, len(sequence.token_ids), forbidden)
+        group = sequence.group
+        if group is None:
             return row
-        if family.search is not None:
-            return dataclasses.replace(row, best=family.search.candidates)
-        if not family.spread:
-            seeds = tuple(sequence_seed(request.seed, sequence) for sequence in range(1, params.width))
+        if group.search is not None:
+            return dataclasses.replace(row, best=group.search.num_candidates)
+        if not group.forked:
+            seeds = tuple(sequence_seed(sequence.seed, number) for number in range(1, params.width))
             return dataclasses.replace(row, extra_seeds=seeds, logprobs=params.ranked)
         return dataclasses.replace(row, logprobs=params.ranked)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.execution.logprobs import likeliest, log_normalisers, logprobs_of, no_finite_maximum
 from engine.execution.random import draw_key, exponential
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step_plan import Candidates
+from engine.scheduling.candidates import Candidates
 
 GROUPS_OF = 64
 """Tokens of one group; a power of two."""

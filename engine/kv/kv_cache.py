@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.kv.block_pool import InvariantError
 from engine.kv.swap_stream import Pairs, SwapStream, pin
+from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
-from engine.scheduling.step_plan import Transfers
 from kernels import kv_pool_shape
 
 

@@ -1,199 +1,195 @@
-"""Lets waiting sequences in, in order, passing over a bounded number that do not fit."""
+"""Continuous batching: waiting sequences join the batch at any step, in order, as blocks and tokens allow."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from engine.kv.prefix_node import PrefixNode
+from engine.scheduling.preemption import grow, preempt
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan
+from engine.scheduling.swapping import swap_in
 
-from engine.kv.block_pool import NO_BLOCK, BlockPool
-from engine.kv.prefix_index import PrefixIndex, PrefixNode
-from engine.request import RequestState
-from engine.scheduling.preemption import Preemption
-from engine.scheduling.request_table import Entry, RequestTable
-from engine.scheduling.step_plan import Swap
-
-if TYPE_CHECKING:
-    from engine.scheduling.step_planner import Step, StepPlanner
-
-_MAX_SHARERS = 32  # waiting sequences passed over in one step because their next block is in the making
+_MAX_DEFERRED = 32  # waiting sequences passed over in one step because the step computes their next block
 
 
-class Admission:
-    """Decides which waiting sequences start, and gives them their first blocks."""
+def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
+    """Start waiting sequences while tokens, sequence slots and blocks last.
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        pool: BlockPool,
-        index: PrefixIndex,
-        table: RequestTable,
-        preemption: Preemption,
-        *,
-        max_num_seqs: int,
-        prefix_caching: bool,
-        look_ahead: int,
-        max_overtakes: int,
-    ) -> None:
-        self._planner = planner
-        self._pool = pool
-        self._index = index
-        self._table = table
-        self._preemption = preemption
-        self._max_num_seqs = max_num_seqs
-        self._prefix_caching = prefix_caching
-        self._look_ahead = look_ahead
-        self._max_overtakes = max_overtakes
-
-    def head(self) -> Entry | None:
-        """The first waiting sequence that may start."""
-        return next(filter(_may_start, self._table.waiting), None)
-
-    def admit(self, step: Step) -> int:
-        """Start waiting sequences while tokens, seats and blocks last.
-
-        Returns behind how many whoever comes now has to stay, for want of a seat or of blocks. Those left for
-        want of tokens do not count, nor those that are passed over.
-        """
-        table, pool = self._table, self._pool
-        waiting = table.waiting
-        position = misses = sharers = kept = 0
-        reserved: int | None = None
-        exact = False
-        held: dict[PrefixNode, int] = {}
-        passed: list[Entry] = []
-        while position < len(waiting) and step.budget > 0 and table.seats < self._max_num_seqs:
-            entry = waiting[position]
-            if not _may_start(entry):
-                position += 1
-                continue
-            needed = self.needed(entry, held)
-            if self._in_the_making(entry, step):
-                sharers += 1
-                if sharers > _MAX_SHARERS:
-                    return 0
-            else:
-                fits = table.seats + entry.seats <= self._max_num_seqs and needed + kept <= pool.num_available
-                if fits and step.chunks:  # while nothing runs, nothing is kept back
-                    if reserved is None:
-                        reserved = self._planner.most_reserve(step)
-                    if not exact and needed + reserved + kept > pool.num_available:
-                        reserved, exact = self._planner.reserve(), True
-                    fits = needed + reserved + kept <= pool.num_available
-                if fits or not table.running:
-                    self._start(position, step)
-                    held.clear()
-                    if reserved is not None:
-                        reserved += self._planner.about_to_need(entry)
-                    for other in passed:
-                        other.overtakes += 1
-                    continue
-                misses += 1
-                if misses > self._look_ahead or entry.overtakes >= self._max_overtakes:
-                    return len(waiting) - position
-                passed.append(entry)
-            if entry.request.state is not RequestState.WAITING:
-                kept += self._most(entry)
+    A bounded number of sequences that do not fit is passed over. Returns how many waiting sequences no newcomer
+    can overtake, for want of a slot or of blocks. Those left for want of tokens do not count, nor those that
+    are passed over.
+    """
+    pool, waiting, reserve = state.pool, state.waiting, state.reserve
+    position = misses = deferred = 0
+    kept = 0  # blocks for preempted sequences that were passed over: nobody behind them may take those
+    reserved: int | None = None  # blocks for the growth of running sequences; a bound until ``exact``
+    exact = False
+    held: dict[PrefixNode, int] = {}
+    passed: list[Sequence] = []
+    while position < len(waiting) and plan.budget_left > 0 and state.num_seqs < state.max_num_seqs:
+        sequence = waiting[position]
+        if not _may_start(sequence):
             position += 1
-        return len(waiting) - position if table.seats >= self._max_num_seqs else 0
-
-    def needed(self, entry: Entry, held: dict[PrefixNode, int] | None = None) -> int:
-        """Blocks that admission takes out of the available ones, for all tokens and one more.
-
-        The prefix is matched anew at each try: what was there in the last step may be gone, or grown. ``held``
-        keeps how many of a hit's blocks are held, for others with the same hit, as long as nothing changes.
-        """
-        request = entry.request
-        needed = self._most(entry)
-        if not self._prefix_caching:
-            return needed
-        tokens = request.token_ids
-        # The last token is always run: its logits are needed. A swapped sequence looks for what it had.
-        most = request.computed if entry.host_table else len(tokens) - 1
-        entry.node = self._index.match(entry.root, tokens, most, entry.node)
-        if entry.node is None:
-            return needed
-        count = None if held is None else held.get(entry.node)
-        if count is None:
-            count = sum(map(bool, map(self._pool.references, self._index.blocks(entry.node))))
-            if held is not None:
-                held[entry.node] = count
-        return max(needed - count, 1)
-
-    def _most(self, entry: Entry) -> int:
-        """Blocks for all tokens and one more, and one for each sequence that will be forked from it."""
-        tokens = len(entry.request.token_ids) + 1
-        window = self._index.window
-        blocks = self._pool.blocks_for(tokens)
-        if window is not None:
-            # Blocks behind the window go as the prompt is computed.
-            blocks = min(blocks, self._pool.blocks_for(window + self._planner.token_budget) + 2)
-        return blocks + entry.seats - 1
-
-    def _in_the_making(self, entry: Entry, step: Step) -> bool:
-        """Whether a sequence in this very plan computes the next block that ``entry`` misses.
-
-        It then waits, holding nothing, and is asked again in the next step. That ends: the other moves
-        on by at least a token in each step that makes this one wait.
-        """
-        if not self._prefix_caching or not step.prefilling or entry.host_table:
-            return False
-        size = self._pool.block_size
-        depth = entry.node.depth if entry.node is not None else 0
-        end = (depth + 1) * size
-        tokens = entry.request.token_ids
-        if end > len(tokens) - 1:
-            return False
-        block = tokens[depth * size : end]
-        return any(
-            owner.findable == depth
-            and owner.node is entry.node
-            and owner.root == entry.root
-            and owner.request.token_ids[depth * size : end] == block
-            for owner in step.prefilling
-        )
-
-    def _start(self, position: int, step: Step) -> None:
-        """Admit a sequence for which there are blocks."""
-        entry = self._table.start(position)
-        request = entry.request
-        size = self._pool.block_size
-        request.block_table = self._index.blocks(entry.node)
-        self._pool.share(request.block_table)
-        entry.findable = kept = len(request.block_table)
-        if request.state is RequestState.SWAPPING_IN:
-            self._swap_in(entry, step)
+            continue
+        needed = blocks_needed(state, sequence, held)
+        if is_next_block_scheduled(state, sequence, plan):
+            deferred += 1
+            if deferred > _MAX_DEFERRED:
+                return 0
         else:
-            request.computed = kept * size
-            if request.cached_tokens is None:
-                request.cached_tokens = request.computed
-                step.admitted.append(request)
-        self._preemption.resumed(entry, kept)
-        length = self._planner.grow(entry, min(entry.remaining, step.budget), step)
-        step.take(entry, length)
-
-    def _swap_in(self, entry: Entry, step: Step) -> None:
-        """Give a swapped sequence blocks for what the index no longer has, to be filled from the host.
-
-        What it cannot see any more stays away: a block given up in the step that fills it could be given to
-        another, and be filled twice.
-        """
-        request = entry.request
-        found = len(request.block_table)
-        hidden = self._index.visible_from(request.computed)
-        self._table.drop_before(request, min(hidden, found))
-        sources = entry.host_table[found : self._pool.blocks_for(request.computed)]
-        unseen = min(max(hidden - found, 0), len(sources))
-        sources[:unseen] = [NO_BLOCK] * unseen
-        present = [block for block in sources if block != NO_BLOCK]
-        last = request.block_table[-1] if request.block_table else None
-        fresh = self._pool.allocate(len(present), last if last != NO_BLOCK else None)
-        assert fresh is not None, "admission has counted them"
-        step.transfers.swap_in.extend(zip(present, fresh, strict=True))
-        blocks = iter(fresh)
-        request.block_table.extend(NO_BLOCK if source == NO_BLOCK else next(blocks) for source in sources)
-        if entry.decision is not None:
-            step.swaps.append(Swap(entry.decision, 0, len(present)))
+            fits = (
+                state.num_seqs + sequence.num_seqs <= state.max_num_seqs and needed + kept <= pool.num_available
+            )
+            if fits and plan.chunks:  # while nothing runs, nothing is reserved
+                if reserved is None:
+                    reserved = reserve.upper_bound(plan.prefilling, state.num_seqs)
+                if not exact and needed + reserved + kept > pool.num_available:
+                    reserved, exact = reserve.blocks(state.running), True
+                fits = needed + reserved + kept <= pool.num_available
+            if fits or not state.running:
+                _start(state, position, plan)
+                held.clear()
+                if reserved is not None:
+                    reserved += reserve.blocks([sequence])
+                for other in passed:
+                    other.overtakes += 1
+                continue
+            misses += 1
+            if misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:
+                return len(waiting) - position
+            passed.append(sequence)
+        if sequence.state is not SequenceState.WAITING:
+            kept += _blocks_in_all(state, sequence)
+        position += 1
+    return len(waiting) - position if state.num_seqs >= state.max_num_seqs else 0
 
 
-def _may_start(entry: Entry) -> bool:
-    """Whether a waiting sequence can go on; a held beam has nothing to compute, and its blocks can wait."""
-    return entry.candidates is None and entry.request.state is not RequestState.SWAPPING_OUT
+def preempt_for_priority(state: SchedulerState, plan: StepPlan) -> None:
+    """Preempt running sequences of lower priority for the first waiting one, if that lets it in."""
+    running, pool = state.running, state.pool
+    first = _first_startable(state)
+    if first is None or not running or not _outranks(first, running[-1]):
+        return
+    needed = blocks_needed(state, first)
+    hits = set(state.index.blocks(first.node))
+    reserved = state.reserve.blocks(running)
+    num_seqs = state.num_seqs
+    freed = victims = 0
+    while (num_seqs + first.num_seqs > state.max_num_seqs and victims < len(running)) or (
+        victims < len(running) and needed + reserved > pool.num_available + freed
+    ):
+        victim = running[-1 - victims]
+        if not _outranks(first, victim):
+            return
+        freed += sum(
+            block >= 0 and pool.references(block) == 1 and block not in hits for block in victim.block_table
+        )
+        reserved -= state.reserve.blocks([victim])
+        num_seqs -= victim.num_seqs
+        victims += 1
+    for _ in range(victims):
+        preempt(state, len(running) - 1, plan)
+
+
+def preempt_held_beams(state: SchedulerState, plan: StepPlan) -> None:
+    """No running sequence can run: all are beams held until a waiting one of their group has run, so let it in.
+
+    It may lack blocks, or a sequence slot: a search may have more beams than ``max_num_seqs``.
+    """
+    running = state.running
+    first = _first_startable(state)
+    while (
+        running
+        and first is not None
+        and (
+            state.num_seqs + first.num_seqs > state.max_num_seqs
+            or blocks_needed(state, first) > state.pool.num_available
+        )
+    ):
+        preempt(state, len(running) - 1, plan)
+
+
+def blocks_needed(state: SchedulerState, sequence: Sequence, held: dict[PrefixNode, int] | None = None) -> int:
+    """Blocks that admission takes out of the available ones, for all tokens and one more.
+
+    The prefix is matched at each try: what was cached in the last step may be gone, or have grown. ``held``
+    remembers how many of a hit's blocks are referenced, for sequences with the same hit, as long as nothing
+    changes.
+    """
+    needed = _blocks_in_all(state, sequence)
+    if not state.prefix_caching:
+        return needed
+    tokens = sequence.token_ids
+    # The last token is always run: its logits are needed. A swapped sequence looks for what it had.
+    longest_hit = sequence.computed if sequence.host_table else len(tokens) - 1
+    node = sequence.node = state.index.match(sequence.root, tokens, longest_hit, sequence.node)
+    if node is None:
+        return needed
+    count = None if held is None else held.get(node)
+    if count is None:
+        count = sum(map(bool, map(state.pool.references, state.index.blocks(node))))
+        if held is not None:
+            held[node] = count
+    return max(needed - count, 1)
+
+
+def is_next_block_scheduled(state: SchedulerState, sequence: Sequence, plan: StepPlan) -> bool:
+    """Whether ``plan`` already computes, for another sequence, the next block that this one misses.
+
+    It then waits, holding nothing, and is considered in the next step. That ends: the other sequence advances
+    by at least a token in each step that makes this one wait.
+    """
+    if not state.prefix_caching or not plan.prefilling or sequence.host_table:
+        return False
+    size, node = state.pool.block_size, sequence.node
+    depth = node.depth if node is not None else 0
+    end = (depth + 1) * size
+    tokens = sequence.token_ids
+    if end > len(tokens) - 1:
+        return False
+    block = tokens[depth * size : end]
+    return any(
+        other.indexed == depth
+        and other.node is node
+        and other.root == sequence.root
+        and other.token_ids[depth * size : end] == block
+        for other in plan.prefilling
+    )
+
+
+def _start(state: SchedulerState, position: int, plan: StepPlan) -> None:
+    """Run a waiting sequence that fits: reuse its prefix or swap it in, then add its first chunk."""
+    sequence = state.start(position)
+    found = state.block_tables.reuse_prefix(sequence)
+    if sequence.state is SequenceState.SWAPPING_IN:
+        swap_in(state, sequence, plan)
+    else:
+        sequence.computed = found * state.pool.block_size
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+            plan.admitted.append(sequence)
+    state.recoveries.resumed(sequence, found)
+    plan.add(sequence, grow(state, sequence, min(sequence.remaining, plan.budget_left), plan))
+
+
+def _blocks_in_all(state: SchedulerState, sequence: Sequence) -> int:
+    """Blocks for all tokens and one more, and one for each sequence that will be forked from it."""
+    pool, window = state.pool, state.index.window
+    blocks = pool.blocks_for(len(sequence.token_ids) + 1)
+    if window is not None:
+        # Blocks outside the window are released as the prompt is computed.
+        blocks = min(blocks, pool.blocks_for(window + state.token_budget) + 2)
+    return blocks + sequence.num_seqs - 1
+
+
+def _first_startable(state: SchedulerState) -> Sequence | None:
+    return next(filter(_may_start, state.waiting), None)
+
+
+def _may_start(sequence: Sequence) -> bool:
+    """Whether a waiting sequence can run; a held beam has nothing to compute, and its blocks can wait."""
+    return sequence.candidates is None and sequence.state is not SequenceState.SWAPPING_OUT
+
+
+def _outranks(waiting: Sequence, running: Sequence) -> bool:
+    return waiting.request.priority < running.request.priority and waiting.order < running.order

@@ -1,37 +1,39 @@
-"""Owns the live requests: takes them in, plans each step, accounts for it, lets them go."""
+"""Decides which sequences run in each step, with which tokens and blocks: the algorithm of PagedAttention."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Collection, Iterable
 
 from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, InvariantError
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_index import PrefixIndex
-from engine.request import FinishReason, ModelLimits, Request, RequestState, TokenDelta
-from engine.scheduling.arrivals import Arrivals
-from engine.scheduling.families import Families
-from engine.scheduling.preemption import Preemption
+from engine.request import FinishReason, ModelLimits, Request, TokenDelta
+from engine.scheduling.admission import admit_waiting, preempt_for_priority, preempt_held_beams
+from engine.scheduling.candidates import Candidates
+from engine.scheduling.intake import Intake
+from engine.scheduling.preemption import grow
 from engine.scheduling.recovery import RecoveryPolicy
-from engine.scheduling.request_table import Entry, RequestTable
-from engine.scheduling.step_plan import Candidates, ScheduledChunk, SchedulerStats, StepPlan, StepTiming
-from engine.scheduling.step_planner import StepPlanner
-from engine.scheduling.traffic import Traffic
-
-__all__ = ["ScheduledChunk", "Scheduler", "SchedulerStats", "StepPlan"]
+from engine.scheduling.scheduler_stats import SchedulerStats
+from engine.scheduling.sequence import ScheduledChunk, Sequence, SequenceState
+from engine.scheduling.sequence_groups import SequenceGroups
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan, StepTiming
+from engine.scheduling.workload_stats import WorkloadStats
 
 
 class Scheduler:
-    """Decides who runs, with which tokens and which blocks; one thread uses it.
+    """Plans steps and accounts for them; one thread uses it.
 
     A step is ``plan = schedule()``, carrying out its transfers and running its chunks, then
     ``commit(plan, outcomes)``. There is no prefill or decode phase: each sequence has ``computed`` tokens and a
     step brings it nearer to the end of ``token_ids``.
 
-    Promises, within one priority and with order meaning (priority, arrival, id, sequence), kept for life:
+    Guarantees, within one priority and with order meaning (priority, arrival, id, sequence), kept for life:
 
-    - a request that fits the pool alone ends; what can never fit is refused by :meth:`add`;
+    - a request that fits the pool alone ends; one that can never fit is refused by :meth:`add`;
     - blocks are taken from the last running sequence in order; the first is never preempted for a younger one;
     - while preempted sequences wait, those behind them take only blocks that they do not need;
     - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
@@ -42,11 +44,11 @@ class Scheduler:
         token_budget: most tokens in one step.
         model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
         priority_ageing: seconds of waiting that are worth one level of priority; ``None`` makes priority
-            absolute, so that better ones can hold up worse ones without bound.
+            absolute, so that better ones can delay worse ones without bound.
         look_ahead: waiting sequences that do not fit and are passed over in one step.
         max_overtakes: admissions past a waiting sequence after which nothing passes it.
         clock: monotonic seconds; stamps requests that bring no ``arrival``.
-        check_invariants: verify pool, index and tables after each call (slow; for tests).
+        check_invariants: verify pool, index and state after each call (slow; for tests).
     """
 
     def __init__(
@@ -76,38 +78,32 @@ class Scheduler:
                 f"limits name {limits.num_blocks} blocks of {limits.block_size} tokens but the pool has "
                 f"{pool.num_blocks} of {pool.block_size}"
             )
-        self._pool, self._index = pool, index
-        self._host = HostPool(0) if host is None else host
-        self.table = RequestTable(pool, self._host)  # others may read it between two calls
-        self._preemption = Preemption(pool, index, self._host, self.table, recovery)
-        most = min(max_num_seqs, token_budget)
-        self._planner = StepPlanner(
+        self.state = SchedulerState(
             pool,
             index,
-            self.table,
-            self._preemption,
-            max_num_seqs=most,
+            HostPool(0) if host is None else host,
+            recovery,
+            max_num_seqs=min(max_num_seqs, token_budget),
             token_budget=token_budget,
             prefix_caching=prefix_caching,
             look_ahead=look_ahead,
             max_overtakes=max_overtakes,
         )
-        self._families = Families(self.table, self._preemption, self._append, most)
-        self._arrivals = Arrivals(
-            self.table,
-            self._families,
-            max_num_seqs=most,
+        self._groups = SequenceGroups(self.state, self._append)
+        self._intake = Intake(
+            self.state,
+            self._groups,
             eos_token_ids=eos_token_ids,
             model_key=model_key,
             limits=limits,
             priority_ageing=priority_ageing,
             clock=clock,
         )
-        self._prefix_caching, self._check_invariants = prefix_caching, check_invariants
-        self._traffic = Traffic()
+        self._workload = WorkloadStats()
         self._generated_tokens = self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
-        self._planned: StepPlan | None = None  # and not committed
+        self._uncommitted: StepPlan | None = None
+        self._check_invariants = check_invariants
 
     @classmethod
     def create(
@@ -144,15 +140,90 @@ class Scheduler:
             check_invariants=check_invariants,
         )
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, seed: int = 0) -> None:
+        """Queue a request whose random draws begin with ``seed``.
 
         Raises:
             InvalidRequestError: it can never run, or its id is in use.
         """
-        self._arrivals.add(request)
-        self._traffic.came(request)
+        self._intake.add(request, seed)
+        self._workload.arrived(request)
         self._maybe_check()
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; work that is planned but not committed is planned again.
+
+        The plan's transfers must be carried out before the next call, whatever becomes of its chunks.
+        """
+        state = self.state
+        state.settle_swaps()
+        plan = self._uncommitted = StepPlan(state.token_budget)
+        if state.waiting:
+            preempt_for_priority(state, plan)
+        _continue_running(state, plan)
+        state.reserve.adapt(plan.out_of_blocks)
+        if not plan.out_of_blocks:
+            state.num_blocked = 0
+            if state.waiting:
+                if not plan.chunks:
+                    preempt_held_beams(state, plan)
+                state.num_blocked = admit_waiting(state, plan)
+        plan.num_blocked = state.num_blocked
+        for sequence in plan.admitted:
+            self._workload.admitted(sequence, state.prefix_caching)
+        self._copied_blocks += len(plan.transfers.copies)
+        self._maybe_check()
+        return plan
+
+    def commit(
+        self, plan: StepPlan, outcomes: abc.Sequence[int | Candidates], timing: StepTiming | None = None
+    ) -> list[TokenDelta]:
+        """Account for a step that ran; ``outcomes`` are of the chunks that sample, in their order.
+
+        Outcomes of sequences that ended since :meth:`schedule` are dropped.
+
+        Raises:
+            InvariantError: plan and outcomes do not belong together, or the plan is not the last one made.
+        """
+        if plan is not self._uncommitted:
+            raise InvariantError("the plan is stale: it was committed before, or another one was made since")
+        samples = plan.num_samples
+        if len(outcomes) != samples:
+            raise InvariantError(f"a step that samples {samples} tokens was committed with {len(outcomes)}")
+        self._uncommitted = None
+        state = self.state
+        state.settle_swaps()
+        if timing is not None:
+            state.recoveries.account(plan, timing)
+        by_chunk: Iterable[int | Candidates | None] = outcomes
+        if samples < len(plan.chunks):
+            following = iter(outcomes)
+            by_chunk = [next(following) if chunk.samples else None for chunk in plan.chunks]
+        deltas: list[TokenDelta] = []
+        caching, size = state.prefix_caching, state.pool.block_size
+        finished, appended = SequenceState.FINISHED, 0
+        for chunk, outcome in zip(plan.chunks, by_chunk, strict=True):
+            sequence = chunk.sequence
+            if sequence.state is finished:
+                continue
+            computed = sequence.computed = chunk.start + chunk.length
+            if caching and computed >= (sequence.indexed + 1) * size:
+                self._index_full_blocks(sequence)
+            if isinstance(outcome, int):
+                tokens = sequence.token_ids
+                index = len(tokens) - sequence.output_start
+                if outcome in sequence.end_token_ids or len(tokens) + 1 >= sequence.max_total_tokens:
+                    deltas += self._count_finished(self._append(sequence, outcome, 0.0))
+                    continue
+                tokens.append(outcome)
+                appended += 1
+                cached, number = sequence.cached_tokens or 0, sequence.number
+                deltas.append(TokenDelta(sequence.request_id, index, (outcome,), None, cached, None, number))
+            elif outcome is not None:
+                deltas += self._count_finished(self._groups.advance(sequence, outcome))
+        self._generated_tokens += appended
+        self._maybe_check()
+        return deltas
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """End all sequences of a request in any state; empty when there is no such request."""
@@ -174,172 +245,105 @@ class Scheduler:
         return deltas
 
     def reset_prefix_cache(self) -> int:
-        """Forget all that could be found; running requests keep their blocks. Returns how many became free."""
-        freed = self._index.reset()
+        """Forget all cached prefixes; running requests keep their blocks. Returns how many became free."""
+        freed = self.state.index.reset()
         self._maybe_check()
         return freed
 
     def has_work(self) -> bool:
         """Whether any request has not ended; then :meth:`schedule` plans at least one chunk."""
-        return bool(self.table.entries)
+        return bool(self.state.sequences)
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot; O(1)."""
-        pool, table = self._pool, self.table
+        state, workload = self.state, self._workload
+        pool, host = state.pool, state.host
         return SchedulerStats(
             referenced_blocks=pool.num_referenced,
             cached_blocks=pool.num_cached,
             free_blocks=pool.num_free,
-            running=len(table.running),
-            waiting=len(table.waiting) - table.num_preempted - table.num_swapped,
-            preempted=table.num_preempted,
-            swapped=table.num_swapped,
-            prompt_tokens=self._traffic.prompt_tokens,
-            generated_tokens=self._generated_tokens + self._families.beam_tokens,
-            prefix_query_tokens=self._traffic.query_tokens,
-            prefix_hit_tokens=self._traffic.hit_tokens,
-            preemptions=self._preemption.count,
-            host_blocks=self._host.num_blocks,
-            host_blocks_used=self._host.num_used,
+            running=len(state.running),
+            waiting=len(state.waiting) - state.num_preempted - state.num_swapped,
+            preempted=state.num_preempted,
+            swapped=state.num_swapped,
+            prompt_tokens=workload.prompt_tokens,
+            generated_tokens=self._generated_tokens + self._groups.beam_tokens,
+            prefix_query_tokens=workload.query_tokens,
+            prefix_hit_tokens=workload.hit_tokens,
+            preemptions=state.num_preemptions,
+            host_blocks=host.num_blocks,
+            host_blocks_used=host.num_used,
             copied_blocks=self._copied_blocks,
-            recovery=self._preemption.stats(),
+            recovery=state.recoveries.stats(),
             finished=dict(self._finished),
-            arrived_tokens=self._traffic.arrived_tokens,
-            remaining_output=self._traffic.remaining_output,
-            running_limit=table.running_limit,
+            arrived_tokens=workload.arrived_tokens,
+            remaining_output=workload.remaining_output,
+            running_limit=state.running_limit,
         )
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step; work that is planned but not committed is planned again.
-
-        The plan's transfers must be carried out before the next call, whatever becomes of its chunks.
-        """
-        plan = self._planned = self._planner.plan()
-        for request in plan.admitted:
-            self._traffic.admitted(request, self._prefix_caching)
-        self._copied_blocks += len(plan.transfers.copies)
-        self._maybe_check()
-        return plan
-
-    def commit(
-        self, plan: StepPlan, outcomes: Sequence[int | Candidates], timing: StepTiming | None = None
-    ) -> list[TokenDelta]:
-        """Account for a step that ran; ``outcomes`` are of the chunks that sample, in their order.
-
-        Outcomes of requests that ended since :meth:`schedule` are dropped.
-
-        Raises:
-            InvariantError: plan and outcomes do not belong together, or the plan is not the last one made.
-        """
-        if plan is not self._planned:
-            raise InvariantError("the plan is stale: it was committed before, or another one was made since")
-        samples = plan.num_samples
-        if len(outcomes) != samples:
-            raise InvariantError(f"a step that samples {samples} tokens was committed with {len(outcomes)}")
-        self._planned = None
-        self.table.settle()
-        if timing is not None:
-            self._preemption.account(plan, timing)
-        by_chunk: Iterable[int | Candidates | None] = outcomes
-        if samples < len(plan.chunks):
-            made = iter(outcomes)
-            by_chunk = [next(made) if chunk.samples else None for chunk in plan.chunks]
-        deltas: list[TokenDelta] = []
-        caching, size = self._prefix_caching, self._pool.block_size
-        ended, appended = RequestState.FINISHED, 0
-        for chunk, outcome in zip(plan.chunks, by_chunk, strict=True):
-            request = chunk.request
-            if request.state is ended:
-                continue
-            entry = chunk.entry
-            assert entry is not None
-            computed = request.computed = chunk.start + chunk.length
-            if caching and computed >= (entry.findable + 1) * size:
-                self._make_findable(entry)
-            if isinstance(outcome, int):
-                tokens = request.token_ids
-                index = len(tokens) - entry.base
-                if outcome in entry.ending or len(tokens) + 1 >= request.max_total_tokens:
-                    deltas += self._count(self._append(entry, outcome, 0.0))
-                    continue
-                tokens.append(outcome)
-                appended += 1
-                cached, sequence = request.cached_tokens or 0, request.sequence
-                deltas.append(TokenDelta(request.request_id, index, (outcome,), None, cached, None, sequence))
-            elif outcome is not None:
-                deltas += self._count(self._families.advance(entry, outcome))
-        self._generated_tokens += appended
-        self._maybe_check()
-        return deltas
-
     def check(self) -> None:
-        """Verify pools, index, tables and lists; O(blocks), for tests and debugging.
+        """Verify pools, index, state and groups; O(blocks), for tests and debugging.
 
         Raises:
             InvariantError: says what is wrong.
         """
-        self._pool.check([entry.request.block_table for entry in self.table.entries.values()])
-        self._index.check()
-        self.table.check()
-        self._families.check()
+        state = self.state
+        state.pool.check([sequence.block_table for sequence in state.sequences.values()])
+        state.index.check()
+        state.check()
+        self._groups.check()
 
-    def _make_findable(self, entry: Entry) -> None:
-        """Hand full blocks to the index: only now is their KV sure to be there."""
-        request = entry.request
-        full = request.computed // self._pool.block_size
-        entry.node = self._index.extend(entry.root, entry.node, request.token_ids, request.block_table, full)
-        entry.findable = full
+    def _index_full_blocks(self, sequence: Sequence) -> None:
+        """Hand full blocks to the prefix index: only now is their KV sure to be there."""
+        state = self.state
+        full = sequence.computed // state.pool.block_size
+        sequence.node = state.index.extend(
+            sequence.root, sequence.node, sequence.token_ids, sequence.block_table, full
+        )
+        sequence.indexed = full
 
-    def _append(self, entry: Entry, token: int, logprob: float) -> list[TokenDelta]:
-        """One token for one sequence, and what follows from it."""
-        request = entry.request
-        index = len(request.token_ids) - entry.base
-        request.token_ids.append(token)
-        request.logprob += logprob
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> list[TokenDelta]:
+        """Add a token to a sequence, and end it if that was its last one."""
+        index = sequence.num_generated
+        sequence.token_ids.append(token)
+        sequence.logprob += logprob
         self._generated_tokens += 1
-        reason = self._stop_reason(entry, token)
+        reason = _finish_reason(sequence, token)
         if reason is not None:
-            return self._finish(entry, reason, index, (token,))
-        if request.params.ranked:
+            return self._finish(sequence, reason, index, (token,))
+        if sequence.request.params.ranked:
             return []
-        cached, sequence = request.cached_tokens or 0, request.sequence
-        return [TokenDelta(request.request_id, index, (token,), None, cached, None, sequence)]
-
-    def _stop_reason(self, entry: Entry, token: int) -> FinishReason | None:
-        request = entry.request
-        if token in entry.ending and request.num_generated > request.params.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.token_ids) >= request.max_total_tokens else None
+        cached, number = sequence.cached_tokens or 0, sequence.number
+        return [TokenDelta(sequence.request_id, index, (token,), None, cached, None, number)]
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[TokenDelta]:
         """End every sequence of a request."""
-        if request_id in self._families:
-            entries = self._families.members(request_id)
+        if request_id in self._groups:
+            sequences = self._groups.sequences(request_id)
         else:
-            entry = self.table.entries.get((request_id, 0))
-            entries = [] if entry is None else [entry]
-        return self._count([delta for entry in entries for delta in self._finish(entry, reason, error=error)])
+            sequence = self.state.sequences.get((request_id, 0))
+            sequences = [] if sequence is None else [sequence]
+        return self._count_finished(
+            [delta for sequence in sequences for delta in self._finish(sequence, reason, error=error)]
+        )
 
     def _finish(
         self,
-        entry: Entry,
+        sequence: Sequence,
         reason: FinishReason,
         index: int | None = None,
         tokens: tuple[int, ...] = (),
         error: str | None = None,
     ) -> list[TokenDelta]:
-        request = entry.request
-        if index is None:
-            index = 0 if request.params.ranked else request.num_generated  # of ranked ones nothing was shown
-        self._preemption.abandon(entry)
-        self.table.finish(entry, reason)
-        self._traffic.ended(request, reason)
-        delta = TokenDelta(
-            request.request_id, index, tokens, reason, request.cached_tokens or 0, error, request.sequence, True
-        )
-        return [delta] if request.family is None else self._families.finished(entry, delta)
+        if index is None:  # of ranked sequences the client has seen nothing
+            index = 0 if sequence.request.params.ranked else sequence.num_generated
+        self.state.finish(sequence, reason)
+        self._workload.ended(sequence, reason)
+        cached = sequence.cached_tokens or 0
+        delta = TokenDelta(sequence.request_id, index, tokens, reason, cached, error, sequence.number, True)
+        return [delta] if sequence.group is None else self._groups.finished(sequence, delta)
 
-    def _count(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+    def _count_finished(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._finished[delta.finish_reason] += 1
@@ -348,3 +352,41 @@ class Scheduler:
     def _maybe_check(self) -> None:
         if self._check_invariants:
             self.check()
+
+
+def _continue_running(state: SchedulerState, plan: StepPlan) -> None:
+    """Give each running sequence its tokens, oldest first; prefills share the tokens that no decode needs.
+
+    Blocks are taken from the end of the order, so once a sequence was preempted itself, none is left behind it.
+    """
+    running, chunks = state.running, plan.chunks
+    prefill_budget: int | None = None
+    for position, sequence in enumerate(running):
+        computed = sequence.computed
+        length = len(sequence.token_ids) - computed
+        if length == 1:  # as nearly always, and nearly always its last block has room
+            if computed >= sequence.writable and not grow(state, sequence, 1, plan):
+                return
+            chunk = sequence.decode_chunk
+            if chunk is None:
+                chunk = sequence.decode_chunk = ScheduledChunk(sequence, computed, 1, True)
+            chunk.start = computed
+            chunks.append(chunk)
+            continue
+        if prefill_budget is None:
+            decodes = sum(later.remaining == 1 for later in running[position + 1 :])
+            prefill_budget = plan.budget_left - decodes
+        length = min(length, prefill_budget)
+        if length <= 0:  # no budget, or a held beam, which has nothing to compute
+            continue
+        length = grow(state, sequence, length, plan)
+        if length == 0:
+            return
+        prefill_budget -= length
+        plan.add(sequence, length)
+
+
+def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
+    if token in sequence.end_token_ids and sequence.num_generated > sequence.request.params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_total_tokens else None

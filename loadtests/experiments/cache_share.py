@@ -11,26 +11,26 @@ from typing import Any
 
 from engine.kv.prefix_index import PrefixIndex
 from engine.sampling_params import SamplingParams
-from engine.scheduling.admission import Admission
+from engine.scheduling import admission
 
 TOKENS = range(100, 40_000)  # ordinary tokens
 
-CACHE_METHODS: list[tuple[type, str]] = [
+CACHE_FUNCTIONS: list[tuple[Any, str]] = [
     (PrefixIndex, "match"),
     (PrefixIndex, "blocks"),
     (PrefixIndex, "extend"),
     (PrefixIndex, "_forget"),  # evictions
-    (Admission, "needed"),
-    (Admission, "_in_the_making"),
+    (admission, "blocks_needed"),
+    (admission, "is_next_block_scheduled"),
 ]
 
 
 @contextmanager
-def clocked(methods: list[tuple[type, str]]) -> Iterator[list[float]]:
-    """Sum this thread's processor time in ``methods``, with all that they call, into a list of one."""
+def clocked(functions: list[tuple[Any, str]]) -> Iterator[list[float]]:
+    """Sum this thread's processor time in ``functions`` (owner, name) and all they call, into a list of one."""
     spent = [0.0]
     inside = False
-    before: list[tuple[type, str, Callable[..., Any]]] = []
+    before: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -48,7 +48,7 @@ def clocked(methods: list[tuple[type, str]]) -> Iterator[list[float]]:
 
         return run
 
-    for owner, name in methods:
+    for owner, name in functions:
         before.append((owner, name, getattr(owner, name)))
         setattr(owner, name, wrap(getattr(owner, name)))
     try:
@@ -70,7 +70,7 @@ def cache_share(model: str, requests: int, prompt: int, output: int) -> float:
     from engine import LLM
 
     draw = random.Random(0)
-    with clocked(CACHE_METHODS) as spent:
+    with clocked(CACHE_FUNCTIONS) as spent:
         llm = LLM(str(resolve(model)))
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         llm.generate([[5, 6, 7, 8]], params, progress=False)

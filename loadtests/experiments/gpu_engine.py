@@ -76,8 +76,10 @@ def profile_steps(llm: LLM, prompts: Prompts, trace: Path | None) -> tuple[float
     requests = [Request(f"profiled-{number:03d}", prompt, params) for number, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
-    while not all(request.num_generated > 2 for request in requests):
-        engine.step()
+    generated = dict.fromkeys([request.request_id for request in requests], 0)
+    while min(generated.values()) <= 2:
+        for delta in engine.step():
+            generated[delta.request_id] += len(delta.token_ids)
     began = time.perf_counter()
     for _ in range(PROFILED_STEPS):
         engine.step()

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.kv.kv_cache import KVCache
+from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
-from engine.scheduling.step_plan import Transfers
 from kernels.interface import AttentionMetadata
 from kernels.registry import get_kernels
 from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata

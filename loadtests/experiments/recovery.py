@@ -26,7 +26,7 @@ from engine.engine import Engine
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.recovery import Recovery, RecoveryMode
-from engine.scheduling.step_plan import SchedulerStats
+from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.sizes import parse_bytes
 from loadtests.report import Figure, add_arguments, finish, print_table
 
@@ -106,7 +106,7 @@ def run(engine: Engine, load: Load, seed: int, title: str) -> Run:
     seconds = time.perf_counter() - began
     for request in requests:
         if len(tokens[request.request_id]) != request.params.max_tokens:
-            raise RuntimeError(f"{request.request_id} ended with {request.finish_reason} before all its tokens")
+            raise RuntimeError(f"{request.request_id} ended before all its tokens")
     stats = engine.stats()
     engine.scheduler.check()
     return Run(tokens, seconds, stats.scheduler, stats.steps)

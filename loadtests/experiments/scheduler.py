@@ -34,9 +34,11 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.scheduling.candidates import Candidates
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import Candidates, ScheduledChunk, StepTiming
+from engine.scheduling.sequence import ScheduledChunk
+from engine.scheduling.step import StepTiming
 from loadtests.experiments.cache_share import cache_share
 from loadtests.report import Figure, add_arguments, finish, print_table
 
@@ -127,7 +129,7 @@ class Bench:
         self.scheduler = Scheduler(
             self.pool,
             PrefixIndex(self.pool),
-            max_num_seqs=2 * max(RUNNING),  # a queue waits for blocks, not for seats
+            max_num_seqs=2 * max(RUNNING),  # a queue waits for blocks, not for sequence slots
             token_budget=8_192,
             prefix_caching=prefix_caching,
             eos_token_ids=(2,),
@@ -255,10 +257,10 @@ class Bench:
 
 def outcome(chunk: ScheduledChunk) -> int | Candidates:
     """What a model would make of a chunk's last row."""
-    family = chunk.request.family
-    if family is None or family.spread:
+    group = chunk.sequence.group
+    if group is None or group.forked:
         return 7
-    width = family.params.width
+    width = group.params.width
     return Candidates((7,) * width, (-1.0,) * width)
 
 

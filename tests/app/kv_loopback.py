@@ -24,7 +24,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.kv_events import KvEvents, KvSnapshot, root_key_of
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import CacheNamespace, TokenDelta
-from engine.scheduling.load import EngineLoad
+from engine.scheduling.load_report import EngineLoad
 
 SCHEME = KeyScheme("revision", "float32", LIMITS.block_size)
 ROOT = (("revision", "float32", LIMITS.block_size), LIMITS.block_size, "", "", "")

@@ -12,7 +12,7 @@ from app.metrics import AdmissionMetrics, EngineMetrics
 from engine.engine import EngineStats
 from engine.request import FinishReason
 from engine.scheduling.recovery import Rates, Recovery, RecoveryStats
-from engine.scheduling.step_plan import SchedulerStats
+from engine.scheduling.scheduler_stats import SchedulerStats
 
 RECOVERY = RecoveryStats(
     decisions={Recovery.SWAP: 5, Recovery.RECOMPUTE: 2},

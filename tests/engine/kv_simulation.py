@@ -10,11 +10,14 @@ from typing import Any
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_index import PrefixIndex
+from engine.kv.transfers import Transfers
 from engine.request import CacheNamespace, ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.scheduling.candidates import Candidates
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import Candidates, StepPlan, StepTiming, Transfers
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step import StepPlan, StepTiming
 
 VOCAB = 50
 EOS = 49
@@ -93,6 +96,12 @@ def make_request(
     )
 
 
+def add(scheduler: Scheduler, request: Request) -> Sequence:
+    """Queue a request; return its first sequence."""
+    scheduler.add(request)
+    return next(each for each in scheduler.state.sequences.values() if each.request is request)
+
+
 class KVSimulation:
     """Stands in for the model: writes and reads KV slots, checks each read, makes tokens.
 
@@ -103,11 +112,11 @@ class KVSimulation:
     def __init__(
         self,
         block_size: int,
-        sample: Callable[[Request], int] | None = None,
+        sample: Callable[[Sequence], int] | None = None,
         window: int | None = None,
     ) -> None:
         self.block_size = block_size
-        self.sample = sample or (lambda request: self.text(request) % (VOCAB - 1))
+        self.sample = sample or (lambda sequence: self.text(sequence) % (VOCAB - 1))
         self.window = window
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[tuple[int, int], int] = {}
@@ -120,13 +129,13 @@ class KVSimulation:
     def extend(self, before: object, token: int) -> int:
         return self._names.setdefault((before, token), len(self._names))
 
-    def text(self, request: Request) -> int:
-        return self.texts(request)[-1]
+    def text(self, sequence: Sequence) -> int:
+        return self.texts(sequence)[-1]
 
-    def texts(self, request: Request) -> list[int]:
+    def texts(self, sequence: Sequence) -> list[int]:
         texts: list[int] = []
-        for token in request.token_ids:
-            texts.append(self.extend(texts[-1] if texts else request.namespace, token))
+        for token in sequence.token_ids:
+            texts.append(self.extend(texts[-1] if texts else sequence.request.namespace, token))
         return texts
 
     def transfer(self, transfers: Transfers) -> None:
@@ -152,42 +161,42 @@ class KVSimulation:
         self.transfer(plan.transfers)
         writers: set[tuple[int, int]] = set()
         for chunk in plan.chunks:
-            texts = self.texts(chunk.request)
+            texts = self.texts(chunk.sequence)
             self.computed_tokens += chunk.length
             for position in range(chunk.start, chunk.start + chunk.length):
-                slot = self._slot(chunk.request, position)
+                slot = self._slot(chunk.sequence, position)
                 assert slot not in writers, "two rows of one step write one slot"
                 assert slot[0] >= 0, "a write to a block that is gone"
                 writers.add(slot)
                 self.slots[slot] = texts[position]
         outcomes: list[int | Candidates] = []
         for chunk in plan.chunks:
-            texts = self.texts(chunk.request)
+            texts = self.texts(chunk.sequence)
             first = 0 if self.window is None else max(0, chunk.start - self.window + 1)
             for position in range(first, chunk.start + chunk.length):
-                assert self.slots[self._slot(chunk.request, position)] == texts[position], "another text's KV"
+                assert self.slots[self._slot(chunk.sequence, position)] == texts[position], "another text's KV"
             if chunk.samples:
-                outcomes.append(self.outcome(chunk.request))
+                outcomes.append(self.outcome(chunk.sequence))
         return outcomes
 
-    def outcome(self, request: Request) -> int | Candidates:
-        """A token; for families some tokens with log probabilities that only the text decides."""
-        family = request.family
-        if family is None:
-            return self.sample(request)
-        text = zlib.crc32(bytes(request.token_ids))  # the same in every run
-        if family.search is not None:
-            offers = range(min(family.search.candidates, VOCAB))
-            tokens = tuple((text * 7 + offer * 11) % VOCAB for offer in offers)
-            return Candidates(tokens, tuple(-0.1 * (text % 5) - 0.3 * offer for offer in offers))
-        if not family.spread:
-            width = family.params.width
+    def outcome(self, sequence: Sequence) -> int | Candidates:
+        """A token; for groups some tokens with log probabilities that only the text decides."""
+        group = sequence.group
+        if group is None:
+            return self.sample(sequence)
+        text = zlib.crc32(bytes(sequence.token_ids))  # the same in every run
+        if group.search is not None:
+            ranks = range(min(group.search.num_candidates, VOCAB))
+            tokens = tuple((text * 7 + rank * 11) % VOCAB for rank in ranks)
+            return Candidates(tokens, tuple(-0.1 * (text % 5) - 0.3 * rank for rank in ranks))
+        if not group.forked:
+            width = group.params.width
             return Candidates(tuple((text + 3 * draw) % (VOCAB - 1) for draw in range(width)), (-1.0,) * width)
-        token = self.sample(request)
-        return Candidates((token,), (-(text % 7) / 3,)) if family.params.ranked else token
+        token = self.sample(sequence)
+        return Candidates((token,), (-(text % 7) / 3,)) if group.params.ranked else token
 
-    def _slot(self, request: Request, position: int) -> tuple[int, int]:
-        return request.block_table[position // self.block_size], position % self.block_size
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.block_table[position // self.block_size], position % self.block_size
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         """Note what came out; each token must follow the one before it, and nothing may follow the end."""

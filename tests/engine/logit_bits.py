@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections import abc
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tiny_engines import made, make_request, run_to_end
+from tiny_engines import add, made, make_request, run_to_end
 
 from engine.engine import Engine
 from engine.kv.kv_cache import KVCache
 from engine.request import Request, TokenDelta
+from engine.scheduling.sequence import Sequence
 
 PROMPT = random.Random(0).choices(range(2, 97), k=37)
 TOKENS = 12
@@ -43,12 +45,12 @@ def record(engine: Engine, *names: str) -> Bits:
     """From now on keep all logits of the requests called ``names``."""
     seen: Bits = {}
 
-    def keep(requests: Any, logits: torch.Tensor) -> None:
-        for request, row in zip(requests, logits, strict=True):
-            if request.request_id in names:
-                key = (*request.key, len(request.token_ids))
+    def keep(sequences: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
+        for sequence, row in zip(sequences, logits, strict=True):
+            if sequence.request_id in names:
+                key = (*sequence.key, len(sequence.token_ids))
                 assert key not in seen, f"{key} was sampled twice"
-                seen[key] = Row(tuple(request.token_ids), row.clone())
+                seen[key] = Row(tuple(sequence.token_ids), row.clone())
 
     engine.runner.on_logits = keep
     return seen
@@ -98,15 +100,17 @@ def run_interrupted(engine: Engine, request: Request, urgent: int, after: int = 
     """Run ``request``; ``after`` steps a more urgent one of ``urgent`` tokens comes and takes its blocks."""
     deltas = []
     engine.add(request)
-    interruption = make_request("urgent", random.Random(3).choices(range(2, 97), k=urgent), max_tokens=5)
-    interruption.priority = -1
+    prompt = random.Random(3).choices(range(2, 97), k=urgent)
+    interruption = replace(make_request("urgent", prompt, max_tokens=5), priority=-1)
+    urgent_sequence: Sequence | None = None
     step = 0
     while engine.has_work():
         if step == after:
-            engine.add(interruption)
+            urgent_sequence = add(engine, interruption)
         step += 1
         deltas += [delta for delta in engine.step() if delta.request_id == request.request_id]
-    assert interruption.num_preemptions == 0
+    assert urgent_sequence is not None
+    assert urgent_sequence.num_preemptions == 0
     return deltas
 
 
@@ -116,8 +120,7 @@ def run_preempting(engine: Engine) -> Bits:
     seen = record(engine, *names)
     for number, name in enumerate(names):
         request = make_request(name, PROMPT[number:] + PROMPT[:number], max_tokens=14, ignore_eos=True)
-        request.priority = -number
-        engine.add(request)
+        engine.add(replace(request, priority=-number))
         for _ in range(3):
             engine.step()
     while engine.has_work():

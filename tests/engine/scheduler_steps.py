@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kv_simulation import KVSimulation
 
-from engine.request import Request, RequestState
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step import StepPlan
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
-    return [(chunk.request.request_id, chunk.start, chunk.length, chunk.samples) for chunk in plan.chunks]
+    return [(chunk.sequence.request_id, chunk.start, chunk.length, chunk.samples) for chunk in plan.chunks]
 
 
 def tokens(count: int, first: int = 0) -> list[int]:
@@ -18,9 +18,9 @@ def tokens(count: int, first: int = 0) -> list[int]:
     return [(first + position) % 40 for position in range(count)]
 
 
-def run_until_preempted(scheduler: Scheduler, simulation: KVSimulation, request: Request) -> None:
+def run_until_preempted(scheduler: Scheduler, simulation: KVSimulation, sequence: Sequence) -> None:
     for _ in range(100):
-        if request.state is RequestState.PREEMPTED:
+        if sequence.state is SequenceState.PREEMPTED:
             return
         simulation.step(scheduler)
     raise AssertionError("no preemption in 100 steps")

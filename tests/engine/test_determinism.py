@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,8 @@ def test_after_preemption(
 ) -> None:
     engine = make_engine(model, num_blocks=13)
     seen = record(engine, "target")
-    request = target()
-    tokens = made(run_interrupted(engine, request, urgent=37))
-    assert request.num_preemptions > 0
+    tokens = made(run_interrupted(engine, target(), urgent=37))
+    assert engine.stats().scheduler.preemptions > 0
     assert engine.stats().scheduler.recovery.finished[Recovery.RECOMPUTE] > 0
     assert_same((tokens, seen), alone(model))
 
@@ -108,9 +108,8 @@ def test_after_the_blocks_ran_out(
     """Not of the Mistral model: what its requests need shrinks as they go on."""
     engine = make_engine(model, num_blocks=23)
     seen = record(engine, "target")
-    request = target()
-    deltas = run_to_end(engine, make_request("older", PROMPT[::-1], max_tokens=30), request)
-    assert request.num_preemptions > 0
+    deltas = run_to_end(engine, make_request("older", PROMPT[::-1], max_tokens=30), target())
+    assert engine.stats().scheduler.preemptions > 0
     assert_same((made(deltas["target"]), seen), alone(model))
 
 
@@ -122,8 +121,7 @@ def test_moved_to_another_replica(
     tokens, bits = alone(model)
     engine = make_engine(model, token_budget=16)
     seen = record(engine, "target")
-    request = target(prompt=PROMPT + tokens[:after])
-    request.generated_before = after
+    request = replace(target(prompt=PROMPT + tokens[:after]), generated_before=after)
     deltas = run_to_end(engine, request, *others(3))["target"]
     assert deltas[0].index == after
     assert made(deltas) == tokens[after:]

@@ -23,14 +23,14 @@ from logit_bits import (
     same_bits,
     target,
 )
-from tiny_engines import TINY_MODELS, made, make_request, run_to_end
+from tiny_engines import TINY_MODELS, add, made, make_request, run_to_end
 
 from engine.engine import Engine
 from engine.execution.random import sequence_seed
 from engine.kv.block_pool import NO_BLOCK
 from engine.request import Request, TokenDelta
 from engine.scheduling.recovery import Recovery
-from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.step import StepPlan
 from kernels.cpu.build import BuildError, find_compilers
 
 try:
@@ -91,9 +91,8 @@ def test_after_swap(model: str, make_engine: MakeEngine) -> None:
     engine = memory_engine(make_engine, model, Recovery.SWAP, num_blocks=13, prefix_caching=False)
     plans = keep_plans(engine)
     seen = record(engine, "target")
-    request = target()
-    tokens = made(run_interrupted(engine, request, urgent=37))
-    assert request.num_preemptions > 0
+    tokens = made(run_interrupted(engine, target(), urgent=37))
+    assert engine.stats().scheduler.preemptions > 0
     assert recovered_only_by(engine, Recovery.SWAP)
     out, back = (sum(len(getattr(plan.transfers, kind)) for plan in plans) for kind in ("swap_out", "swap_in"))
     assert out == back > 2
@@ -197,12 +196,11 @@ def test_a_prompt_that_another_request_is_computing(model: str, make_engine: Mak
 def test_behind_a_sliding_window(make_engine: MakeEngine) -> None:
     engine = make_engine("Mistral", token_budget=8)
     seen = record(engine, "target")
-    request = target(max_tokens=60)
-    engine.add(request)
+    sequence = add(engine, target(max_tokens=60))
     held = []
     while engine.has_work():
         engine.step()
-        held.append(sum(block != NO_BLOCK for block in request.block_table))
+        held.append(sum(block != NO_BLOCK for block in sequence.block_table))
     assert 0 < max(held) <= 6  # of 25: a window of 11 tokens, a chunk of 8, blocks of 4
     assert len(seen) == 60
     assert_plain(engine, seen)
@@ -210,12 +208,11 @@ def test_behind_a_sliding_window(make_engine: MakeEngine) -> None:
 
 def test_a_hit_of_which_only_the_window_is_left(make_engine: MakeEngine) -> None:
     engine = make_engine("Mistral", num_blocks=14)
-    first = make_request("first", PROMPT, max_tokens=6, ignore_eos=True)
-    run_to_end(engine, first)
+    first = run_to_end(engine, make_request("first", PROMPT, max_tokens=6, ignore_eos=True))["first"]
     # Takes what the first one had freed before its end: all but what its last tokens saw.
     run_to_end(engine, make_request("second", PROMPT[::-1], max_tokens=2))
-    assert engine.scheduler._index.num_hollow > 3
-    prompt = first.token_ids[:41]
+    assert engine.scheduler.state.index.num_hollow > 3
+    prompt = [*PROMPT, *made(first)][:41]
     seen = record(engine, "target")
     deltas = run_to_end(engine, target(prompt=prompt))["target"]
     assert deltas[0].cached_tokens == 40

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engines import made, make_request, run_to_end, tiny_engine_config
+from tiny_engines import add, made, make_request, run_to_end, tiny_engine_config
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
-from engine.request import FinishReason, Request, RequestState, TokenDelta
+from engine.request import FinishReason, Request, TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import SequenceState
 
 MakeEngine = Callable[..., Engine]
 POISON = 96
@@ -143,17 +144,17 @@ def test_abort_frees_a_request_in_any_state(make_engine: MakeEngine, steps: int)
 
 def test_abort_of_a_preempted_request(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=10)
-    requests = [make_request(name, PROMPT[index:], max_tokens=25) for index, name in enumerate("abc")]
-    for request in requests:
-        engine.add(request)
-    while not any(request.state is RequestState.PREEMPTED for request in requests):
+    sequences = [
+        add(engine, make_request(name, PROMPT[index:], max_tokens=25)) for index, name in enumerate("abc")
+    ]
+    while not any(sequence.state is SequenceState.PREEMPTED for sequence in sequences):
         assert engine.has_work()
         engine.step()
-    victim = next(request for request in requests if request.state is RequestState.PREEMPTED)
+    victim = next(sequence for sequence in sequences if sequence.state is SequenceState.PREEMPTED)
     assert engine.abort(victim.request_id)
     while engine.has_work():
         engine.step()
-    others = [request.finish_reason for request in requests if request is not victim]
+    others = [sequence.finish_reason for sequence in sequences if sequence is not victim]
     assert others == [FinishReason.LENGTH] * 2
     assert_idle(engine)
 

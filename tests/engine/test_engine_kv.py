@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,7 @@ def test_batches_and_keys_of_a_request(observed: Observed) -> None:
     space = CacheNamespace(tenant="t")
     follower = Follower(observed.snapshot())
     assert (follower.sequence, follower.keys) == (0, set())
-    request = make_request("a", PROMPT, max_tokens=4)
-    request.namespace = space
+    request = replace(make_request("a", PROMPT, max_tokens=4), namespace=space)
     observed.thread.submit(request)
     observed.until_ended("a")
     assert [name for out in observed.outputs for name in out.taken] == ["a"]

@@ -83,9 +83,8 @@ def test_after_preemption(model: str, recovery: Recovery, make: MakeEngine, alon
     swap = {"swap_space": 1 << 20, "prefix_caching": False} if recovery is Recovery.SWAP else {}
     engine = make(model, num_blocks=13, recovery=recovery.value, **swap)
     seen = record(engine, "target")
-    request = target()
-    tokens = made(run_interrupted(engine, request, urgent=37))
-    assert request.num_preemptions > 0
+    tokens = made(run_interrupted(engine, target(), urgent=37))
+    assert engine.stats().scheduler.preemptions > 0
     assert engine.stats().scheduler.recovery.finished[recovery] > 0
     assert_same((tokens, seen), alone(model))
 

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Request, TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import Sequence
 
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
@@ -37,6 +38,12 @@ def tiny_engine_config(folder: Path, **options: Any) -> EngineConfig:
 def make_request(name: str, tokens: list[int], **params: Any) -> Request:
     """A request that is greedy unless ``params`` say otherwise; its id decides its place among equals."""
     return Request(name, list(tokens), SamplingParams(**{"temperature": 0.0, **params}), arrival=1.0)
+
+
+def add(engine: Engine, request: Request) -> Sequence:
+    """Add ``request``; return its first sequence."""
+    engine.add(request)
+    return engine.scheduler.state.sequences[request.request_id, 0]
 
 
 def run_to_end(engine: Engine, *requests: Request) -> dict[str, list[TokenDelta]]:

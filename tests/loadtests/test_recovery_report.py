@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.request import FinishReason
 from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
-from engine.scheduling.step_plan import SchedulerStats
+from engine.scheduling.scheduler_stats import SchedulerStats
 from loadtests.client import Outcome
 from loadtests.experiments.pressure import Pressed, blocks_needed, figures_of
 from loadtests.experiments.recovery import Load, Run, bars, row, summary

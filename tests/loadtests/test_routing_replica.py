@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from engine.scheduling import admission, step_planner
+from engine.scheduling import admission, growth_reserve
 from engine.scheduling.scheduler import Scheduler
 from loadtests.experiments.routing import replica as simulated
 from loadtests.experiments.routing.arms import report
@@ -157,7 +157,10 @@ def test_admission_has_the_engines_limits() -> None:
         defaults["look_ahead"].default,
         defaults["max_overtakes"].default,
     ) == (simulated._LOOK_AHEAD, simulated._MAX_OVERTAKES)
-    assert (simulated._MAX_SHARERS, simulated._MAX_GROWTH) == (admission._MAX_SHARERS, step_planner._MAX_GROWTH)
+    assert (simulated._MAX_SHARERS, simulated._MAX_GROWTH) == (
+        admission._MAX_DEFERRED,
+        growth_reserve._MAX_GROWTH,
+    )
 
 
 def test_waiting_tokens_count_each_block_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kv.block_pool import BlockPool
-from loadtests.experiments.cache_share import CACHE_METHODS, clocked
+from loadtests.experiments.cache_share import CACHE_FUNCTIONS, clocked
 from loadtests.experiments.scheduler import (
     POOLS,
     RUNNING,
@@ -83,4 +83,4 @@ def test_the_clock_counts_nested_calls_once_and_is_taken_off() -> None:
         pool.share(blocks)
         assert 0 < first < spent[0]
     assert (BlockPool.allocate, BlockPool.share) == (allocate, share)
-    assert all(callable(getattr(owner, name)) for owner, name in CACHE_METHODS)
+    assert all(callable(getattr(owner, name)) for owner, name in CACHE_FUNCTIONS)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.request import ModelLimits, Request
 from engine.sampling_params import SamplingParams
+from engine.scheduling.candidates import Candidates
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import Candidates, StepPlan, StepTiming
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step import StepPlan, StepTiming
 from loadtests.experiments.memory.constants import (
     BLOCK_SIZE,
     MAX_LENGTH,
@@ -108,36 +110,36 @@ def outcomes_of(plan: StepPlan, jobs: dict[str, Job]) -> list[int | Candidates]:
     for chunk in plan.chunks:
         if not chunk.samples:
             continue
-        request = chunk.request
-        if request.family is None:
+        sequence = chunk.sequence
+        if sequence.group is None:
             answers.append(1)
-        elif jobs[request.request_id].parents is not None:
-            answers.append(_offers(request, jobs[request.request_id]))
-        elif request.num_output_tokens == 0 and request.sequence == 0:
-            width = request.params.width
+        elif jobs[sequence.request_id].parents is not None:
+            answers.append(_candidates(sequence, jobs[sequence.request_id]))
+        elif not sequence.group.forked:
+            width = sequence.group.params.width
             answers.append(Candidates(tuple(range(1, width + 1)), (-1.0,) * width))
         else:
-            answers.append(1 + request.sequence)
+            answers.append(1 + sequence.number)
     return answers
 
 
-def _offers(request: Request, job: Job) -> Candidates:
-    """Offers with which the beam search chooses the recorded parents.
+def _candidates(sequence: Sequence, job: Job) -> Candidates:
+    """Candidates with which the beam search chooses the recorded parents.
 
     The sum of beam ``i`` after ``t`` tokens is made to be ``-(t * width + i)``, exact in floating point, so a
     beam's own sum says which one it is. What must not go on is far less likely.
     """
     assert job.parents is not None
     width = job.width
-    made = request.num_output_tokens
-    beam = -int(request.logprob) - made * width
+    made = sequence.num_output_tokens
+    beam = -int(sequence.logprob) - made * width
     parents = job.parents[made % len(job.parents)] if made else (0,) * width
     tokens = []
     logprobs = []
     for rank, parent in enumerate(parents):
         if parent == beam:
             tokens.append(1 + rank)
-            logprobs.append(-float((made + 1) * width + rank) - request.logprob)
+            logprobs.append(-float((made + 1) * width + rank) - sequence.logprob)
     for rank in range(width - len(tokens)):
         tokens.append(1 + width + rank)
         logprobs.append(-1e9)
@@ -145,7 +147,7 @@ def _offers(request: Request, job: Job) -> Candidates:
 
 
 def simulate_paged(
-    jobs: Sequence[Job],
+    jobs: abc.Sequence[Job],
     scheduler: Scheduler,
     machine: Machine,
     meter: Meter,
@@ -172,7 +174,7 @@ def simulate_paged(
         allocated = stats.referenced_blocks * block_size
         empty = 0  # only in last blocks, which nobody shares once their next token is planned
         for chunk in plan.chunks:
-            empty += len(chunk.request.block_table) * block_size - chunk.start - chunk.length
+            empty += len(chunk.sequence.block_table) * block_size - chunk.start - chunk.length
         meter.step(
             seconds,
             tokens=allocated - empty,

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from app.launch.model_store import resolve
 from engine import LLM, SamplingParams
-from engine.scheduling.beam import BeamSearch, Selection
-from engine.scheduling.step_plan import Candidates
+from engine.scheduling.beam_search import BeamSearch, Selection
+from engine.scheduling.candidates import Candidates
 from loadtests.experiments.memory.beams import RECORDS, Parents, save_parents
 from loadtests.experiments.memory.constants import WIDTHS
 from loadtests.experiments.memory.findings import progress_bar

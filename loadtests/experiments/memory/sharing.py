@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.step import StepPlan
 from loadtests.experiments.memory.jobs import Job
 
 
@@ -77,7 +77,7 @@ class SharingMeter:
         """Account for a planned step while ``used`` blocks are referenced."""
         covered: dict[str, list[int]] = {}
         for chunk in plan.chunks:
-            covered.setdefault(chunk.request.request_id, []).append(chunk.start + chunk.length)
+            covered.setdefault(chunk.sequence.request_id, []).append(chunk.start + chunk.length)
         perfect = self._prefix_blocks(covered) if self.prefix else 0
         for name, tokens in covered.items():
             job = self.jobs[name]

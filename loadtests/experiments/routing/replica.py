@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.kv.prefix_index import PrefixIndex
-from engine.scheduling.backlog import LOOKED_UP
+from engine.scheduling.pending_prefill import MAX_REMATCHED
 from loadtests.experiments.routing.constants import BLOCK_SIZE, MAX_NUM_SEQS, SERVICE, TOKEN_BUDGET, Service
 from loadtests.experiments.routing.event_pool import EventPool
 from loadtests.experiments.routing.row import Row
@@ -155,7 +155,7 @@ class Replica:
             self.pool.release(row.table)
             row.table = []
             self._retry = True
-        for row in [one for one in self.waiting[:LOOKED_UP] if one.cached is not None]:
+        for row in [one for one in self.waiting[:MAX_REMATCHED] if one.cached is not None]:
             self._match(row)  # others take its blocks
 
     @property

@@ -15,8 +15,8 @@ from test_metrics import STATS
 from app.autoscaling.replica_stats import StatsReporter
 from app.autoscaling.snapshot import ReplicaStats
 from engine.engine import EngineStats
-from engine.scheduling.load import EngineLoad, LoadMeter
-from engine.scheduling.step_plan import StepTiming
+from engine.scheduling.load_report import EngineLoad, LoadReporter
+from engine.scheduling.step import StepTiming
 
 NODE = "f" * 56
 LOAD = EngineLoad(
@@ -70,14 +70,7 @@ def test_each_one_that_waits_lacks_a_block_however_short_it_is() -> None:
 def test_demand_of_an_engine_is_what_all_its_sequences_hold_and_lack() -> None:
     scheduler = make_scheduler(num_blocks=16, max_num_seqs=4, host_blocks=8, recovery="swap")
     model = KVSimulation(4)
-    meter = LoadMeter(
-        scheduler._pool,
-        scheduler._index,
-        scheduler.table,
-        prefix_caching=True,
-        prefill_rate=1.0,
-        max_running=4,
-    )
+    reporter = LoadReporter(scheduler.state, prefill_rate=1.0)
     for number in range(9):
         text = [number + 1] * (5 + 2 * number)
         scheduler.add(make_request(f"r{number}", text, max_tokens=12, ignore_eos=True))
@@ -85,14 +78,14 @@ def test_demand_of_an_engine_is_what_all_its_sequences_hold_and_lack() -> None:
     while scheduler.has_work():
         plan = scheduler.schedule()
         scheduler.commit(plan, model.run(plan), StepTiming(0.1))
-        meter.stepped(plan, 0.1)
+        reporter.stepped(plan, 0.1)
         stats = dataclasses.replace(STATS, scheduler=scheduler.stats(), num_blocks=16, block_size=4)
-        got = read(stats, meter.read())
-        needed = sum(-(-len(entry.request.token_ids) // 4) for entry in scheduler.table.entries.values())
+        got = read(stats, reporter.read())
+        needed = sum(-(-len(sequence.token_ids) // 4) for sequence in scheduler.state.sequences.values())
         # A partial block at each end; nothing else is lost or counted twice.
         assert abs(got.referenced_blocks + got.waiting_blocks - needed) <= max(got.sequences, 1)
-        waited = max(waited, len(scheduler.table.waiting))
-        swapped = max(swapped, scheduler.table.num_swapped)
+        waited = max(waited, len(scheduler.state.waiting))
+        swapped = max(swapped, scheduler.state.num_swapped)
     assert waited >= 5
     assert swapped
     assert got.referenced_blocks == got.waiting_blocks == got.growth_blocks == 0

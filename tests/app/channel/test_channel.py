@@ -16,7 +16,7 @@ from app.channel.channel import MAX_UNACKNOWLEDGED, Channel, UnknownEpochError
 from app.channel.engine_end import ChannelHub
 from engine.engine_thread import StepOutputs
 from engine.request import FinishReason, TokenDelta
-from engine.scheduling.load import EngineLoad
+from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
 

@@ -10,7 +10,7 @@ import pytest
 from routing_support import IDLE
 
 from app.routing.load import PREFILL_RATE, WIRE, LoadReport, average, pack, sane, unpack_from
-from engine.scheduling.load import EngineLoad
+from engine.scheduling.load_report import EngineLoad
 
 NAMES = [field.name for field in fields(LoadReport)]
 FLOATS = {"prefill_rate", "step_seconds"}

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from sequences import make_sequence
 
 from engine.execution.batch import build_batch
-from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import ScheduledChunk
 
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Chunk:
-    request: Request
-    start: int
-    length: int
-    samples: bool
-
-
-def chunk(tokens: list[int], table: list[int], start: int, length: int, samples: bool) -> Chunk:
-    request = Request("r", tokens, SamplingParams())
-    request.block_table = table
-    return Chunk(request, start, length, samples)
+def chunk(tokens: list[int], table: list[int], start: int, length: int, samples: bool) -> ScheduledChunk:
+    return ScheduledChunk(make_sequence(tokens, table), start, length, samples)
 
 
 def test_decode_prefill_and_a_chunk_that_does_not_sample() -> None:

@@ -9,7 +9,7 @@ from gpu_engines import GPU
 from engine.execution.random import exponential
 from engine.execution.sampler import Sampler, SampleRow
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step_plan import Candidates
+from engine.scheduling.candidates import Candidates
 
 pytestmark = [*GPU]
 

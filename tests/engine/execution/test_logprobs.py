@@ -13,7 +13,7 @@ from engine.errors import QuireError
 from engine.execution.logprobs import likeliest, log_normalisers, tree_sums
 from engine.execution.sampler import Sampler, SampleRow
 from engine.sampling_params import SamplingParams
-from engine.scheduling.step_plan import Candidates
+from engine.scheduling.candidates import Candidates
 
 GREEDY = SamplingParams(temperature=0.0)
 

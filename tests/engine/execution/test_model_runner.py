@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from model_checkpoints import save_tiny
+from sequences import make_sequence
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -16,23 +16,15 @@ from engine.errors import ConfigError
 from engine.execution.model_runner import ModelRunner
 from engine.execution.random import sequence_seed
 from engine.kv.kv_cache import KVCache
-from engine.request import Request
+from engine.kv.transfers import Transfers
 from engine.sampling_params import SamplingParams
-from engine.scheduling.beam import BeamSearch
-from engine.scheduling.family import Family
-from engine.scheduling.step_plan import Candidates, Transfers
+from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.candidates import Candidates
+from engine.scheduling.sequence import ScheduledChunk, SequenceGroup
 from kernels import AttentionMetadata, PackedLinear
 
 PROMPT = [5, 17, 42, 8, 61, 33, 90, 12, 4]
 SEED = 77
-
-
-@dataclass
-class Chunk:
-    request: Request
-    start: int
-    length: int
-    samples: bool = True
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +55,10 @@ def runner(folder: Path) -> ModelRunner:
     return make_runner(folder)
 
 
-def chunk(params: SamplingParams, family: Family | None = None, seed: int = SEED) -> Chunk:
-    """The whole prompt of a request whose blocks are 3, 0 and 7."""
-    request = Request("r", list(PROMPT), params, seed=seed, family=family)
-    request.block_table = [3, 0, 7]
-    return Chunk(request, 0, len(PROMPT))
+def chunk(params: SamplingParams, group: SequenceGroup | None = None, seed: int = SEED) -> ScheduledChunk:
+    """The whole prompt of a sequence whose blocks are 3, 0 and 7."""
+    sequence = make_sequence(PROMPT, [3, 0, 7], params, group=group, seed=seed)
+    return ScheduledChunk(sequence, 0, len(PROMPT), True)
 
 
 def test_an_ordinary_request_gets_a_token(runner: ModelRunner) -> None:
@@ -76,9 +67,9 @@ def test_an_ordinary_request_gets_a_token(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("best_of", [None, 4], ids=["all returned", "ranked"])
-def test_the_first_step_of_a_family_draws_for_each_sequence(runner: ModelRunner, best_of: int | None) -> None:
+def test_the_first_step_of_a_group_draws_for_each_sequence(runner: ModelRunner, best_of: int | None) -> None:
     params = SamplingParams(n=3, best_of=best_of, temperature=1.5)
-    (made,) = runner.run([chunk(params, Family("r", params, None))])
+    (made,) = runner.run([chunk(params, SequenceGroup("r", params, None))])
     seeds = [sequence_seed(SEED, sequence) for sequence in range(params.width)]
     alone = runner.run([chunk(SamplingParams(temperature=1.5), seed=seed) for seed in seeds])
     assert isinstance(made, Candidates)
@@ -88,13 +79,13 @@ def test_the_first_step_of_a_family_draws_for_each_sequence(runner: ModelRunner,
     assert max(made.logprobs) < 0.0
 
 
-def test_later_steps_of_a_family_draw_one_token(runner: ModelRunner) -> None:
+def test_later_steps_of_a_group_draw_one_token(runner: ModelRunner) -> None:
     plain = SamplingParams(n=2, temperature=1.5)
     ranked = SamplingParams(n=2, best_of=3, temperature=1.5)
     token, candidates, alone = runner.run(
         [
-            chunk(plain, Family("r", plain, None, spread=True), seed=5),
-            chunk(ranked, Family("r", ranked, None, spread=True), seed=5),
+            chunk(plain, SequenceGroup("r", plain, None, forked=True), seed=5),
+            chunk(ranked, SequenceGroup("r", ranked, None, forked=True), seed=5),
             chunk(SamplingParams(temperature=1.5), seed=5),
         ]
     )
@@ -104,13 +95,15 @@ def test_later_steps_of_a_family_draw_one_token(runner: ModelRunner) -> None:
     assert len(candidates.logprobs) == 1
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_beam_gets_the_likeliest_tokens(runner: ModelRunner, spread: bool) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_beam_gets_the_likeliest_tokens(runner: ModelRunner, forked: bool) -> None:
     params = SamplingParams(n=2, beam_width=3, use_beam_search=True, temperature=0.0, min_tokens=2)
-    search = BeamSearch(3, length_penalty=1.0, early_stopping=False, ending=frozenset({1}), max_new_tokens=9)
-    (made,) = runner.run([chunk(params, Family("r", params, search, spread=spread))])
+    search = BeamSearch(
+        3, length_penalty=1.0, early_stopping=False, end_token_ids=frozenset({1}), max_new_tokens=9
+    )
+    (made,) = runner.run([chunk(params, SequenceGroup("r", params, search, forked=forked))])
     assert isinstance(made, Candidates)
-    assert len(made.tokens) == search.candidates
+    assert len(made.tokens) == search.num_candidates
     assert list(made.logprobs) == sorted(made.logprobs, reverse=True)
     assert made.tokens[0] == runner.run([chunk(SamplingParams(temperature=0.0, min_tokens=2))])[0]
     assert 1 not in made.tokens  # min_tokens forbids the end
@@ -134,7 +127,7 @@ def test_the_cache_hears_of_each_block_that_a_step_writes(
     monkeypatch.setattr(runner.kv_cache, "before_writing", lambda blocks: told.append(list(blocks)))
     whole = chunk(SamplingParams(temperature=0.0))
     for start, length in ((0, 9), (0, 4), (3, 2), (4, 5), (8, 1)):
-        runner.run([Chunk(whole.request, start, length, samples=False)])
+        runner.run([ScheduledChunk(whole.sequence, start, length, False)])
     assert told == [[3, 0, 7], [3], [3, 0], [0, 7], [7]]
 
 
@@ -174,16 +167,17 @@ def test_swapped_blocks_serve_from_other_places(folder: Path) -> None:
     """The second half of a prompt computes the same after its first half left the device and came back."""
     runner = make_runner(folder, swap_space=1 << 20)
     params = SamplingParams(n=3, best_of=4, temperature=1.5)
-    whole = chunk(params, Family("r", params, None))
+    whole = chunk(params, SequenceGroup("r", params, None))
     (expected,) = runner.run([whole])
-    runner.run([Chunk(whole.request, 0, 4, samples=False), Chunk(whole.request, 4, 3, samples=False)])
+    sequence = whole.sequence
+    runner.run([ScheduledChunk(sequence, 0, 4, False), ScheduledChunk(sequence, 4, 3, False)])
     out, _ = runner.transfer(Transfers(swap_out=[(3, 5), (0, 6)]))
     runner.kv_cache.pool.fill_(1e4)
     _, back = runner.transfer(Transfers(swap_in=[(5, 8), (6, 9)], copies=[(1, 2)]))
     assert out > 0.0
     assert back > 0.0
-    whole.request.block_table = [8, 9, 1]
-    assert runner.run([Chunk(whole.request, 7, 2)]) == [expected]
+    sequence.block_table = [8, 9, 1]
+    assert runner.run([ScheduledChunk(sequence, 7, 2, True)]) == [expected]
 
 
 def test_the_start_tells_the_swap_space(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

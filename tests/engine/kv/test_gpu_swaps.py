@@ -18,7 +18,7 @@ import engine.kv.kv_cache as kv_cache
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import ConfigError
 from engine.kv.kv_cache import KVCache
-from engine.scheduling.step_plan import Transfers
+from engine.kv.transfers import Transfers
 
 pytestmark = [*GPU]
 

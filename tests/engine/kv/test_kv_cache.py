@@ -15,8 +15,8 @@ from engine.execution.calibration import CopyCost, steady_prefill_rate, swap_cos
 from engine.kv.block_pool import NO_BLOCK, InvariantError
 from engine.kv.kv_cache import KVCache
 from engine.kv.swap_stream import CopyClock
+from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
-from engine.scheduling.step_plan import Transfers
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

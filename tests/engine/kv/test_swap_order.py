@@ -14,7 +14,7 @@ from tiny_engines import TINY_MODELS
 
 from engine.engine import Engine
 from engine.kv.kv_cache import KVCache
-from engine.scheduling.step_plan import Transfers
+from engine.kv.transfers import Transfers
 from kernels.cpu.build import BuildError, find_compilers
 
 try:

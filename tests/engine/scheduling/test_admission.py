@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulation import KVSimulation, make_request, make_scheduler
+from kv_simulation import KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import run_until_preempted, shape, tokens
 
 
@@ -15,12 +15,11 @@ def test_a_prompt_seen_before_hits_all_but_its_last_token(length: int, cached: i
     simulation = KVSimulation(4)
     scheduler.add(make_request("first", tokens(length), max_tokens=4))
     simulation.drain(scheduler)
-    request = make_request("second", tokens(length), max_tokens=4)
-    scheduler.add(request)
+    sequence = add(scheduler, make_request("second", tokens(length), max_tokens=4))
     plan = simulation.step(scheduler)
     assert shape(plan) == [("second", cached, length - cached, True)]
     simulation.drain(scheduler)
-    assert request.cached_tokens == simulation.ended["second"].cached_tokens == cached
+    assert sequence.cached_tokens == simulation.ended["second"].cached_tokens == cached
     assert simulation.output["first"] == simulation.output["second"]
     stats = scheduler.stats()
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * length, cached)
@@ -29,11 +28,9 @@ def test_a_prompt_seen_before_hits_all_but_its_last_token(length: int, cached: i
 def test_the_next_turn_hits_the_answer_too() -> None:
     scheduler = make_scheduler(16, 4)
     simulation = KVSimulation(4)
-    first = make_request("first", tokens(6), max_tokens=8)
-    scheduler.add(first)
+    first = add(scheduler, make_request("first", tokens(6), max_tokens=8))
     simulation.drain(scheduler)
-    second = make_request("second", [*first.token_ids, 1, 2, 3])
-    scheduler.add(second)
+    second = add(scheduler, make_request("second", [*first.token_ids, 1, 2, 3]))
     simulation.drain(scheduler)
     assert second.cached_tokens == 12  # of 14 tokens the last was never run, and only full blocks count
 
@@ -42,20 +39,18 @@ def test_tenants_do_not_share() -> None:
     scheduler = make_scheduler(16, 4)
     simulation = KVSimulation(4)
     for name, salt in [("first", ""), ("second", "x"), ("third", "x")]:
-        request = make_request(name, tokens(9), salt=salt)
-        scheduler.add(request)
+        sequence = add(scheduler, make_request(name, tokens(9), salt=salt))
         simulation.drain(scheduler)
-        assert request.cached_tokens == (8 if name == "third" else 0)
+        assert sequence.cached_tokens == (8 if name == "third" else 0)
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     scheduler = make_scheduler(16, 4, prefix_caching=False)
     simulation = KVSimulation(4)
     for name in "ab":
-        request = make_request(name, tokens(9))
-        scheduler.add(request)
+        sequence = add(scheduler, make_request(name, tokens(9)))
         simulation.drain(scheduler)
-        assert request.cached_tokens == 0
+        assert sequence.cached_tokens == 0
     stats = scheduler.stats()
     assert (stats.cached_blocks, stats.free_blocks, stats.prefix_query_tokens) == (0, 16, 0)
 
@@ -65,8 +60,8 @@ def test_requests_in_flight_share_what_is_being_computed() -> None:
     simulation = KVSimulation(4)
     requests = [make_request(name, [*tokens(16), ord(name) % 40], arrival=float(ord(name))) for name in "abc"]
     other = make_request("z", tokens(4, 30), arrival=999.0)
-    for request in [*requests, other]:
-        scheduler.add(request)
+    sequences = [add(scheduler, request) for request in requests]
+    scheduler.add(other)
     assert shape(simulation.step(scheduler)) == [("a", 0, 8, False)]
     # Nobody computes a's blocks again: b and c wait for them, and z is not held up.
     assert shape(simulation.step(scheduler)) == [("a", 8, 8, False)]
@@ -77,7 +72,7 @@ def test_requests_in_flight_share_what_is_being_computed() -> None:
         ("z", 0, 4, True),
     ]
     simulation.drain(scheduler)
-    assert [request.cached_tokens for request in requests] == [0, 16, 16]
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 16, 16]
     assert scheduler.stats().referenced_blocks == 0
 
 
@@ -125,12 +120,11 @@ def test_only_the_same_block_after_the_same_text_is_waited_for() -> None:
 def test_shortage_makes_admission_more_careful() -> None:
     def admitted(shortage: bool) -> bool:
         scheduler = make_scheduler(8, 4)
-        simulation = KVSimulation(4, lambda request: 7)
-        scheduler.add(old := make_request("old", tokens(7), 25, arrival=1.0))
+        simulation = KVSimulation(4, lambda sequence: 7)
+        old = add(scheduler, make_request("old", tokens(7), 25, arrival=1.0))
         simulation.step(scheduler)
-        young = make_request("young", tokens(14, 20), 10, arrival=2.0)
         if shortage:
-            scheduler.add(young)
+            young = add(scheduler, make_request("young", tokens(14, 20), 10, arrival=2.0))
             run_until_preempted(scheduler, simulation, young)
             scheduler.abort("young")
         while len(old.token_ids) < 14:
@@ -147,15 +141,15 @@ def test_shortage_makes_admission_more_careful() -> None:
 def test_a_head_that_does_not_fit_is_passed_within_bounds_and_then_served() -> None:
     def run(look_ahead: int, max_overtakes: int) -> list[str]:
         scheduler = make_scheduler(8, 4, look_ahead=look_ahead, max_overtakes=max_overtakes, max_num_seqs=3)
-        simulation = KVSimulation(4, lambda request: 7)
+        simulation = KVSimulation(4, lambda sequence: 7)
         scheduler.add(make_request("runs", tokens(7), 2, arrival=1.0))
-        started = [request.request_id for request in simulation.step(scheduler).admitted]
+        started = [sequence.request_id for sequence in simulation.step(scheduler).admitted]
         scheduler.add(make_request("large", tokens(25, 20), 2, arrival=2.0))
         small = [make_request(f"s{i}", [30 + i], 4, arrival=3.0 + i) for i in range(6)]
         for request in small:
             scheduler.add(request)
         while scheduler.has_work():
-            started += [request.request_id for request in simulation.step(scheduler).admitted]
+            started += [sequence.request_id for sequence in simulation.step(scheduler).admitted]
         return started[1:]
 
     every_small = [f"s{i}" for i in range(6)]
@@ -167,12 +161,12 @@ def test_a_head_that_does_not_fit_is_passed_within_bounds_and_then_served() -> N
 
 def test_nothing_passes_a_preempted_request_into_blocks_that_it_needs() -> None:
     scheduler = make_scheduler(8, 4)
-    simulation = KVSimulation(4, lambda request: 7)
+    simulation = KVSimulation(4, lambda sequence: 7)
     scheduler.add(make_request("old", tokens(7), 25, arrival=1.0))
     simulation.step(scheduler)
-    scheduler.add(young := make_request("young", tokens(14, 20), 10, arrival=2.0))
+    young = add(scheduler, make_request("young", tokens(14, 20), 10, arrival=2.0))
     run_until_preempted(scheduler, simulation, young)
-    scheduler.add(small := make_request("small", [39], 1, arrival=3.0))
+    small = add(scheduler, make_request("small", [39], 1, arrival=3.0))
     simulation.step(scheduler)
     stats = scheduler.stats()
     assert stats.free_blocks + stats.cached_blocks == 4  # enough for the small one, not for both

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulation import EOS, KVSimulation, make_request, make_scheduler
+from kv_simulation import EOS, KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import run_until_preempted, shape, tokens
 
 from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, InvariantError
 from engine.kv.prefix_index import PrefixIndex
-from engine.request import FinishReason, ModelLimits, RequestState
+from engine.request import FinishReason, ModelLimits
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SequenceState
 
 
 def test_prefill_decode_and_end_of_one_request() -> None:
     scheduler = make_scheduler(16, 4)
-    simulation = KVSimulation(4, lambda request: 7)
-    request = make_request("a", tokens(6), max_tokens=3)
-    scheduler.add(request)
-    assert request.max_total_tokens == 9
+    simulation = KVSimulation(4, lambda sequence: 7)
+    sequence = add(scheduler, make_request("a", tokens(6), max_tokens=3))
+    assert sequence.max_total_tokens == 9
     assert shape(simulation.step(scheduler)) == [("a", 0, 6, True)]
-    assert (request.computed, request.token_ids[-1], request.state) == (6, 7, RequestState.RUNNING)
+    assert (sequence.computed, sequence.token_ids[-1], sequence.state) == (6, 7, SequenceState.RUNNING)
     assert scheduler.stats().referenced_blocks == 2
     assert shape(simulation.step(scheduler)) == [("a", 6, 1, True)]
     assert shape(simulation.step(scheduler)) == [("a", 7, 1, True)]
@@ -53,12 +53,11 @@ def test_a_plan_that_is_not_committed_is_planned_again() -> None:
 
 def test_wrong_commits_are_refused_whole() -> None:
     scheduler = make_scheduler(16, 4)
-    request = make_request("a", tokens(6))
-    scheduler.add(request)
+    sequence = add(scheduler, make_request("a", tokens(6)))
     plan = scheduler.schedule()
     with pytest.raises(InvariantError, match="samples 1 tokens was committed with 0"):
         scheduler.commit(plan, [])
-    assert request.computed == 0
+    assert sequence.computed == 0
     scheduler.commit(plan, [1])
     with pytest.raises(InvariantError, match="the plan is stale"):
         scheduler.commit(plan, [1])
@@ -66,13 +65,13 @@ def test_wrong_commits_are_refused_whole() -> None:
     new = scheduler.schedule()
     with pytest.raises(InvariantError, match="the plan is stale"):
         scheduler.commit(old, [1])
-    assert (request.computed, len(request.token_ids)) == (6, 7)
+    assert (sequence.computed, len(sequence.token_ids)) == (6, 7)
     scheduler.commit(new, [1])
 
 
 def run_one(script: list[int], **options: object) -> tuple[list[int], FinishReason | None]:
     scheduler = make_scheduler(16, 4)
-    simulation = KVSimulation(4, lambda request: script[request.num_output_tokens])
+    simulation = KVSimulation(4, lambda sequence: script[sequence.num_output_tokens])
     scheduler.add(make_request("a", tokens(3), **options))  # type: ignore[arg-type]
     simulation.drain(scheduler)
     return simulation.output["a"], simulation.ended["a"].finish_reason
@@ -113,19 +112,17 @@ def test_one_token_ends_in_the_prefill_step() -> None:
 def test_without_max_tokens_the_context_length_or_the_pool_ends_it() -> None:
     for num_blocks, max_model_len, length in [(16, 20, 20), (3, 4096, 12)]:
         scheduler = make_scheduler(num_blocks, 4, max_model_len=max_model_len)
-        simulation = KVSimulation(4, lambda request: 7)
-        request = make_request("a", tokens(5), max_tokens=None)
-        scheduler.add(request)
+        simulation = KVSimulation(4, lambda sequence: 7)
+        sequence = add(scheduler, make_request("a", tokens(5), max_tokens=None))
         simulation.drain(scheduler)
-        assert len(request.token_ids) == request.max_total_tokens == length
-        assert request.finish_reason is FinishReason.LENGTH
+        assert len(sequence.token_ids) == sequence.max_total_tokens == length
+        assert sequence.finish_reason is FinishReason.LENGTH
 
 
 def test_a_request_that_moved_here_goes_on_counting() -> None:
     scheduler = make_scheduler(16, 4)
-    request = make_request("a", tokens(5), max_tokens=4, generated_before=2, min_tokens=3)
-    scheduler.add(request)
-    assert request.max_total_tokens == 7
+    sequence = add(scheduler, make_request("a", tokens(5), max_tokens=4, generated_before=2, min_tokens=3))
+    assert sequence.max_total_tokens == 7
     deltas = []
     while scheduler.has_work():
         deltas += scheduler.commit(scheduler.schedule(), [EOS])
@@ -167,10 +164,9 @@ def test_what_a_lost_step_wrote_is_never_found() -> None:
     assert (delta.finish_reason, delta.error, delta.token_ids) == (FinishReason.ERROR, "the step raised", ())
     stats = scheduler.stats()
     assert (stats.referenced_blocks, stats.cached_blocks, stats.finished[FinishReason.ERROR]) == (0, 2, 1)
-    request = make_request("good", tokens(14))
-    scheduler.add(request)
+    sequence = add(scheduler, make_request("good", tokens(14)))
     simulation.drain(scheduler)
-    assert request.cached_tokens == 8
+    assert sequence.cached_tokens == 8
 
 
 def test_the_others_of_a_failed_step_are_committed() -> None:
@@ -189,14 +185,10 @@ def test_the_others_of_a_failed_step_are_committed() -> None:
 
 def test_abort_in_every_state_frees_everything() -> None:
     scheduler = make_scheduler(6, 4)
-    simulation = KVSimulation(4, lambda request: 7)
-    old, young = (
-        make_request("old", tokens(7), 17, arrival=1.0),
-        make_request("young", tokens(6, 20), 9, arrival=2.0),
-    )
-    scheduler.add(old)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    add(scheduler, make_request("old", tokens(7), 17, arrival=1.0))
     simulation.step(scheduler)
-    scheduler.add(young)
+    young = add(scheduler, make_request("young", tokens(6, 20), 9, arrival=2.0))
     scheduler.add(make_request("waits", tokens(6, 30), 9, arrival=3.0))
     run_until_preempted(scheduler, simulation, young)
     stats = scheduler.stats()
@@ -223,8 +215,7 @@ def test_abort_between_schedule_and_commit_drops_the_token() -> None:
         scheduler.add(make_request(name, tokens(3, ord(name))))
     plan = scheduler.schedule()
     scheduler.abort("a")
-    twin = make_request("a", tokens(5))
-    scheduler.add(twin)  # the same id again, in the same step
+    twin = add(scheduler, make_request("a", tokens(5)))  # the same id again, in the same step
     deltas = scheduler.commit(plan, [1, 2])
     assert [(delta.request_id, delta.token_ids) for delta in deltas] == [("b", (2,))]
     assert (twin.computed, twin.token_ids) == (0, tokens(5))
@@ -234,28 +225,27 @@ def test_abort_between_schedule_and_commit_drops_the_token() -> None:
 def test_check_finds_planted_faults(fault: str) -> None:
     scheduler = make_scheduler(16, 4)
     simulation = KVSimulation(4)
-    request = make_request("a", tokens(6))
-    scheduler.add(request)
+    sequence = add(scheduler, make_request("a", tokens(6)))
     scheduler.add(make_request("b", tokens(6, 20), arrival=2.0))
     simulation.step(scheduler)
     scheduler.check()
-    table = scheduler.table
+    state = scheduler.state
     match fault:
         case "table":
-            request.block_table = request.block_table[:-1]
+            sequence.block_table = sequence.block_table[:-1]
         case "state":
-            request.state = RequestState.WAITING
+            sequence.state = SequenceState.WAITING
         case "counter":
-            table.num_preempted = 1
+            state.num_preempted = 1
         case "list":
-            table.waiting.append(table.running[0])
+            state.waiting.append(state.running[0])
         case "order":
-            table.running.reverse()
+            state.running.reverse()
         case "computed":
-            request.computed = 9
+            sequence.computed = 9
         case "shared":
-            table.running[1].request.block_table[1] = request.block_table[1]
-            scheduler._pool.share([request.block_table[1]])
-            scheduler._pool.release([3])
+            state.running[1].block_table[1] = sequence.block_table[1]
+            scheduler.state.pool.share([sequence.block_table[1]])
+            scheduler.state.pool.release([3])
     with pytest.raises(InvariantError):
         scheduler.check()

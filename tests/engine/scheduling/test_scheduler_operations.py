@@ -10,10 +10,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from kv_simulation import EOS, KVSimulation, constant_hash, make_request, make_scheduler, random_prompt
+from kv_simulation import EOS, KVSimulation, add, constant_hash, make_request, make_scheduler, random_prompt
 
 from engine.errors import InvalidRequestError
-from engine.request import FinishReason, Request, RequestState
+from engine.request import FinishReason, Request
+from engine.scheduling.sequence import Sequence, SequenceState
 
 OPERATIONS = 2_000  # of each case below: more than 100,000 in all
 
@@ -45,7 +46,7 @@ CASES = [
     Case(12, 3, 6, 64, recovery="recompute", constant=True),
     Case(12, 2, 5, 7, host_blocks=24, window=5),
     Case(20, 2, 8, 24, window=3, constant=True, host_blocks=4, recovery="swap"),
-    Case(40, 2, 2, 8, host_blocks=16),  # more beams than seats
+    Case(40, 2, 2, 8, host_blocks=16),  # more beams than sequence slots
 ]
 SEEDS = 5
 assert len(CASES) * SEEDS * OPERATIONS >= 100_000
@@ -73,10 +74,11 @@ class Driver:
         )
         self.simulation = KVSimulation(case.block_size, self._sample, window=case.window)
         self.requests: dict[str, Request] = {}
+        self.first: dict[str, Sequence] = {}  # of each request's sequences
         self.aborted: set[str] = set()
         self.time = 0.0
 
-    def _sample(self, request: Request) -> int:
+    def _sample(self, sequence: Sequence) -> int:
         return self.rng.choice([0, 0, 1, 1, EOS])
 
     def arrive(self) -> None:
@@ -106,10 +108,11 @@ class Driver:
             **sequences,
         )
         try:
-            self.scheduler.add(request)
+            first = add(self.scheduler, request)
         except InvalidRequestError:
             return
         self.requests[request.request_id] = request
+        self.first[request.request_id] = first
         for sequence, output in enumerate(request.outputs):
             name = f"{request.request_id}#{sequence}" if sequence else request.request_id
             self.simulation.output[name] = list(output or ())
@@ -134,12 +137,12 @@ class Driver:
         plan = self.scheduler.schedule()
         assert plan.chunks, f"work is left but nothing runs: {self.scheduler.stats()}"
         assert plan.num_tokens <= case.token_budget
-        assert len({chunk.request.key for chunk in plan.chunks}) == len(plan.chunks) <= case.max_num_seqs
+        assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks) <= case.max_num_seqs
         outcomes = self.simulation.run(plan)
         if rng.random() < 0.05:
             self.abort()
         if rng.random() < 0.03:
-            victim = rng.choice(plan.chunks).request.request_id
+            victim = rng.choice(plan.chunks).sequence.request_id
             if victim not in self.simulation.over:
                 self.simulation.deliver(self.scheduler.fail([victim], "planted"))
             if rng.random() < 0.5:
@@ -184,7 +187,7 @@ def test_random_operations(case: Case, seed: int) -> None:
             assert len(ends) == request.params.n - started
         elif FinishReason.ABORT in reasons:
             assert name in driver.aborted
-        assert request.state is RequestState.FINISHED or request.outputs
+        assert driver.first[name].state is SequenceState.FINISHED
     if case.recovery == "swap" and case.host_blocks >= 7:
         assert stats.recovery.decisions["swap"] > 0
     assert (stats.copied_blocks > 0) == (case.block_size > 1)  # blocks of one token are never partly full

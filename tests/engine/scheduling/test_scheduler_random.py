@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from kv_simulation import EOS, KVSimulation, constant_hash, make_request, make_scheduler, random_prompt
+from kv_simulation import EOS, KVSimulation, add, constant_hash, make_request, make_scheduler, random_prompt
 
 from engine.errors import InvalidRequestError
-from engine.request import FinishReason, RequestState
+from engine.request import FinishReason
+from engine.scheduling.sequence import SequenceState
 
 
 @pytest.mark.parametrize("hash_tokens", [hash, constant_hash], ids=["hash", "constant"])
@@ -38,9 +39,9 @@ def test_every_request_ends(
         look_ahead=rng.choice([0, 2, 8]),
         max_overtakes=rng.choice([1, 32]),
     )
-    simulation = KVSimulation(block_size, lambda request: rng.choice([0, 0, 1, 1, EOS]))
+    simulation = KVSimulation(block_size, lambda sequence: rng.choice([0, 0, 1, 1, EOS]))
     capacity = num_blocks * block_size
-    requests = {}
+    sequences = {}
     to_come = 30
     for _ in range(5_000):
         while to_come and rng.random() < 0.5:
@@ -55,33 +56,34 @@ def test_every_request_ends(
                 salt=rng.choice(["", "", "tenant"]),
             )
             try:
-                scheduler.add(request)
+                sequence = add(scheduler, request)
             except InvalidRequestError:
                 assert len(prompt) + (request.params.max_tokens or 1) > capacity
                 continue
-            requests[request.request_id] = request
+            sequences[sequence.request_id] = sequence
         if not to_come and not scheduler.has_work():
             break
         oldest = min(
-            (r for r in requests.values() if r.state is RequestState.RUNNING),
-            key=lambda r: (r.priority, r.arrival, r.request_id),
+            (s for s in sequences.values() if s.state is SequenceState.RUNNING),
+            key=lambda s: (s.request.priority, s.request.arrival, s.request_id),
             default=None,
         )
-        waiting = [r for r in requests.values() if r.state in (RequestState.WAITING, RequestState.PREEMPTED)]
+        not_running = (SequenceState.WAITING, SequenceState.PREEMPTED)
+        waiting = [s for s in sequences.values() if s.state in not_running]
         plan = scheduler.schedule()
         assert bool(plan.chunks) == scheduler.has_work()
         assert plan.num_tokens <= token_budget
-        assert len({id(chunk.request) for chunk in plan.chunks}) == len(plan.chunks) <= max_num_seqs
-        if oldest is not None and all(r.priority >= oldest.priority for r in waiting):
+        assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks) <= max_num_seqs
+        if oldest is not None and all(s.request.priority >= oldest.request.priority for s in waiting):
             assert oldest not in plan.preempted
         tokens = simulation.run(plan)
-        live = [name for name, request in requests.items() if request.state is not RequestState.FINISHED]
+        live = [name for name, each in sequences.items() if each.state is not SequenceState.FINISHED]
         if live and rng.random() < 0.05:
             aborted = scheduler.abort(rng.choice(live))
             assert len(aborted) == 1
             simulation.deliver(aborted)
         if plan.chunks and rng.random() < 0.05:
-            victim = rng.choice(plan.chunks).request.request_id
+            victim = rng.choice(plan.chunks).sequence.request_id
             simulation.deliver(scheduler.fail([victim], "planted"))
             if rng.random() < 0.5:
                 continue  # the step is lost: what it wrote must not be found, and it is planned again
@@ -89,20 +91,20 @@ def test_every_request_ends(
     else:
         raise AssertionError(f"not done: {scheduler.stats()}")
     stats = scheduler.stats()
-    assert set(simulation.ended) == set(requests)
+    assert set(simulation.ended) == set(sequences)
     assert stats.referenced_blocks == stats.running == stats.waiting == stats.preempted == 0
     assert stats.cached_blocks + stats.free_blocks == num_blocks
-    assert sum(stats.finished.values()) == len(requests)
-    assert stats.preemptions == sum(request.num_preemptions for request in requests.values())
+    assert sum(stats.finished.values()) == len(sequences)
+    assert stats.preemptions == sum(sequence.num_preemptions for sequence in sequences.values())
     assert stats.generated_tokens == sum(map(len, simulation.output.values()))
-    assert stats.prefix_hit_tokens == sum(request.cached_tokens or 0 for request in requests.values()) or not (
-        prefix_caching
-    )
-    for name, request in requests.items():
+    assert stats.prefix_hit_tokens == sum(
+        sequence.cached_tokens or 0 for sequence in sequences.values()
+    ) or not (prefix_caching)
+    for name, sequence in sequences.items():
         reason = simulation.ended[name].finish_reason
-        assert request.finish_reason is reason
-        assert request.token_ids[request.num_prompt_tokens :] == simulation.output[name]
+        assert sequence.finish_reason is reason
+        assert sequence.token_ids[sequence.num_prompt_tokens :] == simulation.output[name]
         if reason is FinishReason.STOP:
             assert simulation.output[name][-1] == EOS
         if reason is FinishReason.LENGTH:
-            assert len(request.token_ids) == request.max_total_tokens
+            assert len(sequence.token_ids) == sequence.max_total_tokens

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulation import KVSimulation, make_request, make_scheduler
+from kv_simulation import KVSimulation, add, make_request, make_scheduler
 
-from engine.request import RequestState
 from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
+from engine.scheduling.sequence import SequenceState
 
 BLOCK = 16
 
@@ -50,19 +50,18 @@ def test_a_loss_is_learned_before_the_request_comes_back(recovery: str) -> None:
     def survival() -> float:
         return scheduler.stats().recovery.survival
 
-    first = make_request("a", [1] * 13, max_tokens=8, ignore_eos=True)
-    scheduler.add(first)
+    first = add(scheduler, make_request("a", [1] * 13, max_tokens=8, ignore_eos=True))
     simulation.step(scheduler)
-    assert first.state is RequestState.RUNNING
+    assert first.state is SequenceState.RUNNING
     scheduler.add(make_request("b", [2] * 29, priority=-1, max_tokens=3, ignore_eos=True))
     simulation.step(scheduler)
-    assert first.state is not RequestState.RUNNING
+    assert first.state is not SequenceState.RUNNING
     assert survival() == 0.5  # it may come back at once
     scheduler.add(make_request("c", [3] * 25, priority=-2, ignore_eos=True))
     simulation.step(scheduler)
     assert scheduler.stats().preemptions == 2
     assert survival() == 0.25  # its three blocks are gone, and it still waits
-    assert first.state is not RequestState.RUNNING
+    assert first.state is not SequenceState.RUNNING
     lessons = []
     while scheduler.has_work():
         before = survival()

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_simulation import make_request
+from kv_simulation import add, make_request, make_scheduler
 from tiny_engines import tiny_engine_config
 
 from engine.engine import Engine
 from engine.execution.calibration import Calibration
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
-from engine.kv.prefix_index import PrefixIndex
-from engine.scheduling.preemption import Preemption
+from engine.kv.transfers import Transfers
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
-from engine.scheduling.request_table import RequestTable
-from engine.scheduling.step_plan import ScheduledChunk, StepPlan, StepTiming, Swap, Transfers
+from engine.scheduling.recovery_tracker import RecoveryTracker
+from engine.scheduling.step import StepPlan, StepTiming, Swap
 
 
 def make_policy() -> RecoveryPolicy:
@@ -27,18 +26,16 @@ def make_policy() -> RecoveryPolicy:
 def test_each_is_charged_by_its_blocks_and_that_is_what_is_learned() -> None:
     policy, taught = make_policy(), make_policy()
     pool, host = BlockPool(16, 16), HostPool(16)
-    preemption = Preemption(pool, PrefixIndex(pool), host, RequestTable(pool, host), policy)
+    tracker = RecoveryTracker(pool, host, policy)
     large, small, back, nothing = (policy.choose(Victim(48, 3, 3, 0, 0, True)) for _ in range(4))
     for _ in range(4):
         taught.choose(Victim(48, 3, 3, 0, 0, True))
     plan = StepPlan(
-        chunks=[],
-        num_tokens=0,
-        num_samples=0,
+        8,
         transfers=Transfers(swap_out=[(block, block) for block in range(4)], swap_in=[(4, 4), (5, 5)]),
         swaps=[Swap(large, 3, 0), Swap(small, 1, 0), Swap(back, 0, 2), Swap(nothing, 0, 0)],
     )
-    preemption.account(plan, StepTiming(0.0, 0.8, 0.4))
+    tracker.account(plan, StepTiming(0.0, 0.8, 0.4))
     assert [decision.outcome for decision in (large, small, back, nothing)] == pytest.approx(
         [0.6, 0.2, 0.4, 0.0]
     )
@@ -53,10 +50,12 @@ def test_each_is_charged_by_its_blocks_and_that_is_what_is_learned() -> None:
 def test_a_step_that_only_swaps_back_says_nothing_of_the_way_out() -> None:
     policy = make_policy()
     pool, host = BlockPool(16, 16), HostPool(16)
-    preemption = Preemption(pool, PrefixIndex(pool), host, RequestTable(pool, host), policy)
+    tracker = RecoveryTracker(pool, host, policy)
     decision = policy.choose(Victim(48, 3, 0, 0, 0, True))
-    plan = StepPlan([], 0, 0, Transfers(swap_in=[(0, 0)]), swaps=[Swap(decision, 0, 0), Swap(decision, 0, 1)])
-    preemption.account(plan, StepTiming(0.0, 0.0, 0.4))
+    plan = StepPlan(
+        8, transfers=Transfers(swap_in=[(0, 0)]), swaps=[Swap(decision, 0, 0), Swap(decision, 0, 1)]
+    )
+    tracker.account(plan, StepTiming(0.0, 0.0, 0.4))
     assert decision.outcome == pytest.approx(0.4)
     assert [policy.rates.swap_out, policy.rates.out_call] == pytest.approx([100.0, 0.01])
     assert policy.rates.swap_in < 200.0
@@ -65,20 +64,21 @@ def test_a_step_that_only_swaps_back_says_nothing_of_the_way_out() -> None:
 def test_each_prompt_teaches_what_its_tokens_took() -> None:
     policy, taught = make_policy(), make_policy()
     pool, host = BlockPool(16, 16), HostPool(16)
-    preemption = Preemption(pool, PrefixIndex(pool), host, RequestTable(pool, host), policy)
-    lengths = [30, 1, 8, 1]
-    chunks = [
-        ScheduledChunk(make_request(f"request{number}", [1] * length), 0, length, True)
-        for number, length in enumerate(lengths)
-    ]
-    preemption.account(StepPlan(chunks, sum(lengths), len(chunks), prefill=38), StepTiming(0.8))
+    tracker = RecoveryTracker(pool, host, policy)
+    scheduler = make_scheduler(64, 16, token_budget=40)
+    plan, decoding = StepPlan(40), StepPlan(40)
+    for number, length in enumerate([30, 1, 8, 1]):
+        sequence = add(scheduler, make_request(f"request{number}", [1] * length))
+        plan.add(sequence, length)
+        if length == 1:
+            decoding.add(sequence, 1)
+    tracker.account(plan, StepTiming(0.8))
     taught.saw_prefill(30, 0.8 * 30 / 40)
     taught.saw_prefill(8, 0.8 * 8 / 40)
     assert policy.rates == taught.rates
     assert policy.rates.prefill < 1000.0
     before = policy.rates
-    decoding = StepPlan([chunk for chunk in chunks if chunk.length == 1], 2, 2)
-    preemption.account(decoding, StepTiming(0.8))
+    tracker.account(decoding, StepTiming(0.8))
     assert policy.rates == before
 
 

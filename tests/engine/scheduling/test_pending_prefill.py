@@ -11,42 +11,40 @@ from hypothesis import strategies as st
 from kv_simulation import KVSimulation, make_request, make_scheduler
 from test_scheduler_operations import CASES, Case, Driver
 
-from engine.request import RequestState
-from engine.scheduling import backlog
-from engine.scheduling.backlog import Backlog
-from engine.scheduling.request_table import Entry
+from engine.scheduling import pending_prefill
+from engine.scheduling.pending_prefill import PendingPrefill
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import StepTiming
+from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step import StepTiming
 
-RUNS = (RequestState.RUNNING, RequestState.SWAPPING_IN)
+RUNS = (SequenceState.RUNNING, SequenceState.SWAPPING_IN)
 
 
-def of(scheduler: Scheduler, prefix_caching: bool = True) -> Backlog:
-    return Backlog(scheduler.table, scheduler._index, scheduler._pool.block_size, prefix_caching)
+def of(scheduler: Scheduler) -> PendingPrefill:
+    return PendingPrefill(scheduler.state)
 
 
 def counted(scheduler: Scheduler, prefix_caching: bool = True) -> int:
     """All that is to be computed, by sets of whole texts."""
-    size = scheduler._pool.block_size
+    size = scheduler.state.pool.block_size
     made: set[tuple[Hashable, tuple[int, ...]]] = set()
     wanted: set[tuple[Hashable, tuple[int, ...]]] = set()
     tokens = 0
 
-    def blocks(entry: Entry, first: int, most: int) -> Iterator[tuple[Hashable, tuple[int, ...]]]:
-        text = tuple(entry.request.token_ids)
-        return ((entry.root, text[: (place + 1) * size]) for place in range(first, most // size))
+    def blocks(sequence: Sequence, first: int, most: int) -> Iterator[tuple[Hashable, tuple[int, ...]]]:
+        text = tuple(sequence.token_ids)
+        return ((sequence.root, text[: (place + 1) * size]) for place in range(first, most // size))
 
-    for entry in scheduler.table.entries.values():
-        request = entry.request
-        length = len(request.token_ids)
-        if request.state in RUNS or entry.host_table:
-            left = length - request.computed
-            if left > 1 or request.state not in RUNS:
+    for sequence in scheduler.state.sequences.values():
+        length = len(sequence.token_ids)
+        if sequence.state in RUNS or sequence.host_table:
+            left = length - sequence.computed
+            if left > 1 or sequence.state not in RUNS:
                 tokens += left
-                made.update(blocks(entry, request.computed // size, length))
+                made.update(blocks(sequence, sequence.computed // size, length))
         elif prefix_caching:
-            node = scheduler._index.match(entry.root, request.token_ids, length - 1)
-            wanted.update(blocks(entry, 0 if node is None else node.depth, length - 1))
+            node = scheduler.state.index.match(sequence.root, sequence.token_ids, length - 1)
+            wanted.update(blocks(sequence, 0 if node is None else node.depth, length - 1))
             tokens += length - (length - 1) // size * size
         else:
             tokens += length
@@ -63,7 +61,7 @@ class Watched(Driver):
 
     def __init__(self, case: Case, seed: int) -> None:
         super().__init__(case, seed)
-        self.backlog = of(self.scheduler, case.caching)
+        self.pending = of(self.scheduler)
         self.most = 0
 
     def step(self) -> None:
@@ -76,24 +74,24 @@ class Watched(Driver):
             self.compare()
 
     def compare(self) -> None:
-        if len(self.scheduler.table.waiting) > backlog.LOOKED_UP:
-            self.backlog.tokens()
+        if len(self.scheduler.state.waiting) > pending_prefill.MAX_REMATCHED:
+            self.pending.tokens()
             return
-        tokens = self.backlog.tokens()
+        tokens = self.pending.tokens()
         assert tokens == counted(self.scheduler, self.case.caching)
         self.most = max(self.most, tokens)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 10**6))
-def test_backlog_is_what_a_count_over_all_tables_gives(case: Case, seed: int) -> None:
+def test_pending_prefill_is_what_a_count_over_all_tables_gives(case: Case, seed: int) -> None:
     driver = Watched(case, seed)
     driver.run(150)
     assert driver.most > 0
     driver.simulation.drain(driver.scheduler)
-    assert driver.backlog.tokens() == 0
-    kept = driver.backlog
-    left = (kept._parts, kept._computing, kept._held, kept._changed, kept._wanted, kept._made)
+    assert driver.pending.tokens() == 0
+    kept = driver.pending
+    left = (kept._shares, kept._computing, kept._held, kept._changed, kept._wanted, kept._computed)
     assert not any(left)
     assert kept._own == kept._both == 0
 
@@ -156,7 +154,7 @@ def test_evicted_prefix_is_to_be_computed_again() -> None:
 def test_report_costs_so_many_look_ups_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, model = make_scheduler(num_blocks=2000, max_num_seqs=1, token_budget=64), KVSimulation(4)
     load = of(scheduler)
-    count = 5 * backlog.LOOKED_UP
+    count = 5 * pending_prefill.MAX_REMATCHED
     for name in range(count):
         scheduler.add(
             make_request(f"r{name}", [*range(40), 40, name % 50, name // 50], max_tokens=1, arrival=1.0 + name)
@@ -164,20 +162,20 @@ def test_report_costs_so_many_look_ups_however_many_wait(monkeypatch: pytest.Mon
     assert load.tokens() == 40 + 3 * count
     step(scheduler, model)
     calls = 0
-    match = scheduler._index.match
+    match = scheduler.state.index.match
 
     def counting(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         return match(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(scheduler._index, "match", counting)
+    monkeypatch.setattr(scheduler.state.index, "match", counting)
     left = 3 * (count - 1)
     # The prefix is there; it counts once until all who wait have been asked, and never more than once.
-    for _ in range(count // backlog.LOOKED_UP - 1):
+    for _ in range(count // pending_prefill.MAX_REMATCHED - 1):
         calls = 0
         assert load.tokens() == 40 + left
-        assert calls == backlog.LOOKED_UP
+        assert calls == pending_prefill.MAX_REMATCHED
     assert load.tokens() == left
     # Who goes is seen at once.
     scheduler.abort("r77")
@@ -185,7 +183,7 @@ def test_report_costs_so_many_look_ups_however_many_wait(monkeypatch: pytest.Mon
 
 
 def test_report_changes_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "MOST_CHANGES", 15)
+    monkeypatch.setattr(pending_prefill, "MAX_CHANGED_BLOCKS", 15)
     scheduler, model = make_scheduler(num_blocks=2000, max_num_seqs=1, token_budget=64), KVSimulation(4)
     load = of(scheduler)
     for name in range(9):
@@ -197,7 +195,7 @@ def test_report_changes_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_report_hashes_so_many_blocks_of_newcomers_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "MOST_NEW", 15)
+    monkeypatch.setattr(pending_prefill, "MAX_NEW_BLOCKS", 15)
     scheduler, model = make_scheduler(num_blocks=2000, max_num_seqs=1, token_budget=64), KVSimulation(4)
     load = of(scheduler)
     for name in range(7):
@@ -223,4 +221,4 @@ def test_nothing_is_kept_of_what_comes_and_goes_without_being_asked() -> None:
         scheduler.add(make_request(f"r{name}", [draw.randrange(40) for _ in range(12)]))
         model.drain(scheduler)
     assert not load._changed
-    assert not load._parts
+    assert not load._shares

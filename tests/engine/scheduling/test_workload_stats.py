@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulation import KVSimulation, make_request, make_scheduler
+from kv_simulation import KVSimulation, add, make_request, make_scheduler
 
 from engine.request import FinishReason, Request
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.traffic import FIRST_OUTPUT, KEPT, Traffic
+from engine.scheduling.workload_stats import FIRST_OUTPUT, KEPT, WorkloadStats
 
 
 def run(scheduler: Scheduler, model: KVSimulation, request: Request) -> None:
@@ -17,11 +17,10 @@ def run(scheduler: Scheduler, model: KVSimulation, request: Request) -> None:
         scheduler.commit(plan, model.run(plan))
 
 
-def ended(traffic: Traffic, tokens: int, reason: FinishReason = FinishReason.LENGTH) -> None:
-    request = make_request("x", [1, 2, 3])
-    request.num_prompt_tokens = 3
-    request.token_ids += [7] * tokens
-    traffic.ended(request, reason)
+def ended(workload: WorkloadStats, tokens: int, reason: FinishReason = FinishReason.LENGTH) -> None:
+    sequence = add(make_scheduler(), make_request("x", [1, 2, 3]))
+    sequence.token_ids += [7] * tokens
+    workload.ended(sequence, reason)
 
 
 def test_all_of_a_prompt_arrives_while_nothing_is_known_of_hits() -> None:
@@ -62,39 +61,37 @@ def test_arrivals_that_wait_count_and_those_that_leave_stay_counted() -> None:
 
 
 def test_a_moved_request_brings_all_its_tokens() -> None:
-    traffic = Traffic()
-    traffic.came(make_request("a", [1] * 10))
-    moved = make_request("b", [1] * 10)
-    moved.outputs = ((1, 2, 3), None, (4,))
-    traffic.came(moved)
-    assert traffic.arrived_tokens == 24
+    workload = WorkloadStats()
+    workload.arrived(make_request("a", [1] * 10))
+    workload.arrived(make_request("b", [1] * 10, outputs=((1, 2, 3), None, (4,))))
+    assert workload.arrived_tokens == 24
 
 
 def test_remaining_output_before_any_has_ended() -> None:
-    assert Traffic().remaining_output == FIRST_OUTPUT
+    assert WorkloadStats().remaining_output == FIRST_OUTPUT
 
 
 def test_of_equally_long_outputs_half_remains() -> None:
-    traffic = Traffic()
+    workload = WorkloadStats()
     for _ in range(10 * KEPT):
-        ended(traffic, 100)
-    assert traffic.remaining_output == pytest.approx(50, rel=0.01)
+        ended(workload, 100)
+    assert workload.remaining_output == pytest.approx(50, rel=0.01)
 
 
 def test_of_unequal_outputs_more_remains() -> None:
-    traffic = Traffic()
+    workload = WorkloadStats()
     for number in range(10 * KEPT):
-        ended(traffic, 10 if number % 2 else 190)
+        ended(workload, 10 if number % 2 else 190)
     # One in two has 190 tokens, but 95 % of those that run at some moment do.
-    assert traffic.remaining_output == pytest.approx((10**2 + 190**2) / (2 * 200), rel=0.05)
+    assert workload.remaining_output == pytest.approx((10**2 + 190**2) / (2 * 200), rel=0.05)
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 def test_what_was_cut_short_says_nothing(reason: FinishReason) -> None:
-    traffic = Traffic()
+    workload = WorkloadStats()
     for _ in range(100):
-        ended(traffic, 1, reason)
-    assert traffic.remaining_output == FIRST_OUTPUT
+        ended(workload, 1, reason)
+    assert workload.remaining_output == FIRST_OUTPUT
 
 
 def test_running_sequences_may_come_to_their_limits() -> None:

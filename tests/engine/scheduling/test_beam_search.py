@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from model_checkpoints import VOCAB, save_tiny
 
 from engine.request import FinishReason
-from engine.scheduling.beam import BeamSearch
-from engine.scheduling.step_plan import Candidates
+from engine.scheduling.beam_search import BeamSearch
+from engine.scheduling.candidates import Candidates
 
 Tokens = tuple[int, ...]
 Model = Callable[[Tokens], list[float]]
@@ -35,7 +35,7 @@ class Case:
     width: int
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    ending: frozenset[int] = frozenset()
+    end_token_ids: frozenset[int] = frozenset()
     max_new_tokens: int = 6
     min_new_tokens: int = 0
 
@@ -44,7 +44,7 @@ class Case:
             self.width,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
-            ending=self.ending,
+            end_token_ids=self.end_token_ids,
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
         )
@@ -59,7 +59,7 @@ def run(model: Model, case: Case) -> list[Result]:
         offers = []
         for tokens, total in beams:
             row = model(tokens)
-            likeliest = sorted(range(len(row)), key=lambda token: -row[token])[: search.candidates]
+            likeliest = sorted(range(len(row)), key=lambda token: -row[token])[: search.num_candidates]
             offers.append((total, Candidates(tuple(likeliest), tuple(row[token] for token in likeliest))))
         selection = search.select(offers, generated)
         finished += [
@@ -81,16 +81,16 @@ def by_the_rules(model: Model, case: Case) -> list[Result]:
         extended: list[tuple[Tokens, float]] = []
         for tokens, total in running:
             for token, logprob in enumerate(model(tokens)):
-                if token not in case.ending or length > case.min_new_tokens:
+                if token not in case.end_token_ids or length > case.min_new_tokens:
                     extended.append(((*tokens, token), total + logprob))
         extended.sort(key=lambda beam: beam[1], reverse=True)
         for tokens, total in extended[: case.width]:
-            if tokens[-1] in case.ending:
+            if tokens[-1] in case.end_token_ids:
                 results.append((tokens, total / length**case.length_penalty, FinishReason.STOP))
             elif length == case.max_new_tokens:
                 results.append((tokens, total / length**case.length_penalty, FinishReason.LENGTH))
         results = sorted(results, key=lambda result: -result[1])[: case.width]
-        running = [beam for beam in extended if beam[0][-1] not in case.ending][: case.width]
+        running = [beam for beam in extended if beam[0][-1] not in case.end_token_ids][: case.width]
         if not running:
             break
         if len(results) == case.width:
@@ -131,7 +131,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
         width=draw(st.integers(1, 6)),
         length_penalty=draw(st.sampled_from((0.0, 0.6, 1.0, 2.0, -1.0))),
         early_stopping=draw(st.sampled_from(EARLY_STOPPING)),
-        ending=draw(st.frozensets(st.integers(0, vocabulary - 1), max_size=3)),
+        end_token_ids=draw(st.frozensets(st.integers(0, vocabulary - 1), max_size=3)),
         max_new_tokens=draw(st.integers(1, 8)),
         min_new_tokens=draw(st.integers(0, 3)),
     )
@@ -149,8 +149,8 @@ def test_selects_by_the_rules(case_and_vocabulary: tuple[Case, int], seed: int, 
 def every_sequence(model: Model, case: Case, vocabulary: int) -> Iterator[Result]:
     for length in range(1, case.max_new_tokens + 1):
         for tokens in itertools.product(range(vocabulary), repeat=length):
-            stops = tokens[-1] in case.ending
-            if not case.ending.isdisjoint(tokens[:-1]) or not (stops or length == case.max_new_tokens):
+            stops = tokens[-1] in case.end_token_ids
+            if not case.end_token_ids.isdisjoint(tokens[:-1]) or not (stops or length == case.max_new_tokens):
                 continue
             total = sum(model(tokens[:index])[token] for index, token in enumerate(tokens))
             reason = FinishReason.STOP if stops else FinishReason.LENGTH
@@ -160,7 +160,7 @@ def every_sequence(model: Model, case: Case, vocabulary: int) -> Iterator[Result
 @pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0, -1.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_beams_enough_for_every_sequence_find_the_best_ones(seed: int, length_penalty: float) -> None:
-    case = Case(200, length_penalty, ending=frozenset({2}), max_new_tokens=4)
+    case = Case(200, length_penalty, end_token_ids=frozenset({2}), max_new_tokens=4)
     model = table_model(seed, 4)
     best = sorted(every_sequence(model, case, 4), key=lambda result: -result[1])
     assert len(best) == 1 + 3 + 9 + 27 * 4
@@ -179,7 +179,7 @@ def test_one_beam_is_greedy() -> None:
 
 
 def test_an_ending_beyond_the_best_width_is_no_result() -> None:
-    search = Case(2, ending=frozenset({9}), max_new_tokens=5).search()
+    search = Case(2, end_token_ids=frozenset({9}), max_new_tokens=5).search()
     selection = search.select([(0.0, Candidates((4, 5, 9), (-1.0, -1.5, -2.0)))], 0)
     assert selection.finished == []
     assert selection.next == [(0, 4, -1.0), (0, 5, -1.5)]
@@ -229,7 +229,7 @@ class TransformersModel:
             num_return_sequences=count,
             length_penalty=case.length_penalty,
             early_stopping=case.early_stopping,
-            eos_token_id=sorted(case.ending) or None,
+            eos_token_id=sorted(case.end_token_ids) or None,
             max_new_tokens=case.max_new_tokens,
             min_new_tokens=case.min_new_tokens or None,
             do_sample=False,
@@ -239,7 +239,7 @@ class TransformersModel:
         )
         sequences = []
         for row in made.sequences[:, len(self.prompt) :].tolist():
-            ends = [index + 1 for index, token in enumerate(row) if token in case.ending]
+            ends = [index + 1 for index, token in enumerate(row) if token in case.end_token_ids]
             sequences.append(tuple(row[: ends[0]] if ends else row))
         return sequences, None if case.width == 1 else made.sequences_scores.tolist()
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 import pytest
 from kv_simulation import KVSimulation, make_request, make_scheduler
 
-from engine.request import Request, RequestState
-from engine.scheduling.load import LoadMeter
+from engine.request import Request
+from engine.scheduling.load_report import LoadReporter
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import StepTiming
+from engine.scheduling.sequence import SequenceState
+from engine.scheduling.step import StepTiming
 
 
 class Setting:
-    """A scheduler of small steps, its model, and a meter."""
+    """A scheduler of small steps, its model, and a reporter."""
 
     def __init__(self, **options: int | str) -> None:
         self.scheduler: Scheduler = make_scheduler(**{"num_blocks": 64, "max_num_seqs": 4, **options})  # type: ignore[arg-type]
         self.model = KVSimulation(4)
-        self.meter = LoadMeter(
-            self.scheduler._pool,
-            self.scheduler._index,
-            self.scheduler.table,
-            prefix_caching=True,
-            prefill_rate=123.0,
-            max_running=int(options.get("max_num_seqs", 4)),
-        )
+        self.reporter = LoadReporter(self.scheduler.state, prefill_rate=123.0)
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -34,11 +28,11 @@ class Setting:
         plan = self.scheduler.schedule()
         outcomes = self.model.run(plan)
         self.scheduler.commit(plan, outcomes, StepTiming(seconds))
-        self.meter.stepped(plan, seconds)
+        self.reporter.stepped(plan, seconds)
 
 
 def test_an_idle_engine() -> None:
-    idle = Setting().meter.read()
+    idle = Setting().reporter.read()
     assert (idle.waiting_tokens, idle.running, idle.kv_tokens) == (0, 0, 0)
     assert (idle.referenced, idle.free, idle.evictable) == (0, 64, 0)
     assert (idle.prefill_rate, idle.step_seconds) == (123.0, 0.0)
@@ -47,19 +41,19 @@ def test_an_idle_engine() -> None:
 def test_a_request_waits_then_runs_then_ends() -> None:
     setting = Setting(token_budget=8)
     setting.add(make_request("a", list(range(20)), max_tokens=3, ignore_eos=True))
-    assert setting.meter.read().waiting_tokens == 20
+    assert setting.reporter.read().waiting_tokens == 20
     setting.step()
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.waiting_tokens, read.running, read.kv_tokens, read.referenced) == (12, 1, 8, 2)
     setting.step()
     setting.step()
-    assert setting.meter.read().step_seconds == 0.0  # none that only decoded
-    read = setting.meter.read()
+    assert setting.reporter.read().step_seconds == 0.0  # none that only decoded
+    read = setting.reporter.read()
     assert (read.waiting_tokens, read.running, read.kv_tokens) == (0, 1, 20)
     setting.step(0.25)
-    assert setting.meter.read().step_seconds == 0.25
+    assert setting.reporter.read().step_seconds == 0.25
     setting.step(0.75)
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.waiting_tokens, read.running, read.kv_tokens, read.referenced) == (0, 0, 0, 0)
     assert read.evictable == 5
     assert read.free + read.evictable == 64
@@ -70,30 +64,30 @@ def test_what_waits_counts_beyond_its_hit() -> None:
     setting.add(make_request("a", list(range(20)), max_tokens=1))
     setting.step()
     setting.add(make_request("b", [*range(16), 40, 41, 42]))
-    assert setting.meter.read().waiting_tokens == 3
+    assert setting.reporter.read().waiting_tokens == 3
 
 
 def test_prefix_that_several_wait_for_counts_once() -> None:
     setting = Setting(max_num_seqs=1)
     for name in "abc":
         setting.add(make_request(name, [*range(16), ord(name) % 40], max_tokens=2, ignore_eos=True))
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.waiting_tokens, read.waiting, read.max_running) == (16 + 3, 3, 1)
     setting.step()
-    assert setting.meter.read().waiting_tokens == 2
+    assert setting.reporter.read().waiting_tokens == 2
 
 
-def test_who_waits_for_a_seat_is_held_up() -> None:
+def test_sequences_without_a_slot_are_held_up() -> None:
     setting = Setting(max_num_seqs=2)
     for number in range(5):
         setting.add(make_request(f"r{number}", [number] * 6, max_tokens=3, ignore_eos=True))
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.running, read.waiting, read.held_up) == (0, 5, 0)  # no step has tried to start them
     setting.step()
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.running, read.waiting, read.held_up) == (2, 3, 3)
     setting.scheduler.abort("r4")
-    assert setting.meter.read().held_up == 2
+    assert setting.reporter.read().held_up == 2
 
 
 def test_who_waits_for_tokens_of_the_budget_is_not_held_up() -> None:
@@ -101,7 +95,7 @@ def test_who_waits_for_tokens_of_the_budget_is_not_held_up() -> None:
     for number in range(4):
         setting.add(make_request(f"r{number}", [number] * 20, max_tokens=1))
     setting.step()
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.running, read.waiting, read.held_up) == (1, 3, 0)
 
 
@@ -110,12 +104,12 @@ def test_who_waits_for_blocks_is_held_up() -> None:
     for number in range(4):
         setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
     setting.step()
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.running, read.waiting, read.held_up) == (1, 3, 3)
     held_up = set()
     while setting.scheduler.has_work():
         setting.step()
-        read = setting.meter.read()
+        read = setting.reporter.read()
         held_up.add(read.held_up)
         assert read.held_up <= read.waiting
     assert (read.waiting, read.held_up) == (0, 0)
@@ -128,7 +122,7 @@ def test_those_that_a_newcomer_passes_do_not_count(look_ahead: int, held_up: int
     for number in range(5):
         setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
     setting.step()
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.running, read.waiting, read.held_up) == (1, 4, held_up)
 
 
@@ -139,7 +133,7 @@ def test_who_is_passed_holds_nobody_up() -> None:
     setting.add(make_request("large", [2] * 26, max_tokens=1, arrival=2.0))
     setting.add(make_request("small", [3] * 3, max_tokens=5, ignore_eos=True, arrival=3.0))
     setting.step()
-    read = setting.meter.read()
+    read = setting.reporter.read()
     assert (read.running, read.waiting, read.held_up) == (2, 1, 0)
 
 
@@ -150,7 +144,7 @@ def test_no_more_are_held_up_than_wait() -> None:
     preempted = False
     while setting.scheduler.has_work():
         setting.step()
-        waiting = [entry.request.state for entry in setting.scheduler.table.waiting]
-        preempted |= RequestState.PREEMPTED in waiting
-        assert setting.meter.read().held_up <= len(waiting)
+        waiting = [sequence.state for sequence in setting.scheduler.state.waiting]
+        preempted |= SequenceState.PREEMPTED in waiting
+        assert setting.reporter.read().held_up <= len(waiting)
     assert preempted

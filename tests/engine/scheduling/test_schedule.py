@@ -1,4 +1,4 @@
-"""Who runs in a step and with how many tokens; preemption and priority."""
+"""Which sequences run in a step and with how many tokens; preemption and priority."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import random
 from typing import Any
 
 import pytest
-from kv_simulation import EOS, KVSimulation, make_request, make_scheduler
+from kv_simulation import EOS, KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import shape, tokens
 
 from engine.kv.block_pool import NO_BLOCK
-from engine.request import Request, RequestState
-from engine.scheduling.request_table import RequestTable
-from engine.scheduling.step_planner import Step
+from engine.scheduling.admission import admit_waiting
+from engine.scheduling.preemption import preempt
+from engine.scheduling.sequence import SequenceState
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan
 
 
 def test_decode_rows_get_their_token_before_prefill_takes_the_rest() -> None:
     scheduler = make_scheduler(32, 4, token_budget=6)
-    simulation = KVSimulation(4, lambda request: 7)
+    simulation = KVSimulation(4, lambda sequence: 7)
     scheduler.add(make_request("prefill", tokens(20, 20), arrival=1.0))
     scheduler.add(make_request("late", tokens(2), arrival=2.0, max_tokens=9))
     scheduler.add(make_request("later", tokens(2, 9), arrival=3.0, max_tokens=9))
@@ -58,12 +60,11 @@ def test_max_num_seqs_and_never_more_than_the_budget_can_decode() -> None:
 
 def test_the_last_in_order_is_preempted_and_recovers_with_the_same_tokens() -> None:
     scheduler = make_scheduler(6, 4)
-    simulation = KVSimulation(4, lambda request: sum(request.token_ids) % EOS)
+    simulation = KVSimulation(4, lambda sequence: sum(sequence.token_ids) % EOS)
     requests = [
         make_request(name, tokens(7, 10 * first), 12, arrival=float(first)) for first, name in enumerate("abc")
     ]
-    for request in requests:
-        scheduler.add(request)
+    sequences = [add(scheduler, request) for request in requests]
     alone = KVSimulation(4, simulation.sample)
     for request in requests:
         reference = make_scheduler(6, 4)
@@ -71,10 +72,14 @@ def test_the_last_in_order_is_preempted_and_recovers_with_the_same_tokens() -> N
         alone.drain(reference)
     preempted = []
     while scheduler.has_work():
-        preempted += [request.request_id for request in simulation.step(scheduler).preempted]
-    assert [request.num_preemptions for request in requests] == [0, preempted.count("b"), preempted.count("c")]
+        preempted += [sequence.request_id for sequence in simulation.step(scheduler).preempted]
+    assert [sequence.num_preemptions for sequence in sequences] == [
+        0,
+        preempted.count("b"),
+        preempted.count("c"),
+    ]
     assert preempted
-    assert [request.cached_tokens for request in requests] == [0, 0, 0]
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 0, 0]
     assert scheduler.stats().preemptions == len(preempted)
     assert [len(simulation.output[name]) for name in "abc"] == [12, 12, 12]
     assert [simulation.output[name] for name in "abc"] == [alone.output[name] for name in "abc"]
@@ -82,9 +87,8 @@ def test_the_last_in_order_is_preempted_and_recovers_with_the_same_tokens() -> N
 
 def test_fewer_tokens_are_better_than_a_preemption() -> None:
     scheduler = make_scheduler(12, 4, token_budget=4)
-    simulation = KVSimulation(4, lambda request: 7)
-    young = make_request("young", tokens(4), 40, arrival=2.0)
-    scheduler.add(young)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    young = add(scheduler, make_request("young", tokens(4), 40, arrival=2.0))
     simulation.step(scheduler)
     scheduler.add(make_request("old", tokens(34, 20), 2, arrival=1.0))
     plans = []
@@ -100,37 +104,32 @@ def test_fewer_tokens_are_better_than_a_preemption() -> None:
 
 def test_preempted_requests_find_what_survived() -> None:
     scheduler = make_scheduler(6, 4)
-    simulation = KVSimulation(4, lambda request: 7)
-    old, young = (
-        make_request("old", tokens(7), 13, arrival=1.0),
-        make_request("young", tokens(6, 20), 9, arrival=2.0),
-    )
-    scheduler.add(old)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("old", tokens(7), 13, arrival=1.0))
     simulation.step(scheduler)
-    scheduler.add(young)
+    young = add(scheduler, make_request("young", tokens(6, 20), 9, arrival=2.0))
     starts = []
     while scheduler.has_work():
         plan = simulation.step(scheduler)
-        starts += [chunk.start for chunk in plan.chunks if chunk.request is young and chunk.length > 1]
+        starts += [chunk.start for chunk in plan.chunks if chunk.sequence is young and chunk.length > 1]
     assert young.num_preemptions == 1
     assert starts == [0, 4]
     assert young.cached_tokens == simulation.ended["young"].cached_tokens == 0
 
 
-def test_priority_decides_and_takes_blocks_or_a_seat_from_lower_ones() -> None:
+def test_priority_decides_and_takes_blocks_or_a_slot_from_lower_ones() -> None:
     changes: list[dict[str, Any]] = [{"max_num_seqs": 1}, {"num_blocks": 4}, {"token_budget": 1}]
     for options in changes:
         scheduler = make_scheduler(**{"num_blocks": 16, "block_size": 4, **options})
-        simulation = KVSimulation(4, lambda request: 7)
-        low = make_request("low", tokens(8), 6, arrival=1.0, priority=1)
-        scheduler.add(low)
+        simulation = KVSimulation(4, lambda sequence: 7)
+        low = add(scheduler, make_request("low", tokens(8), 6, arrival=1.0, priority=1))
         simulation.step(scheduler)
-        scheduler.add(equal := make_request("equal", tokens(8, 10), 6, arrival=0.5, priority=1))
-        assert [chunk.request for chunk in simulation.step(scheduler).chunks] == [low]
-        scheduler.add(high := make_request("high", tokens(8, 20), 6, arrival=9.0, priority=0))
+        equal = add(scheduler, make_request("equal", tokens(8, 10), 6, arrival=0.5, priority=1))
+        assert [chunk.sequence for chunk in simulation.step(scheduler).chunks] == [low]
+        high = add(scheduler, make_request("high", tokens(8, 20), 6, arrival=9.0, priority=0))
         plan = simulation.step(scheduler)
         assert plan.preempted == [low]
-        assert [chunk.request for chunk in plan.chunks] == [high]
+        assert [chunk.sequence for chunk in plan.chunks] == [high]
         simulation.drain(scheduler)
         assert [low.num_preemptions, equal.num_preemptions, high.num_preemptions] == [1, 0, 0]
         assert list(simulation.ended) == ["high", "equal", "low"]
@@ -138,7 +137,7 @@ def test_priority_decides_and_takes_blocks_or_a_seat_from_lower_ones() -> None:
 
 def test_priority_preempts_nobody_in_vain() -> None:
     scheduler = make_scheduler(6, 4)
-    simulation = KVSimulation(4, lambda request: 7)
+    simulation = KVSimulation(4, lambda sequence: 7)
     scheduler.add(make_request("same", tokens(8), 8, arrival=1.0, priority=0))
     scheduler.add(make_request("low", tokens(2, 10), 3, arrival=2.0, priority=1))
     simulation.step(scheduler)
@@ -148,7 +147,7 @@ def test_priority_preempts_nobody_in_vain() -> None:
 
 def test_priority_counts_a_victims_blocks_once() -> None:
     scheduler = make_scheduler(6, 4)
-    simulation = KVSimulation(4, lambda request: 7)
+    simulation = KVSimulation(4, lambda sequence: 7)
     scheduler.add(make_request("same", tokens(7, 10), 5, arrival=1.0, priority=0))
     scheduler.add(make_request("low", tokens(7), 5, arrival=2.0, priority=1))
     simulation.step(scheduler)
@@ -159,18 +158,20 @@ def test_priority_counts_a_victims_blocks_once() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_quick_bound_of_the_reserve_is_never_too_low(window: int | None) -> None:
+def test_the_quick_bound_of_the_reserve_is_never_too_low(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(5)
     scheduler = make_scheduler(12, 4, max_num_seqs=8, token_budget=12, window=window)
-    planner = scheduler._planner
-    admit, tight = planner._admission.admit, []
+    slack = []
 
-    def checked(step: Step) -> None:
-        tight.append(planner.most_reserve(step) - planner.reserve())
-        admit(step)
+    def checked(state: SchedulerState, plan: StepPlan) -> int:
+        bound = state.reserve.upper_bound(plan.prefilling, state.num_seqs)
+        slack.append(bound - state.reserve.blocks(state.running))
+        return admit_waiting(state, plan)
 
-    planner._admission.admit = checked  # type: ignore[method-assign]
-    simulation = KVSimulation(4, lambda request: rng.randrange(40), window)
+    monkeypatch.setattr("engine.scheduling.scheduler.admit_waiting", checked)
+    simulation = KVSimulation(4, lambda sequence: rng.randrange(40), window)
     for number in range(120):
         beams = rng.random() < 0.2
         scheduler.add(
@@ -186,55 +187,52 @@ def test_the_quick_bound_of_the_reserve_is_never_too_low(window: int | None) -> 
         for _ in range(3):
             simulation.step(scheduler)
     simulation.drain(scheduler)
-    assert len(tight) > 100
-    assert min(tight) >= 0
+    assert len(slack) > 100
+    assert min(slack) >= 0
     assert scheduler.stats().preemptions > 0
 
 
 def test_a_sequence_that_decodes_has_one_chunk_for_all_steps() -> None:
     scheduler = make_scheduler(16, 4)
-    simulation = KVSimulation(4, lambda request: 7)
-    request = make_request("a", tokens(6), max_tokens=5)
-    scheduler.add(request)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    sequence = add(scheduler, make_request("a", tokens(6), max_tokens=5))
     chunks = [simulation.step(scheduler).chunks[0] for _ in range(5)]
     assert chunks[0] is not chunks[1]
     assert all(chunk is chunks[1] for chunk in chunks[1:])
-    assert request.token_ids[6:] == [7] * 5
-    # The entry's way to its chunk ends with it: no circle keeps the tokens of ended requests in memory.
-    assert chunks[1].entry is not None
-    assert chunks[1].entry.decode is None
+    assert sequence.token_ids[6:] == [7] * 5
+    # A finished sequence drops its chunk: no reference cycle keeps the tokens of ended requests in memory.
+    assert sequence.decode_chunk is None
 
 
 @pytest.mark.parametrize(("recovery", "host_blocks"), [("recompute", 0), ("swap", 40)])
-@pytest.mark.parametrize(("width", "seats"), [(4, 1), (4, 3), (8, 3)])
-def test_more_beams_than_seats_take_turns(width: int, seats: int, recovery: str, host_blocks: int) -> None:
-    def results(seats: int) -> list[list[int]]:
-        scheduler = make_scheduler(60, 4, max_num_seqs=seats, recovery=recovery, host_blocks=host_blocks)
+@pytest.mark.parametrize(("width", "max_num_seqs"), [(4, 1), (4, 3), (8, 3)])
+def test_more_beams_than_slots_take_turns(
+    width: int, max_num_seqs: int, recovery: str, host_blocks: int
+) -> None:
+    def results(max_num_seqs: int) -> list[list[int]]:
+        scheduler = make_scheduler(60, 4, max_num_seqs=max_num_seqs, recovery=recovery, host_blocks=host_blocks)
         simulation = KVSimulation(4)
-        search = make_request("a", tokens(5), 8, n=width, use_beam_search=True)
-        scheduler.add(search)
+        scheduler.add(make_request("a", tokens(5), 8, n=width, use_beam_search=True))
         simulation.drain(scheduler)
         return [simulation.output[key] for key in sorted(simulation.output)]
 
-    assert results(seats) == results(width)
+    assert results(max_num_seqs) == results(width)
 
 
 def test_siblings_behind_a_window_share_their_host_blocks() -> None:
     """A swapped sequence has no host block where its window has left the device's."""
     scheduler = make_scheduler(8, 2, window=3, recovery="swap", host_blocks=8)
-    table: RequestTable = scheduler.table
+    state = scheduler.state
     scheduler.add(make_request("a", tokens(6)))
     KVSimulation(2, window=3).step(scheduler)
-    (entry,) = table.running
-    table.drop_before(entry.request, 2)
-    scheduler._preemption.preempt(0, Step(8))
-    assert entry.host_table[:2] == [NO_BLOCK, NO_BLOCK]
-    table.settle()
-    child = table.fork(
-        entry, Request("a", list(entry.request.token_ids), entry.request.params, sequence=1), True
-    )
-    assert child.request.state is RequestState.SWAPPED
-    assert child.host_table == entry.host_table
+    (sequence,) = state.running
+    state.block_tables.release_before(sequence, 2)
+    preempt(state, 0, StepPlan(8))
+    assert sequence.host_table[:2] == [NO_BLOCK, NO_BLOCK]
+    state.settle_swaps()
+    child = state.fork(sequence, number=1, seed=0)
+    assert child.state is SequenceState.SWAPPED
+    assert child.host_table == sequence.host_table
     scheduler.check()
 
 
@@ -249,7 +247,7 @@ def test_what_nobody_sees_is_not_swapped_in() -> None:
     simulation.step(scheduler)
     assert scheduler.stats().swapped == 2
     plan = simulation.step(scheduler)
-    assert {chunk.request.request_id for chunk in plan.chunks} == {"a", "b"}
+    assert {chunk.sequence.request_id for chunk in plan.chunks} == {"a", "b"}
     assert 0 < len(plan.transfers.swap_in) <= 4
     simulation.drain(scheduler)
     assert scheduler.stats().host_blocks_used == 0

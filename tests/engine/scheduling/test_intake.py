@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulation import KVSimulation, make_request, make_scheduler
+from kv_simulation import KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import tokens
 
 from engine.errors import InvalidRequestError
@@ -64,10 +64,9 @@ def test_requests_without_arrival_are_stamped() -> None:
         recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, 4, Rates()),
         clock=lambda: next(times),
     )
-    stamped, own = make_request("a", [1], arrival=0.0), make_request("b", [1], arrival=3.0)
-    scheduler.add(stamped)
-    scheduler.add(own)
-    assert (stamped.arrival, own.arrival) == (5.0, 3.0)
+    stamped = add(scheduler, make_request("a", [1], arrival=0.0))
+    own = add(scheduler, make_request("b", [1], arrival=3.0))
+    assert (stamped.order[1], own.order[1]) == (5.0, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Block tables: they grow by allocation, share blocks by reference, and copy a shared block before a write."""
+
+from __future__ import annotations
+
+from engine.kv.block_pool import NO_BLOCK, BlockPool
+from engine.kv.prefix_index import PrefixIndex
+from engine.kv.transfers import Transfers
+from engine.scheduling.sequence import Sequence
+
+
+class BlockTables:
+    """Maps each sequence's logical blocks to physical ones; the only place that changes ``block_table``."""
+
+    def __init__(self, pool: BlockPool, index: PrefixIndex) -> None:
+        self._pool = pool
+        self._index = index
+
+    def reuse_prefix(self, sequence: Sequence) -> int:
+        """Begin an empty table with the cached blocks that the prefix index found; return how many."""
+        sequence.block_table = self._index.blocks(sequence.node)
+        self._pool.share(sequence.block_table)
+        sequence.indexed = len(sequence.block_table)
+        return sequence.indexed
+
+    def extend(self, sequence: Sequence, length: int, transfers: Transfers) -> int:
+        """Let a sequence write up to ``length`` more tokens; return how many, 0 if blocks are out.
+
+        Its table comes to cover them. A block that other sequences hold, too, is copied before it is written.
+        """
+        pool, size = self._pool, self._pool.block_size
+        self.release_outside_window(sequence)
+        computed, table = sequence.computed, sequence.block_table
+        first = computed // size
+        copy = first < len(table) and pool.references(table[first]) > 1
+        missing = copy + max(0, pool.blocks_for(computed + length) - len(table))
+        if missing:
+            count = min(missing, pool.num_available)
+            blocks = pool.allocate(count, table[-1] if table and not copy else None) if count else None
+            if blocks:
+                if copy:
+                    transfers.copies.append((table[first], blocks[0]))
+                    pool.release(table[first : first + 1])
+                    table[first] = blocks.pop(0)
+                table.extend(blocks)
+            elif copy or len(table) * size <= computed:
+                return 0
+        sequence.writable = len(table) * size
+        return min(length, sequence.writable - computed)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Share all computed blocks of ``parent``, a partial last one, too: :meth:`extend` copies it."""
+        size = self._pool.block_size
+        child.computed, child.indexed = parent.computed, parent.indexed
+        child.block_table = parent.block_table[: self._pool.blocks_for(parent.computed)]
+        self._pool.share(child.block_table)
+        # From here on neither may write to a partial last block before it has looked at its references.
+        child.writable = 0 if child.computed % size else len(child.block_table) * size
+        parent.writable = 0
+
+    def release(self, sequence: Sequence) -> None:
+        """Give up all blocks."""
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.writable = 0
+
+    def release_outside_window(self, sequence: Sequence) -> None:
+        """Release the blocks that no layer of a sliding-window model can see any more."""
+        if self._index.window is not None:
+            self.release_before(sequence, self._index.visible_from(sequence.computed))
+
+    def release_before(self, sequence: Sequence, place: int) -> None:
+        """Release the blocks before ``place`` in a table; nothing reads them any more."""
+        table = sequence.block_table
+        while place > 0 and table[place - 1] != NO_BLOCK:
+            place -= 1
+            self._pool.release(table[place : place + 1])
+            table[place] = NO_BLOCK

@@ -1,0 +1,60 @@
+"""How busy an engine is: what it reports to routers and the autoscaler after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.scheduling.pending_prefill import PendingPrefill
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Work and blocks of one engine as of the end of a step."""
+
+    waiting_tokens: int  # to compute before all that is here decodes; shared blocks count once
+    running: int  # sequences
+    kv_tokens: int  # that the running ones read in each step
+    referenced: int  # blocks
+    free: int
+    evictable: int
+    prefill_rate: float  # tokens per second, measured at start; 0 if it was not
+    step_seconds: float  # of the last step that only decoded; 0 before the first
+    waiting: int  # sequences that do not run: never did, or were preempted
+    held_up: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
+    max_running: int  # sequences at once
+
+
+class LoadReporter:
+    """Reads the scheduler's state after each step; belongs to the engine's thread."""
+
+    def __init__(self, state: SchedulerState, *, prefill_rate: float) -> None:
+        self._state = state
+        self._pending_prefill = PendingPrefill(state)
+        self._prefill_rate = prefill_rate
+        self._step_seconds = 0.0
+        self._num_blocked = 0
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """A step has been run."""
+        self._num_blocked = plan.num_blocked
+        if not plan.prefill_tokens and not plan.transfers:
+            self._step_seconds = seconds
+
+    def read(self) -> EngineLoad:
+        """The load now; 50 ns for each running sequence, and what the pending prefill costs."""
+        state, pool = self._state, self._state.pool
+        return EngineLoad(
+            waiting_tokens=self._pending_prefill.tokens(),
+            running=len(state.running),
+            kv_tokens=sum([sequence.computed for sequence in state.running]),
+            referenced=pool.num_referenced,
+            free=pool.num_free,
+            evictable=pool.num_cached,
+            prefill_rate=self._prefill_rate,
+            step_seconds=self._step_seconds,
+            waiting=len(state.waiting),
+            held_up=min(self._num_blocked, len(state.waiting)),
+            max_running=state.max_num_seqs,
+        )

@@ -1,0 +1,289 @@
+"""The scheduler's state: pools, limits, and the live sequences in two ordered lists, running and waiting."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from typing import Protocol
+
+from engine.kv.block_pool import NO_BLOCK, BlockPool, InvariantError
+from engine.kv.host_pool import HostPool
+from engine.kv.prefix_index import PrefixIndex
+from engine.request import FinishReason
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.growth_reserve import GrowthReserve
+from engine.scheduling.recovery import RecoveryPolicy
+from engine.scheduling.recovery_tracker import RecoveryTracker
+from engine.scheduling.sequence import Order, Sequence, SequenceState
+
+_RUNS = (SequenceState.RUNNING, SequenceState.SWAPPING_IN)
+_HAS_HOST_BLOCKS = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPED, SequenceState.SWAPPING_IN)
+
+
+class StateObserver(Protocol):
+    """Hears of each sequence that comes, moves between the lists, or ends; not of forks that run at once."""
+
+    def moved(self, sequence: Sequence) -> None:
+        """A sequence has begun to wait or to run."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence is gone."""
+
+
+class SchedulerState:
+    """All that the parts of the scheduler share; only here a sequence changes its state.
+
+    :class:`engine.scheduling.scheduler.Scheduler` describes the arguments. Others may read it between two calls
+    of the scheduler.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        index: PrefixIndex,
+        host: HostPool,
+        recovery: RecoveryPolicy,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        prefix_caching: bool,
+        look_ahead: int,
+        max_overtakes: int,
+    ) -> None:
+        self.pool = pool
+        self.index = index
+        self.host = host
+        self.max_num_seqs = max_num_seqs
+        self.token_budget = token_budget
+        self.prefix_caching = prefix_caching
+        self.look_ahead = look_ahead
+        self.max_overtakes = max_overtakes
+        self.block_tables = BlockTables(pool, index)
+        self.reserve = GrowthReserve(pool)
+        self.recoveries = RecoveryTracker(pool, host, recovery)
+
+        self.sequences: dict[tuple[str, int], Sequence] = {}  # by their keys
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # never admitted, or preempted
+        self.num_seqs = 0  # that the running ones count for against ``max_num_seqs``
+        self.running_limit = 0  # tokens that the running ones may reach together
+        self.num_preempted = 0  # waiting to recompute their KV
+        self.num_swapped = 0  # waiting with their KV in host blocks
+        self.num_preemptions = 0  # since the start
+        self.num_blocked = 0  # of the last step that admitted: see :attr:`StepPlan.num_blocked`
+        self.observer: StateObserver | None = None
+        self._swapping: list[Sequence] = []  # out or in, by the step that was planned last
+
+    def queue(self, sequence: Sequence) -> None:
+        """Take in a sequence that waits; its state says for what."""
+        self.sequences[sequence.key] = sequence
+        self._wait(sequence)
+
+    def start(self, position: int) -> Sequence:
+        """Let the waiting sequence at ``position`` run; it has no blocks yet."""
+        sequence = self.waiting.pop(position)
+        self._count_waiting(sequence, -1)
+        swapped = sequence.state is SequenceState.SWAPPED
+        sequence.state = SequenceState.SWAPPING_IN if swapped else SequenceState.RUNNING
+        sequence.overtakes = 0
+        if swapped:
+            self._swapping.append(sequence)
+        self._run(sequence)
+        if self.observer is not None:
+            self.observer.moved(sequence)
+        return sequence
+
+    def preempt(self, position: int, host_table: list[int] | None) -> None:
+        """Take the blocks of the running sequence at ``position``, which keeps its place in the order.
+
+        ``host_table`` names the host blocks that this step copies its KV to; without, its KV is lost.
+        """
+        sequence = self.running.pop(position)
+        self.num_seqs -= sequence.num_seqs
+        self.running_limit -= sequence.max_total_tokens
+        self.block_tables.release(sequence)
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        if host_table is None:
+            sequence.computed = 0
+            sequence.state = SequenceState.PREEMPTED
+        else:
+            sequence.host_table = host_table
+            sequence.state = SequenceState.SWAPPING_OUT
+            self._swapping.append(sequence)
+        self._wait(sequence)
+
+    def settle_swaps(self) -> None:
+        """The transfers of the last plan have been carried out."""
+        if not self._swapping:
+            return
+        for sequence in self._swapping:
+            if sequence.state is SequenceState.SWAPPING_OUT:
+                sequence.state = SequenceState.SWAPPED
+            elif sequence.state is SequenceState.SWAPPING_IN:
+                sequence.state = SequenceState.RUNNING
+                self._release_host_blocks(sequence)
+        self._swapping.clear()
+
+    def fork(self, parent: Sequence, number: int, seed: int) -> Sequence:
+        """Add a copy of ``parent`` that shares all its blocks, on the device or on the host.
+
+        Beyond ``max_num_seqs``, or if the parent waits to recompute its KV, the child waits, too, and shares
+        nothing yet.
+        """
+        child = Sequence(
+            parent.request,
+            list(parent.token_ids),
+            root=parent.root,
+            order=(*parent.order[:3], number),
+            end_token_ids=parent.end_token_ids,
+            output_start=parent.output_start,
+            num_prompt_tokens=parent.num_prompt_tokens,
+            max_total_tokens=parent.max_total_tokens,
+            number=number,
+            group=parent.group,
+            seed=seed,
+            node=parent.node,
+            cached_tokens=parent.cached_tokens,
+            logprob=parent.logprob,
+        )
+        if parent.state is SequenceState.RUNNING and self.num_seqs < self.max_num_seqs:
+            self.block_tables.fork(parent, child)
+            child.state = SequenceState.RUNNING
+            self.sequences[child.key] = child
+            self._run(child)
+            return child
+        # Forks come when a step is committed: the sequences that it swapped out have settled.
+        if parent.state is SequenceState.SWAPPED:
+            child.computed = parent.computed
+            child.host_table = list(parent.host_table)
+            self.host.share(_present(child.host_table))
+            child.state = SequenceState.SWAPPED
+        else:
+            child.state = SequenceState.PREEMPTED
+        self.queue(child)
+        return child
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Let a sequence in any state go, with all its blocks on the device and on the host."""
+        self.recoveries.abandon(sequence)
+        if sequence.state in _RUNS:
+            del self.running[bisect_left(self.running, sequence.order, key=_order)]
+            self.num_seqs -= sequence.num_seqs
+            self.running_limit -= sequence.max_total_tokens
+            self.block_tables.release(sequence)
+        else:
+            del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
+            self._count_waiting(sequence, -1)
+        if sequence.host_table:
+            self._release_host_blocks(sequence)
+        del self.sequences[sequence.key]
+        sequence.candidates = sequence.decode_chunk = None
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        if self.observer is not None:
+            self.observer.ended(sequence)
+
+    def count_alone(self, sequence: Sequence) -> None:
+        """From now on a running sequence, whose group is about to be forked, counts for itself alone."""
+        self.num_seqs -= sequence.num_seqs - 1
+        sequence.num_seqs = 1
+
+    def _wait(self, sequence: Sequence) -> None:
+        self._count_waiting(sequence, 1)
+        insort(self.waiting, sequence, key=_order)
+        if self.observer is not None:
+            self.observer.moved(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        self.num_seqs += sequence.num_seqs
+        self.running_limit += sequence.max_total_tokens
+        insort(self.running, sequence, key=_order)
+
+    def _count_waiting(self, sequence: Sequence, change: int) -> None:
+        if sequence.state is SequenceState.PREEMPTED:
+            self.num_preempted += change
+        elif sequence.state is not SequenceState.WAITING:
+            self.num_swapped += change
+
+    def _release_host_blocks(self, sequence: Sequence) -> None:
+        self.host.release(_present(sequence.host_table))
+        sequence.host_table = []
+
+    def check(self) -> None:
+        """Verify lists, states and tables; O(blocks), for tests and debugging.
+
+        Raises:
+            InvariantError: says what is wrong.
+        """
+        listed = [*self.running, *self.waiting]
+        if sorted(map(_order, listed)) != sorted(map(_order, self.sequences.values())):
+            raise InvariantError("a live sequence is in no list or in two")
+        for sequences in (self.running, self.waiting):
+            if sequences != sorted(sequences, key=_order):
+                raise InvariantError("a list of sequences is out of order")
+        states = [sequence.state for sequence in self.waiting]
+        if self.num_preempted != states.count(SequenceState.PREEMPTED):
+            raise InvariantError(f"{self.num_preempted} preempted sequences are counted, wrongly")
+        swapped = states.count(SequenceState.SWAPPED) + states.count(SequenceState.SWAPPING_OUT)
+        if self.num_swapped != swapped:
+            raise InvariantError(f"{self.num_swapped} swapped sequences are counted, but {swapped} wait")
+        if self.num_seqs != sum(sequence.num_seqs for sequence in self.running):
+            raise InvariantError(f"{self.num_seqs} running sequences are counted, wrongly")
+        if self.running_limit != sum(sequence.max_total_tokens for sequence in self.running):
+            raise InvariantError(f"running sequences are taken to reach {self.running_limit} tokens, wrongly")
+        for key, sequence in self.sequences.items():
+            if key != sequence.key:
+                raise InvariantError(f"the sequence {sequence.key} is known as {key}")
+            if bool(sequence.host_table) and sequence.state not in _HAS_HOST_BLOCKS:
+                raise InvariantError(f"{_name(sequence)} is {sequence.state.value} but holds host blocks")
+        for sequence in self.running:
+            self._check_running(sequence)
+        for sequence in self.waiting:
+            if sequence.state in _RUNS or sequence.state is SequenceState.FINISHED:
+                raise InvariantError(f"{_name(sequence)} waits in state {sequence.state.value}")
+            if sequence.block_table:
+                raise InvariantError(f"{_name(sequence)} does not run but holds blocks")
+            covered = len(sequence.host_table) * self.pool.block_size
+            if sequence.computed > covered:
+                raise InvariantError(
+                    f"{_name(sequence)} waits with more computed tokens than it has host blocks"
+                )
+        self.host.check(_host_tables(self.sequences.values()))
+
+    def _check_running(self, sequence: Sequence) -> None:
+        if sequence.state not in _RUNS:
+            raise InvariantError(f"{_name(sequence)} runs in state {sequence.state.value}")
+        size, table = self.pool.block_size, sequence.block_table
+        if sequence.computed > len(table) * size:
+            raise InvariantError(f"{_name(sequence)} has computed more tokens than it has blocks")
+        if (sequence.remaining == 0) != (sequence.candidates is not None):
+            raise InvariantError(
+                f"{_name(sequence)} has computed all its tokens, or has candidates before it has"
+            )
+        if sequence.writable > len(table) * size:
+            raise InvariantError(f"{_name(sequence)} may write further than its blocks reach")
+        first = sequence.computed // size
+        for place, block in enumerate(table[first:], first):
+            shared = self.pool.references(block) != 1
+            if self.pool.is_keyed(block) or (
+                shared and (place > first or sequence.writable > sequence.computed)
+            ):
+                raise InvariantError(f"{_name(sequence)} is about to write block {block}, which others can see")
+
+
+def _order(sequence: Sequence) -> Order:
+    return sequence.order
+
+
+def _name(sequence: Sequence) -> str:
+    number = f" (sequence {sequence.number})" if sequence.group is not None else ""
+    return f"request {sequence.request_id!r}{number}"
+
+
+def _present(table: list[int]) -> list[int]:
+    return [block for block in table if block != NO_BLOCK]
+
+
+def _host_tables(sequences: Iterable[Sequence]) -> list[list[int]]:
+    return [_present(sequence.host_table) for sequence in sequences]

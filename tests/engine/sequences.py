@@ -1,0 +1,33 @@
+"""Sequences for tests without a scheduler."""
+
+from __future__ import annotations
+
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import Sequence, SequenceGroup
+
+
+def make_sequence(
+    tokens: list[int],
+    block_table: list[int] | None = None,
+    params: SamplingParams | None = None,
+    *,
+    name: str = "r",
+    root: tuple[object, ...] = ("root",),
+    group: SequenceGroup | None = None,
+    seed: int = 0,
+) -> Sequence:
+    """A sequence that has its prompt and nothing else."""
+    return Sequence(
+        Request(name, list(tokens), params or SamplingParams()),
+        list(tokens),
+        root=root,
+        order=(0.0, 0.0, name, 0),
+        end_token_ids=frozenset(),
+        output_start=len(tokens),
+        num_prompt_tokens=len(tokens),
+        max_total_tokens=len(tokens),
+        group=group,
+        seed=seed,
+        block_table=list(block_table or ()),
+    )
