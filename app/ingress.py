@@ -16,8 +16,8 @@ from app.api.openai_service import OpenAIService
 from app.api.routes import make_api
 from app.config import AppConfig
 from app.fleet.admission import Admission
+from app.fleet.drain import DRAIN_AFTER_S
 from app.fleet.engine_client import EngineClient
-from app.fleet.hand_over import AFTER_S
 from app.fleet.victim_feed import VictimFeed
 from app.launch.model_store import resolve
 from app.metrics import AdmissionMetrics
@@ -88,7 +88,7 @@ class IngressReplica:
         if self._victims is not None:
             self._victims.start()
 
-    async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = AFTER_S) -> None:
+    async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
         await self._client.cordon(replicas, lasts_s, after_s)
 

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from app.api.generation import Delta, GenerateRequest, GenerationError
 from app.api.openai_types import GenerationOptions
 from app.api.text import OutputText, TextDecoder
+from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.request import CacheNamespace
 
 

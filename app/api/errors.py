@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.fleet.admission import Refusal
-from app.fleet.engine_client import GenerationError, UnavailableError
+from app.fleet.generation import GenerationError, UnavailableError
 from engine.errors import InvalidRequestError, QuireError
 
 logger = logging.getLogger(__name__)

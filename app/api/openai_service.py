@@ -21,7 +21,7 @@ from app.api.sse import DONE, EventStream, WholeResponse
 from app.config import IngressOptions
 from app.fleet.admission import Admission
 from app.fleet.cache_reset import CacheReset
-from app.fleet.engine_client import UnavailableError
+from app.fleet.generation import UnavailableError
 from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, validate
 

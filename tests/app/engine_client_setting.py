@@ -10,7 +10,8 @@ from typing import Any
 from loopback import LoopbackHandle
 from virtual_time import run_virtually
 
-from app.fleet.engine_client import Delta, EngineClient, GenerateRequest
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import Delta, GenerateRequest
 from engine.sampling_params import SamplingParams
 
 
@@ -37,7 +38,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def started(replicas: int, **options: Any) -> tuple[LoopbackHandle, EngineClient]:
     handle = LoopbackHandle(replicas)
-    client = EngineClient(handle, **options)
+    client = EngineClient(handle, **{"unavailable_after_s": 60.0, **options})
     await client.start()
     await until(lambda: len(handle.fleet.ledger.routable()) == replicas)
     return handle, client

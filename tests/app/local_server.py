@@ -22,7 +22,7 @@ from app.api.openai_service import OpenAIService
 from app.api.routes import make_api
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
-from app.fleet.engine_client import Delta, GenerateRequest, GenerationError
+from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from app.ingress import fingerprint
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs

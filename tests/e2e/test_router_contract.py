@@ -13,7 +13,8 @@ from ray.serve._private.router import AsyncioRouter
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from app.fleet.engine_client import EngineClient, GenerateRequest
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import GenerateRequest
 from app.launch import serving
 from app.routing import fleet
 from engine.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ def test_burst_is_booked_evenly_and_pinned_calls_keep_their_replica(cluster: Loc
     handle = serve.get_deployment_handle("engine", serving.APP_NAME)
 
     async def burst() -> tuple[Counter[str], list[str]]:
-        client = EngineClient(handle)
+        client = EngineClient(handle, unavailable_after_s=60.0)
         await client.start()
         async with asyncio.timeout(30):
             while client.status()["routable"] < 2:  # noqa: ASYNC110

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from app.api import sse
 from app.api.sse import EventStream, WholeResponse
-from app.fleet.engine_client import UnavailableError
+from app.fleet.generation import UnavailableError
 
 
 class Connection:

@@ -9,7 +9,7 @@ import pytest
 from engine_client_setting import break_at_random, collect, quiet, request, run, started, until
 from loopback import LIMITS, expected_tokens, stepping
 
-from app.fleet.engine_client import GenerateRequest, GenerationError, UnavailableError
+from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
@@ -162,7 +162,7 @@ def test_request_that_kills_every_replica_is_given_up() -> None:
                 handle.announce(handle.add().name)
 
         killer = asyncio.ensure_future(poisonous())
-        with pytest.raises(GenerationError, match="given up after 5 replicas failed"):
+        with pytest.raises(GenerationError, match="5 replicas failed under this request"):
             await collect(client, request([1], 5000))
         killer.cancel()
         await client.stop()
@@ -229,7 +229,7 @@ def test_a_request_whose_keys_are_made_while_the_client_stops_ends_at_once(
             await made.wait()
             return []
 
-        monkeypatch.setattr(client, "_keys", keys)
+        monkeypatch.setattr(client._attempts, "_block_keys", keys)
         jobs = [asyncio.ensure_future(collect(client, request([1], 50))) for _ in range(2)]
         await asyncio.sleep(0.01)
         jobs[1].cancel()

@@ -11,7 +11,8 @@ from engine_client_setting import collect, quiet, request, run, started, until
 from kv_loopback import SCHEME, KvReplica
 from loopback import LoopbackHandle, expected_tokens, stepping
 
-from app.fleet.engine_client import EngineClient, GenerationError
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import GenerationError
 from app.routing.fleet import NotAcceptedError
 from engine.request import CacheNamespace
 
@@ -134,7 +135,7 @@ def test_the_replica_whose_channel_broke_is_avoided() -> None:
         await until(lambda: len(victim.engine.live) == 2)
         victim.kill()
         await until(lambda: len(other.engine.live) == 4)
-        avoided = [live.avoid for live in client._live.values()]
+        avoided = [live.avoid for live in client._attempts.running.values()]
         assert sorted(avoided) == ["", "", victim.name, victim.name]
         async with stepping(handle):
             await asyncio.gather(*jobs)
@@ -146,7 +147,7 @@ def test_the_replica_whose_channel_broke_is_avoided() -> None:
 def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
     async def test() -> None:
         handle, prompt = LoopbackHandle(0), list(range(40))
-        client = EngineClient(handle)
+        client = EngineClient(handle, unavailable_after_s=60.0)
         job = asyncio.ensure_future(collect(client, request(prompt)))
         await until(lambda: client.status()["live_requests"] == 1)
         send, sent = handle.generate.remote, []
@@ -156,7 +157,7 @@ def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
             return send(*args, **kwargs)
 
         # The client has the handle's method already.
-        client._calls._generate = SimpleNamespace(remote=remote)
+        client._attempts._generate = SimpleNamespace(remote=remote)
         handle.replicas["kv"] = KvReplica("kv")
         handle.announce("kv")
         async with stepping(handle):
@@ -187,7 +188,7 @@ def test_a_client_accounts_for_itself() -> None:
 
 def test_a_client_that_has_not_started_has_nothing_to_tell() -> None:
     async def test() -> None:
-        client = EngineClient(LoopbackHandle(2))
+        client = EngineClient(LoopbackHandle(2), unavailable_after_s=60.0)
         assert client.inspect()["replicas"] == 0
 
     run(test)

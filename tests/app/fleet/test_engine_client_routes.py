@@ -8,7 +8,7 @@ from engine_client_setting import collect, quiet, request, run, started, until
 from loopback import expected_tokens, stepping
 
 from app.channel import wire
-from app.fleet.engine_client import MAX_FAULTS
+from app.fleet.attempts import MAX_FAULTS
 
 
 def test_planned_stops_are_no_failures_however_many_a_request_outlives() -> None:

@@ -11,10 +11,10 @@ from engine_client_setting import break_at_random, collect, collect_all, quiet, 
 from engine_client_setting import request as single
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 
-from app.api.generation import GenerateRequest, GenerationError
 from app.channel import wire
-from app.fleet.engine_client import EngineClient, UnavailableError
-from app.fleet.live_request import EXPECTED_TOKENS, LiveRequest
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
+from app.fleet.in_flight import EXPECTED_TOKENS, InFlightRequest
 from app.routing.calibration import OutputLength
 from app.routing.ledger import Ledger, Route
 from engine.errors import InvalidRequestError
@@ -180,32 +180,32 @@ def test_a_record_of_a_sequence_that_is_not_due_moves_the_request() -> None:
 
 
 def test_an_engine_that_ends_before_all_sequences_have_is_found_out() -> None:
-    live = LiveRequest(request([1], 2))
+    live = InFlightRequest(request([1], 2))
     live.accept(wire.Record(1, 0, [4], end=FinishReason.STOP, sequence=1, final=True))
     assert live.ended
     assert isinstance(live.deltas.get_nowait(), GenerationError)
 
 
 def test_what_is_due() -> None:
-    live = LiveRequest(request([1], 2))
+    live = InFlightRequest(request([1], 2))
     live.accept(wire.Record(1, 0, [4, 5], sequence=1))
     live.accept(wire.Record(1, 0, [4], end=FinishReason.STOP, sequence=0))
-    assert live.is_due(wire.Record(1, 2, [6], sequence=1))
-    assert not live.is_due(wire.Record(1, 0, [4], sequence=1))
-    assert not live.is_due(wire.Record(1, 1, [6], sequence=0)), "it has ended"
-    assert not live.is_due(wire.Record(1, 0, [6], sequence=2)), "there is none"
-    assert live.is_due(wire.Record(1, 9, [], end=FinishReason.ABORT, sequence=99))
+    assert live.continues(wire.Record(1, 2, [6], sequence=1))
+    assert not live.continues(wire.Record(1, 0, [4], sequence=1))
+    assert not live.continues(wire.Record(1, 1, [6], sequence=0)), "it has ended"
+    assert not live.continues(wire.Record(1, 0, [6], sequence=2)), "there is none"
+    assert live.continues(wire.Record(1, 9, [], end=FinishReason.ABORT, sequence=99))
 
 
 def test_the_prompt_is_booked_once_and_the_output_for_each_sequence() -> None:
-    plain = LiveRequest(request(list(range(50)), 3, 100))
+    plain = InFlightRequest(request(list(range(50)), 3, 100))
     assert plain.routing_meta(1)["prefill"] == 50
     assert plain.routing_meta(1)["decode"] == 3 * 100
     plain.accept(wire.Record(1, 0, [1] * 40, sequence=1))
     plain.accept(wire.Record(1, 0, [1] * 10, end=FinishReason.STOP, sequence=0))
     assert plain.routing_meta(2)["prefill"] == 50 + 40
     assert plain.routing_meta(2)["decode"] == 60 + 100
-    beams = LiveRequest(request([1], 1, 1000, use_beam_search=True, beam_width=5))
+    beams = InFlightRequest(request([1], 1, 1000, use_beam_search=True, beam_width=5))
     assert beams.routing_meta(1)["decode"] == 5 * EXPECTED_TOKENS
 
 
@@ -213,14 +213,14 @@ def test_outputs_that_are_longer_here_are_expected_to_be() -> None:
     ledger = Ledger()
     ledger.open(Route("r", 1))
     for attempt in range(300):
-        live = LiveRequest(request([1] * 50, 1, 2000))
-        live.typical = ledger.typical_output
+        live = InFlightRequest(request([1] * 50, 1, 2000))
+        live.typical_output = ledger.typical_output
         ledger.expect(attempt)
         booking = ledger.book("r", attempt, 50, live.routing_meta(attempt)["decode"])
         ledger.release(attempt, made=1500)
     assert 1400 < booking.decode <= 1500
-    live = LiveRequest(request([1] * 50, 1, 100))
-    live.typical = ledger.typical_output
+    live = InFlightRequest(request([1] * 50, 1, 100))
+    live.typical_output = ledger.typical_output
     assert live.routing_meta(1)["decode"] == 100
 
 

@@ -12,10 +12,10 @@ from engine_client_setting import until
 from loopback import LoopbackHandle, LoopbackReplica
 from model_checkpoints import save_tiny
 
-from app.api.generation import GenerateRequest
 from app.channel import wire
 from app.channel.engine_end import ChannelHub
 from app.fleet.engine_client import EngineClient
+from app.fleet.generation import GenerateRequest
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import TokenDelta
@@ -63,7 +63,7 @@ class Engines:
         handle = LoopbackHandle(0)
         self.replicas = [EngineOfReplica(f"replica-{i}", thread) for i, thread in enumerate(self.threads)]
         handle.replicas.update({replica.name: replica for replica in self.replicas})
-        client = EngineClient(handle)
+        client = EngineClient(handle, unavailable_after_s=60.0)
         await client.start()
         handle.announce(*handle.replicas)
         await until(lambda: len(handle.fleet.ledger.routable()) == 2)

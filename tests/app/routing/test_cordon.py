@@ -8,7 +8,7 @@ import pytest
 from engine_client_setting import collect, quiet, request, run, started, until
 from loopback import LoopbackHandle, expected_tokens, stepping
 
-from app.fleet import hand_over
+from app.fleet import drain
 from app.routing.fleet import Fleet
 from app.routing.ledger import Route
 from app.routing.timed_set import TimedSet
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often."""
-    monkeypatch.setattr(hand_over, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(drain, "CHECK_EVERY_S", 0.005)
 
 
 def live(handle: LoopbackHandle) -> list[int]:
@@ -144,7 +144,7 @@ def test_a_cordon_that_is_lifted_in_time_moves_nothing(quick: None) -> None:
         async with stepping(handle):
             await asyncio.gather(*jobs)
         assert not first.engine.aborted
-        with pytest.raises(ValueError, match="handed over after"):
+        with pytest.raises(ValueError, match="after_s is -1 but must be at least 0"):
             await client.cordon([first.name], 60, after_s=-1)
         await client.stop()
 

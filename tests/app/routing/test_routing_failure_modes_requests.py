@@ -15,8 +15,9 @@ from engine_client_setting import collect, quiet, request, run, until
 from kv_loopback import SCHEME, KvReplica
 from loopback import LoopbackHandle, LoopbackResponse, expected_tokens, stepping
 
-from app.fleet import engine_client as relay
-from app.fleet.engine_client import EngineClient, GenerateRequest
+from app.fleet import attempts
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import GenerateRequest
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
 from engine.sampling_params import SamplingParams
@@ -32,7 +33,7 @@ class Recorded:
         self.handle.generate = SimpleNamespace(remote=self._generate)
         for number in range(replicas):
             self.add(f"kv-{number}")
-        self.client = EngineClient(self.handle)
+        self.client = EngineClient(self.handle, unavailable_after_s=60.0)
 
     def add(self, name: str) -> None:
         self.handle.replicas[name] = KvReplica(name)
@@ -49,7 +50,7 @@ class Recorded:
 
 @pytest.mark.parametrize("blocks", [0, 3, 400])
 def test_no_prompt_goes_without_its_keys(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "INLINE_TOKENS", 1000)  # the longest one's are made in a thread
+    monkeypatch.setattr(attempts, "INLINE_TOKENS", 1000)  # the longest one's are made in a thread
     prompt = [place % 700 for place in range(16 * blocks + 5)]
     space = CacheNamespace(tenant="a tenant", salt="s")
 

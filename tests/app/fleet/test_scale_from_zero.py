@@ -10,8 +10,9 @@ import pytest
 from engine_client_setting import collect, quiet, request, run, until
 from loopback import LoopbackHandle, LoopbackResponse, expected_tokens, stepping
 
-from app.fleet import wake
-from app.fleet.engine_client import EngineClient, UnavailableError
+from app.fleet import scale_from_zero
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import UnavailableError
 
 
 class SleepingHandle(LoopbackHandle):
@@ -43,14 +44,14 @@ class SleepingHandle(LoopbackHandle):
 
 async def sleeping(**options: Any) -> tuple[SleepingHandle, EngineClient]:
     handle = SleepingHandle()
-    client = EngineClient(handle, sleeps=True, **options)
+    client = EngineClient(handle, **{"unavailable_after_s": 60.0, "to_zero": True, **options})
     await client.start()
     return handle, client
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wake, "AGAIN_S", 0.0)
+    monkeypatch.setattr(scale_from_zero, "RETRY_S", 0.0)
 
 
 def test_the_first_request_wakes_and_is_answered() -> None:
@@ -83,7 +84,7 @@ def test_one_call_for_all_that_wait_until_the_last_has_gone() -> None:
         waiting[0].cancel()
         await until(lambda: not handle.queued)
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert client._wake._task is None
+        assert client._waiter._task is None
         assert handle.calls == 1
         await client.stop()
 

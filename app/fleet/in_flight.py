@@ -1,4 +1,4 @@
-"""One request on its way through the ingress, whichever replicas work at it."""
+"""The state of one request in the ingress, across all attempts."""
 
 from __future__ import annotations
 
@@ -10,42 +10,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.api.generation import Delta, GenerateRequest, GenerationError
 from app.channel import wire
+from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.errors import QuireError
 from engine.request import FinishReason
 
 EXPECTED_TOKENS = 256
-"""Booked for the output of a request that may make more: most stop by themselves. Or what they come to here,
-if that is more."""
-
+"""Output that is booked for a request that may make more, unless outputs here are longer on average."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class LiveRequest:
-    """Its outputs are what has arrived here, one for each sequence. ``deltas`` is for the client's generator.
+class InFlightRequest:
+    """``outputs`` has the tokens that have arrived, for each sequence; ``deltas`` go to the client's generator.
 
-    ``interrupt`` tells the running attempt that it is over: the request has ended, the attempt's channel is
-    gone, or its replica is leaving. ``faults`` counts replicas that failed under the request.
+    ``interrupt`` ends the current attempt: the request has ended, the attempt's channel is gone, or its replica
+    is being stopped. ``faults`` counts replicas that failed under the request.
     """
 
     request: GenerateRequest
-    keys: Sequence[int] = ()  # of the prompt's full blocks, where they are known
-    typical: float = EXPECTED_TOKENS  # tokens that a sequence comes to here, on average
+    block_keys: Sequence[int] = ()  # of the prompt's full blocks, if known
+    typical_output: float = EXPECTED_TOKENS  # average tokens of a sequence here
     arrived: float = field(default_factory=time.monotonic)  # monotonic seconds
     outputs: list[list[int]] = field(init=False)
-    finished: list[bool] = field(init=False)  # of each sequence, whether its end record has come
+    finished: list[bool] = field(init=False)  # for each sequence, whether its end record has arrived
     cached_tokens: int | None = None
     ended: bool = False
-    complete: bool = False  # the final record has come
+    complete: bool = False  # the final record has arrived
     deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
     interrupt: asyncio.Event = field(default_factory=asyncio.Event)
     faults: int = 0
     last_fault: str = ""
-    avoid: str = ""  # the replica of the attempt before
-    driver: asyncio.Task[None] | None = None
+    avoid: str = ""  # the replica of the previous attempt
+    runner: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in range(self.request.params.n)]
@@ -53,14 +51,14 @@ class LiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have arrived, of all sequences."""
+        """Tokens that have arrived, in all sequences."""
         return sum(map(len, self.outputs))
 
     def submission(self, attempt: int) -> wire.Submission:
-        """What the next replica needs to go on.
+        """What the next replica needs to continue.
 
-        One sequence goes on as a longer prompt; of several, each goes on by itself. Ranked ones begin again:
-        all their tokens come in the last frame, so nothing of them has arrived.
+        A single sequence continues as a longer prompt; several sequences continue one by one. Ranked sequences
+        start over: all their tokens come in the last frame, so none have arrived.
         """
         request = self.request
         single = len(self.outputs) == 1
@@ -83,7 +81,7 @@ class LiveRequest:
         )
 
     def routing_meta(self, attempt: int) -> dict[str, Any]:
-        """What the router needs to choose and book; it adds ``epoch``, and takes out what the engine needs not.
+        """What the router needs to choose and book a replica; it adds ``epoch`` and removes its own fields.
 
         The prompt counts once, whatever the number of sequences.
         """
@@ -91,7 +89,7 @@ class LiveRequest:
         running = [output for output, finished in zip(self.outputs, self.finished, strict=True) if not finished]
         if params.ranked:
             running = [[]] * params.width
-        wanted, expected = params.max_tokens, max(EXPECTED_TOKENS, math.ceil(self.typical))
+        wanted, expected = params.max_tokens, max(EXPECTED_TOKENS, math.ceil(self.typical_output))
         left = [expected if wanted is None else min(wanted - len(output), expected) for output in running]
         return {
             "request_id": self.request.request_id,
@@ -99,12 +97,12 @@ class LiveRequest:
             "prefill": len(self.request.token_ids) + sum(map(len, running)),
             "decode": sum(max(tokens, 1) for tokens in left),
             "avoid": self.avoid,
-            "keys": self.keys,
+            "keys": self.block_keys,
             "sequences": len(running),
         }
 
-    def is_due(self, record: wire.Record) -> bool:
-        """Whether a record goes on where its sequence is; one that only ends the attempt always does."""
+    def continues(self, record: wire.Record) -> bool:
+        """Whether a record begins where its sequence ends here; one that only ends the attempt always does."""
         if record.end in (FinishReason.ABORT, FinishReason.ERROR):
             return True
         sequence = record.sequence
@@ -114,29 +112,10 @@ class LiveRequest:
             and record.index == len(self.outputs[sequence])
         )
 
-    def fault(self, reason: str) -> None:
-        """A replica failed under this request."""
-        self.faults += 1
-        self.last_fault = reason
-
-    def fail(self, error: QuireError) -> None:
-        """End it with an error, unless it has ended."""
-        if not self.ended:
-            self.ended = True
-            self.deltas.put_nowait(error)
-            self.interrupt.set()
-
-    def driver_ended(self, driver: asyncio.Task[None]) -> None:
-        """Nothing else would end a request whose driver is gone."""
-        error = None if driver.cancelled() else driver.exception()
-        if error is not None:
-            logger.error("request %s lost its driver", self.request.request_id, exc_info=error)
-        self.fail(GenerationError("an internal error ended this request; the log says more"))
-
     def accept(self, record: wire.Record) -> None:
-        """Take the tokens of a record that ``is_due``, or end."""
+        """Apply a record that :meth:`continues` the request."""
         if record.end is FinishReason.ERROR:
-            self.fail(GenerationError(record.message or "the engine gave the request up"))
+            self.fail(GenerationError(record.message or "the engine failed to compute the request"))
             return
         if record.end is FinishReason.ABORT:
             # Nobody here asked for it: the engine is closing the channel.
@@ -164,3 +143,22 @@ class LiveRequest:
         if record.final:
             self.ended = self.complete = True
             self.interrupt.set()
+
+    def count_fault(self, reason: str) -> None:
+        """A replica failed under this request."""
+        self.faults += 1
+        self.last_fault = reason
+
+    def fail(self, error: QuireError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.ended:
+            self.ended = True
+            self.deltas.put_nowait(error)
+            self.interrupt.set()
+
+    def on_runner_done(self, runner: asyncio.Task[None]) -> None:
+        """End the request if it has not ended: nothing else would."""
+        error = None if runner.cancelled() else runner.exception()
+        if error is not None:
+            logger.error("request %s failed in the ingress", self.request.request_id, exc_info=error)
+        self.fail(GenerationError("an internal error ended this request; see the log"))

@@ -1,0 +1,204 @@
+"""Runs a request: one attempt after another, each on one engine replica, until the request has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from app.channel import wire
+from app.channel.channel_set import ChannelSet
+from app.channel.kv_feed import KvFeed
+from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
+from app.fleet.in_flight import InFlightRequest
+from app.fleet.scale_from_zero import ReplicaWaiter
+from app.routing.fleet import NotAcceptedError
+from app.routing.ledger import NoRouteError
+from app.routing.policies import Policy
+from engine.errors import InvalidRequestError
+
+MAX_FAULTS = 4
+"""Maximum number of replicas that may fail under one request; beyond it the request is taken for the cause."""
+
+MAX_ATTEMPTS = 64
+"""Maximum number of attempts at one request, including moves away from replicas that are being stopped."""
+
+INLINE_TOKENS = 16_384
+"""Prompts up to this length are hashed on the event loop, in half a millisecond; longer ones in a thread."""
+
+END_RECORD_S = 5.0
+"""Maximum time between the answer of the call and the end record on the channel, whichever comes first."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailure:
+    """Why an attempt ended early; ``fault`` if its replica failed, not if the attempt never began."""
+
+    reason: str
+    fault: bool
+
+
+class AttemptRunner:
+    """One for each ingress process; runs on its event loop.
+
+    ``handle`` is the Serve handle of the engine deployment. ``running`` maps the number of each current
+    attempt, unique in this process, to its request.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        channels: ChannelSet,
+        kv: KvFeed,
+        waiter: ReplicaWaiter,
+        policy: Policy,
+        unavailable_after_s: float,
+    ) -> None:
+        # The first options() makes Serve create the router, which reports its members.
+        self._generate = handle.options(_by_reference=False).generate
+        self._channels = channels
+        self._ledger = channels.fleet.ledger
+        self._kv = kv
+        self._waiter = waiter
+        self._policy = policy
+        self._unavailable_after_s = unavailable_after_s
+        self._numbers = itertools.count(1)
+        self._late_answers: set[asyncio.Future[Any]] = set()
+        self.running: dict[int, InFlightRequest] = {}
+
+    async def run(self, request: InFlightRequest) -> None:
+        """Make attempts until the request has ended."""
+        for count in range(1, MAX_ATTEMPTS + 1):
+            if request.ended or not await self._wait_for_replica(request):
+                return
+            if not request.block_keys:  # not earlier: the first channel to open says how they are made
+                request.block_keys = await self._block_keys(request.request)
+            if request.ended:
+                return
+            failure = await self._attempt(request, next(self._numbers))
+            if failure is not None and not request.ended:
+                if failure.fault:
+                    request.count_fault(failure.reason)
+                logger.warning(
+                    "request %s is retried after %d tokens: %s",
+                    request.request.request_id,
+                    request.num_tokens,
+                    failure.reason,
+                )
+                # A call may fail shortly before its replica's channel does.
+                await asyncio.sleep(min(0.05 * count, 1.0))
+            if request.faults > MAX_FAULTS:
+                last = request.last_fault
+                request.fail(
+                    GenerationError(f"{request.faults} replicas failed under this request; last: {last}")
+                )
+        request.fail(UnavailableError(f"no engine replica completed the request in {MAX_ATTEMPTS} attempts"))
+
+    async def _wait_for_replica(self, request: InFlightRequest) -> bool:
+        """Wait for a replica with an open channel; fails the request when none comes in time."""
+        limit = self._unavailable_after_s
+        if await self._waiter.wait_until(self._channels.routable, limit):
+            return True
+        request.fail(UnavailableError(f"no engine replica became ready within {limit:g} s"))
+        return False
+
+    async def _block_keys(self, request: GenerateRequest) -> list[int]:
+        """Keys of the prompt's full blocks; empty if unknown, or if the routing policy does not use them."""
+        scheme = self._kv.keys
+        if scheme is None or self._policy is not Policy.PREFIX:
+            return []
+        if len(request.token_ids) <= INLINE_TOKENS:
+            return scheme.keys(request.token_ids, request.namespace)
+        return await asyncio.to_thread(scheme.keys, request.token_ids, request.namespace)
+
+    async def _attempt(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
+        """Make one attempt; ``None`` when the request has ended or was told to move."""
+        request.interrupt.clear()
+        request.typical_output = self._ledger.typical_output
+        self.running[number] = request
+        self._ledger.expect(number)
+        try:
+            return await self._call(request, number)
+        finally:
+            del self.running[number]
+            booking = self._ledger.booking(number)
+            if booking is not None:
+                request.avoid = booking.route.replica
+            per_sequence = request.num_tokens / request.request.params.n if request.complete else None
+            self._ledger.release(number, per_sequence)
+            self._channels.settle()
+
+    async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
+        """Call the engine; the call stays open until the attempt ends. Its tokens come on the channel."""
+        payload = wire.pack_submission(request.submission(number))
+        try:
+            response = self._generate.remote(self._channels.cid, payload, meta=request.routing_meta(number))
+        except Exception as error:  # noqa: BLE001  (like any failure of a call below)
+            return AttemptFailure(_describe(error), fault=True)
+        answer = asyncio.ensure_future(_await(response))
+        interrupted = asyncio.ensure_future(request.interrupt.wait())
+        try:
+            await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return None
+            try:
+                outcome = answer.result()
+            except (NoRouteError, NotAcceptedError) as error:
+                return AttemptFailure(str(error), fault=False)
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
+                # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
+                # nobody here has canceled. If the replica is lost, its channel ends, too, and counts the fault.
+                return None if request.interrupt.is_set() else AttemptFailure(_describe(error), fault=True)
+            return await self._finish(request, outcome, interrupted)
+        finally:
+            interrupted.cancel()
+            if request.complete:
+                self._await_late_answer(answer, response)
+            elif not answer.done():
+                _cancel(answer, response)
+
+    async def _finish(
+        self, request: InFlightRequest, outcome: dict[str, Any], interrupted: asyncio.Future[Any]
+    ) -> AttemptFailure | None:
+        """The call has returned; the end record on the channel, which may come later, ends the request."""
+        if "invalid" in outcome:
+            request.fail(InvalidRequestError(*outcome["invalid"]))
+            return None
+        if "refused" in outcome:
+            return AttemptFailure(str(outcome["refused"]), fault=False)
+        if not request.ended:
+            await asyncio.wait((interrupted,), timeout=END_RECORD_S)
+            if not request.ended and not request.interrupt.is_set():
+                return AttemptFailure("the end record did not arrive", fault=True)
+        return None
+
+    def _await_late_answer(self, answer: asyncio.Future[Any], response: Any) -> None:
+        """The end record has overtaken the answer, which is due any moment: canceling it would cost more."""
+        limit = asyncio.get_running_loop().call_later(END_RECORD_S, _cancel, answer, response)
+
+        def done(answer: asyncio.Future[Any]) -> None:
+            limit.cancel()
+            self._late_answers.discard(answer)
+            if not answer.cancelled() and answer.exception() is not None:
+                logger.info("a call failed after its last token: %s", answer.exception())
+
+        self._late_answers.add(answer)
+        answer.add_done_callback(done)
+
+
+async def _await(response: Any) -> Any:
+    return await response
+
+
+def _cancel(answer: asyncio.Future[Any], response: Any) -> None:
+    """The task first: awaiting a canceled response raises."""
+    answer.cancel()
+    response.cancel()
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,0 +1,49 @@
+"""The requests that the engine client accepts, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import QuireError
+from engine.request import CacheNamespace
+from engine.sampling_params import SamplingParams
+
+
+class UnavailableError(QuireError):
+    """No engine replica accepted the request within the time limit; becomes a 503 with Retry-After."""
+
+
+class GenerationError(QuireError):
+    """The engine failed to compute the request; becomes a 500."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt, and the sequences to generate from it.
+
+    ``request_id`` is for logs; it need not be unique.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    namespace: CacheNamespace = field(default_factory=CacheNamespace)
+    priority: int = 0  # lower runs first
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one sequence of a request.
+
+    ``index`` is the offset of the first token in the sequence's output. Only a sequence's last delta has a
+    ``finish_reason`` (``"stop"`` or ``"length"``). That delta may be empty, and with ``"stop"`` its last token
+    may be the end-of-sequence or stop token. ``final`` marks the last delta of the request. ``cached_tokens``
+    is the number of prompt tokens that the prefix cache supplied at the first admission.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    cached_tokens: int
+    index: int
+    sequence: int = 0
+    final: bool = False
