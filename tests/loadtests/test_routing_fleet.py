@@ -11,10 +11,10 @@ from loadtests.experiments.routing.approximate import ApproximateIndex
 from loadtests.experiments.routing.arms import Arm
 from loadtests.experiments.routing.constants import (
     BLOCK_SIZE,
+    COST,
     REPLICAS,
-    SERVICE,
     SHARED,
-    Served,
+    Load,
     Shape,
     saturating_rate,
 )
@@ -25,13 +25,13 @@ from loadtests.experiments.routing.workloads import Conversations, burst, shared
 from loadtests.routing import main
 
 SMALL = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
-FULL = Served(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=5.4)
-CALM = Served(replicas=3, blocks=1_000, rate=10.0, warm_up=1.0, seconds=3.0)
+FULL = Load(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=5.4)
+CALM = Load(replicas=3, blocks=1_000, rate=10.0, warm_up=1.0, seconds=3.0)
 
 TIMES = [0.1 * i for i in range(40)]
 
 
-def run(arm: Arm, load: Served = FULL, **more: int) -> Summary:
+def run(arm: Arm, load: Load = FULL, **more: int) -> Summary:
     saturated = load is FULL
     return simulate(Run("small", "shared", SMALL, load, arm, 1, saturated, **more))
 
@@ -45,7 +45,7 @@ def test_the_oracle_dominates() -> None:
 
 
 def test_prefixes_are_found_where_they_are() -> None:
-    load = Served(replicas=3, blocks=600, rate=40.0, warm_up=2.0, seconds=3.0)
+    load = Load(replicas=3, blocks=600, rate=40.0, warm_up=2.0, seconds=3.0)
     ours, turns = run(Arm.PREFIX, load), run(Arm.ROUND_ROBIN, load)
     assert ours.hit_rate > turns.hit_rate + 0.2
     assert ours.quantile(0.9) < 0.5 * turns.quantile(0.9)
@@ -54,15 +54,17 @@ def test_prefixes_are_found_where_they_are() -> None:
 @pytest.mark.parametrize("arm", list(Arm))
 def test_every_request_ends_once(arm: Arm) -> None:
     workload = shared(SMALL, TIMES, 1, vary=True)
-    fleet = Fleet(arm, workload, replicas=3, blocks=1_000, ingresses=2, seed=1)
+    fleet = Fleet(arm, workload, CALM.replica, replicas=3, ingresses=2, seed=1)
     outcome = fleet.run()
     assert outcome.unfinished == 0
     assert sorted(record.number for record in outcome.records) == [job.number for job in workload.jobs]
     assert all(record.arrival < record.first <= record.last for record in outcome.records)
-    assert sum(replica.generated for replica in fleet.replicas) == sum(job.output for job in workload.jobs)
+    assert sum(replica.scheduler.stats().generated_tokens for replica in fleet.replicas) == sum(
+        job.output for job in workload.jobs
+    )
     for replica in fleet.replicas:
-        replica.pool.check([])
-        replica.index.check()
+        replica.check()
+        assert replica.load().waiting_tokens == replica.load().running == 0
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -77,23 +79,23 @@ def test_a_replica_that_joins_gets_requests() -> None:
 
 def test_marks_count_what_lies_between_them() -> None:
     workload = shared(SMALL, TIMES, 1, vary=False)
-    fleet = Fleet(Arm.ROUND_ROBIN, workload, replicas=2, blocks=1_000)
+    fleet = Fleet(Arm.ROUND_ROBIN, workload, CALM.replica, replicas=2)
     outcome = fleet.run(marks=(0.0, 1e3))
-    assert sum(outcome.marks[0].generated) == 0
-    assert sum(outcome.marks[1].generated) == SMALL.output * len(workload.jobs)
-    assert sum(outcome.marks[1].queried) == SMALL.prompt * len(workload.jobs)
+    assert outcome.marks[0].generated == 0
+    assert outcome.marks[1].generated == SMALL.output * len(workload.jobs)
+    assert outcome.marks[1].queried == SMALL.prompt * len(workload.jobs)
 
 
 def test_merged_seeds_pool_their_times() -> None:
     one = run(Arm.ROUND_ROBIN, CALM)
     both = merge([one, one])
     assert both.throughput == one.throughput
-    assert both.offered == 2 * one.offered
+    assert len(both.ttft[""]) == 2 * len(one.ttft[""])
     assert both.quantile(0.5) == one.quantile(0.5)
 
 
 def test_rates_saturate() -> None:
-    row_seconds = SERVICE.kv_token * (SHARED.prompt + SHARED.output / 2)
+    row_seconds = COST.context_token * (SHARED.prompt + SHARED.output / 2)
     assert saturating_rate(SHARED, REPLICAS) * SHARED.output * row_seconds == pytest.approx(REPLICAS)
 
 
@@ -144,25 +146,30 @@ def test_an_approximate_index_forgets_the_ends_first() -> None:
 
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_scenarios_are_complete(name: str) -> None:
-    runs = SCENARIOS[name]().runs
+    runs = SCENARIOS[name](2).runs
     assert len(set(runs)) == len(runs)
     assert all(one.load.replicas > 0 and one.load.blocks > one.shape.prompt // BLOCK_SIZE for one in runs)
 
 
+def test_a_scenario_judges_its_runs() -> None:
+    scenario = SCENARIOS["hot"](2)
+    summaries = [run(one.arm, CALM) for one in scenario.runs]
+    summaries[0].unfinished = 3
+    findings = scenario.judge(summaries)
+    assert [row[0] for row in findings.tables[0].rows] == [
+        "served: prefix",
+        "served: least tokens",
+        "served: round robin",
+        "served: oracle",
+    ]
+    lost = findings.figures[-1]
+    assert (lost.value, lost.holds) == (3, False)
+
+
 def test_the_command_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    main(["--only", "burst", "--seeds", "1", "--workers", "1", "--json", str(out)])
+    main(["--only", "burst", "--workers", "1", "--json", str(out)])
     figures = {figure["name"]: figure for figure in json.loads(out.read_text())["figures"]}
     assert figures["burst: distinct prefixes, busiest/mean"]["holds"]
     assert figures["burst: requests without an end"]["value"] == 0
     assert "64 requests in 5 ms" in capsys.readouterr().out
-
-
-def test_plots_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from loadtests.experiments.memory.plots import draw
-
-    arms = (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN, Arm.ORACLE)
-    results = {("served", arm): [run(arm, CALM)] for arm in arms}
-    plots = SCENARIOS["hot"]().judge(results).plots
-    assert [path.name for path in draw(plots, tmp_path)] == ["routing-hot.png"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ class ApproximateIndex:
         self._routed.setdefault(replica, OrderedDict())
 
     def remove(self, replica: str) -> None:
-        """It is gone."""
+        """It has left."""
         self._routed.pop(replica, None)
 
     def longest(self, keys: Sequence[int]) -> dict[str, int]:
@@ -40,7 +41,7 @@ class ApproximateIndex:
             routed.popitem(last=False)
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
-        """It did not come to anything; a router like this never learns of it."""
+        """A request ended before its time; a router like this never learns of it."""
         return False
 
     def expire(self, now: float) -> int:
@@ -49,11 +50,4 @@ class ApproximateIndex:
 
 
 def _held(keys: Sequence[int], routed: OrderedDict[int, None]) -> int:
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle] in routed:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    return bisect.bisect_left(keys, True, key=lambda key: key not in routed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -13,9 +12,10 @@ from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
+from engine.kv.kv_events import KvBatch
 from loadtests.experiments.routing.approximate import ApproximateIndex
-from loadtests.experiments.routing.replica import Replica
 from loadtests.experiments.routing.workloads import Job
+from loadtests.experiments.simulated_replica import SimulatedReplica
 
 EPOCH = 1
 _FOREVER = 1e9
@@ -33,50 +33,26 @@ class Arm(StrEnum):
     ROUND_ROBIN = "round robin"
 
 
-@dataclass(slots=True)
-class Flush:
-    """What one replica's channel carries at once: changed keys, and its load."""
-
-    replica: str
-    sequence: int
-    stored: list[int]
-    removed: list[int]
-    load: LoadReport
-
-
 class Router(Protocol):
     """The routing of one ingress. Times are simulated seconds."""
 
     hears: bool
-    """Whether flushes are of any use to it."""
+    """Whether news of replicas is of any use to it."""
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: SimulatedReplica) -> None:
         """A replica has joined."""
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
         """The replica for a request."""
 
-    def flush(self, flush: Flush, now: float) -> None:
-        """News of a replica."""
+    def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
+        """KV events and load of a replica."""
 
     def first_token(self, attempt: int) -> None:
         """A request has its first token."""
 
     def end(self, attempt: int, made: int) -> None:
         """A request has ended with ``made`` tokens."""
-
-
-class LastingIndex(KvIndex):
-    """The application's index, in which a block that was sent for never ceases to be expected."""
-
-    def __init__(self) -> None:
-        super().__init__(max_speculative=_UNBOUNDED)
-
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
-        """The replica is about to hold these."""
-        super().speculate(replica, keys, now, now + _FOREVER, blocks)
 
 
 class LedgerRouter:
@@ -88,8 +64,8 @@ class LedgerRouter:
         self.hears = index is not None
         self.ledger = Ledger(policy, index, clock=lambda: self._now)
 
-    def add(self, replica: Replica) -> None:
-        """Open its channel, with a snapshot of a cache that is empty."""
+    def add(self, replica: SimulatedReplica) -> None:
+        """Open its channel, with a snapshot of an empty cache."""
         self.ledger.open(Route(replica.name, EPOCH))
         if isinstance(self._index, KvIndex):
             self._index.snapshot(replica.name, EPOCH, 0, ())
@@ -104,14 +80,14 @@ class LedgerRouter:
             raise RuntimeError("the ledger failed to choose and fell back to the least booked replica")
         return booking.route.replica
 
-    def flush(self, flush: Flush, now: float) -> None:
+    def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
         """Events first, as the channel has them."""
         self._now = now
-        if isinstance(self._index, KvIndex) and (flush.stored or flush.removed):
-            known = self._index.apply(flush.replica, EPOCH, flush.sequence, flush.stored, flush.removed)
-            if not known:
-                raise RuntimeError(f"the index of a simulated router lost track of {flush.replica}")
-        self.ledger.report(Route(flush.replica, EPOCH), flush.load)
+        if isinstance(self._index, KvIndex):
+            for batch in batches:
+                if not self._index.apply(replica, EPOCH, batch.sequence, batch.stored, batch.removed):
+                    raise RuntimeError(f"the index of a simulated router lost track of {replica}")
+        self.ledger.report(Route(replica, EPOCH), load)
 
     def first_token(self, attempt: int) -> None:
         """Release the prefill part."""
@@ -122,6 +98,19 @@ class LedgerRouter:
         self.ledger.release(attempt, made)
 
 
+class LastingIndex(KvIndex):
+    """The application's index, in which a block that was sent for is expected until it is withdrawn."""
+
+    def __init__(self) -> None:
+        super().__init__(max_speculative=_UNBOUNDED)
+
+    def speculate(
+        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
+    ) -> None:
+        """The replica is about to hold these."""
+        super().speculate(replica, keys, now, now + _FOREVER, blocks)
+
+
 class OracleRouter(LedgerRouter):
     """The same cost on perfect knowledge: every ingress asks this one, and it looks into the replicas."""
 
@@ -129,30 +118,26 @@ class OracleRouter(LedgerRouter):
         self._exact = LastingIndex()
         super().__init__(Policy.PREFIX, self._exact)
         self.hears = False
-        self._replicas: list[Replica] = []
-        self._sequences: dict[str, int] = {}
+        self._replicas: list[SimulatedReplica] = []
         self._sent: dict[int, tuple[str, Job]] = {}
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: SimulatedReplica) -> None:
         """A replica has joined."""
         super().add(replica)
         self._replicas.append(replica)
-        self._sequences[replica.name] = 0
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
         """Look, then choose."""
         for replica in self._replicas:
-            stored, removed = replica.pool.drain()
-            if stored or removed:
-                self._sequences[replica.name] += 1
-            load = report(replica, 0)
-            self.flush(Flush(replica.name, self._sequences[replica.name], stored, removed, load), now)
+            assert replica.kv_events is not None
+            batch = replica.kv_events.drain()
+            self.news(replica.name, [] if batch is None else [batch], replica.load(), now)
         name = super().choose(job, attempt, now)
         self._sent[attempt] = (name, job)
         return name
 
     def first_token(self, attempt: int) -> None:
-        """Its prompt's blocks are there."""
+        """The blocks of its prompt are there."""
         super().first_token(attempt)
         name, job = self._sent.pop(attempt)
         self._exact.withdraw(name, job.prompt.keys)
@@ -171,7 +156,7 @@ class CountRouter:
         self._replicas: dict[str, int] = {}
         self._booked: dict[int, str] = {}
 
-    def add(self, replica: Replica) -> None:
+    def add(self, replica: SimulatedReplica) -> None:
         """A replica has joined."""
         self._replicas[replica.name] = 0
 
@@ -184,7 +169,7 @@ class CountRouter:
         self._booked[attempt] = name
         return name
 
-    def flush(self, flush: Flush, now: float) -> None:
+    def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
         """Nothing is learned from it."""
 
     def first_token(self, attempt: int) -> None:
@@ -193,29 +178,6 @@ class CountRouter:
     def end(self, attempt: int, made: int) -> None:
         """One request less."""
         self._replicas[self._booked.pop(attempt)] -= 1
-
-
-def report(replica: Replica, channel: int) -> LoadReport:
-    """What the replica's engine says of its load now, on one of its channels."""
-    pool, service = replica.pool, replica.service
-    rows = len(replica.running)
-    kv_tokens = replica.kv_tokens
-    return LoadReport(
-        waiting_tokens=replica.waiting_tokens,
-        running=rows,
-        kv_tokens=kv_tokens,
-        referenced=pool.num_referenced,
-        free=pool.num_free,
-        evictable=pool.num_cached,
-        num_blocks=pool.num_blocks,
-        block_size=pool.block_size,
-        prefill_rate=service.prefill_rate,
-        step_seconds=service.step(0, rows, kv_tokens) if rows else 0.0,
-        acknowledged=replica.acknowledged.get(channel, 0),
-        waiting=len(replica.waiting),
-        held_up=min(replica.held_up, len(replica.waiting)),
-        max_running=replica.max_running,
-    )
 
 
 def make_routers(arm: Arm, ingresses: int, blocks: int, seed: int) -> list[Router]:

@@ -9,31 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loadtests.experiments.simulated_replica import ReplicaConfig, StepCost
+
 BLOCK_SIZE = 16
-MAX_NUM_SEQS = 256
 TOKEN_BUDGET = 2_048
-SEEDS = (1, 2, 3)
+SEEDS = 3
+"""Of the full grid."""
 
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """Seconds that a step takes: a constant, and so much for each unit of work."""
-
-    prefill_rate: float  # prompt tokens per second
-    base: float
-    row: float  # one decoding sequence
-    kv_token: float  # K and V of one token read by a decode
-
-    def step(self, prefill: int, rows: int, kv_tokens: int) -> float:
-        """Seconds of a step with ``prefill`` prompt tokens and ``rows`` decodes that read ``kv_tokens``."""
-        return self.base + prefill / self.prefill_rate + self.row * rows + self.kv_token * kv_tokens
-
-    def steps(self, count: int, rows: int, kv_tokens: int) -> float:
-        """Seconds of ``count`` decode steps in a row; each reads one token more for each of its rows."""
-        return count * self.step(0, rows, kv_tokens) + self.kv_token * rows * (count * (count - 1) // 2)
-
-
-SERVICE = Service(prefill_rate=16_000.0, base=14e-3, row=30e-6, kv_token=56e-9)
+COST = StepCost(base=14e-3, prefill_token=1 / 16_000, decode_row=30e-6, context_token=56e-9)
 """Rooflines of two H100 (989 TFLOP/s and 3.35 TB/s each): 64 GFLOP a prompt token at half the peak; 65.6 GB of
 weights and 262 KB of K and V a token at 70 % of the bandwidth; 30 us to sample one row.
 """
@@ -115,12 +98,12 @@ SERVED_WARM_UP, SERVED_WINDOW = 60.0, 120.0
 
 def saturating_rate(shape: Shape, replicas: int) -> float:
     """Requests per second that reading the KV alone would allow, so more than any fleet of these can serve."""
-    return replicas / (SERVICE.kv_token * (shape.prompt + shape.output / 2) * shape.output)
+    return replicas / (COST.context_token * (shape.prompt + shape.output / 2) * shape.output)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """An open-loop run below saturation: Poisson arrivals for ``seconds``, then until all have ended."""
+class Load:
+    """A fleet and what comes to it: arrivals for ``warm_up`` and then ``seconds``."""
 
     replicas: int
     blocks: int
@@ -128,13 +111,18 @@ class Served:
     warm_up: float
     seconds: float
 
+    @property
+    def replica(self) -> ReplicaConfig:
+        """One replica of the fleet."""
+        return ReplicaConfig(COST, self.blocks, BLOCK_SIZE, TOKEN_BUDGET, kv_events=True)
+
 
 HOT = Shape(groups=1, system=6_000, questions=0, question=1_200, output=200)
-HOT_RUN = Served(replicas=4, blocks=19_264, rate=16.0, warm_up=30.0, seconds=210.0)
+HOT_RUN = Load(replicas=4, blocks=19_264, rate=16.0, warm_up=30.0, seconds=210.0)
 """One system prompt for all. With it cached, prompts and KV reads take 63 % of each replica's time."""
 
 UNIQUE = Shape(groups=0, system=0, questions=0, question=2_400, output=200)
-UNIQUE_RUN = Served(replicas=4, blocks=19_264, rate=14.0, warm_up=30.0, seconds=210.0)
+UNIQUE_RUN = Load(replicas=4, blocks=19_264, rate=14.0, warm_up=30.0, seconds=210.0)
 """No two prompts begin alike. Prompts and KV reads take 62 % of each replica's time."""
 
 LENGTH_SPREAD = (0.5, 1.5)
@@ -144,7 +132,7 @@ Only below saturation: the published workload fixes them."""
 COLD_SHARE = 0.05
 COLD_LENGTHS = (16_000, 32_000)
 COLD_SHORT = Shape(groups=0, system=0, questions=0, question=500, output=100)
-COLD_RUN = Served(replicas=8, blocks=19_264, rate=48.0, warm_up=20.0, seconds=100.0)
+COLD_RUN = Load(replicas=8, blocks=19_264, rate=48.0, warm_up=20.0, seconds=100.0)
 """Short and cold prompts together have 1,675 tokens on average; they and KV reads take 70 % of the time."""
 
 BURST = 64
@@ -164,11 +152,11 @@ CHAT_TURN = 100
 CHAT_THINK = (5.0, 15.0)
 """Seconds between the end of an answer and the next turn."""
 
-CHAT_RUN = Served(replicas=8, blocks=19_264, rate=3.0, warm_up=60.0, seconds=150.0)
+CHAT_RUN = Load(replicas=8, blocks=19_264, rate=3.0, warm_up=60.0, seconds=150.0)
 """Conversations per second; each has ``TURNS`` turns."""
 
 SCALE = Shape(groups=20, system=6_000, questions=0, question=1_200, output=200)
-SCALE_RUN = Served(replicas=4, blocks=19_264, rate=14.0, warm_up=60.0, seconds=120.0)
+SCALE_RUN = Load(replicas=4, blocks=19_264, rate=14.0, warm_up=60.0, seconds=120.0)
 """More than two replicas serve, 55 % of the time of four; two join after the warm-up."""
 
 SCALE_FIRST = 2

@@ -7,18 +7,22 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from random import Random
-from typing import NamedTuple
 
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 from loadtests.experiments.routing.arms import Arm, make_routers
-from loadtests.experiments.routing.constants import CHANNEL_DELAY, FLUSH_INTERVAL, SEND_DELAY
-from loadtests.experiments.routing.news import Channel, Feed
-from loadtests.experiments.routing.replica import Replica
-from loadtests.experiments.routing.row import Row
+from loadtests.experiments.routing.channels import Channel, Feed
+from loadtests.experiments.routing.constants import FLUSH_INTERVAL, SEND_DELAY
 from loadtests.experiments.routing.workloads import Job, Workload
+from loadtests.experiments.simulated_replica import ReplicaConfig, SimulatedReplica
+
+_FIRST_GENERATED = 2**31
+"""Generated token ids begin here: those of prompts stay below."""
 
 
-class _Event(IntEnum):
+class _Order(IntEnum):
     """What happens at one moment happens in this order."""
 
     STEP_END = 0
@@ -29,18 +33,15 @@ class _Event(IntEnum):
     ARRIVAL = 5
 
 
-class _Delivery(NamedTuple):
-    place: int
-    row: Row
+@dataclass(slots=True)
+class _Flight:
+    """A request between its routing and its end."""
 
-
-class _StepEnd(NamedTuple):
-    place: int
-    at: float
-
-
-class _Flush(NamedTuple):
-    place: int
+    job: Job
+    channel: int
+    attempt: int
+    first: float = 0.0
+    generated: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Sums over each replica up to one moment, in tokens."""
+    """Sums over all replicas up to one moment, in tokens."""
 
     at: float  # seconds
-    generated: tuple[int, ...]
-    prefilled: tuple[int, ...]
-    queried: tuple[int, ...]
-    hit: tuple[int, ...]
+    generated: int
+    queried: int  # prompt tokens of requests that have started
+    hit: int  # of those, cached
 
 
 @dataclass(slots=True)
@@ -89,7 +89,6 @@ class Outcome:
     choices: list[tuple[float, int]] = field(default_factory=list)
     """When a request was routed, and where."""
     marks: list[Mark] = field(default_factory=list)
-    offered: int = 0
     unfinished: int = 0
     filled: bool = False
     """Whether it ended because more requests waited than ran."""
@@ -103,38 +102,35 @@ class Fleet:
         self,
         arm: Arm,
         workload: Workload,
+        config: ReplicaConfig,
         *,
         replicas: int,
-        blocks: int,
         ingresses: int = 1,
         seed: int = 0,
         joins: Mapping[float, int] | None = None,
-        make: Callable[[str, int], Replica] = Replica,
     ) -> None:
-        """``joins`` says how many further replicas join at which times; ``make`` takes name and ``blocks``."""
-        self.replicas: list[Replica] = []
+        """``joins`` says how many further replicas join at which times."""
+        self.replicas: list[SimulatedReplica] = []
         self.outcome = Outcome()
-        self._places: dict[str, int] = {}
+        self._config = config
         self._workload = workload
-        self._blocks = blocks
-        self._make = make
+        self._places: dict[str, int] = {}
+        self._flights: dict[str, _Flight] = {}
         self._random = Random(seed)
-        routers = make_routers(arm, ingresses, blocks, seed)
+        routers = make_routers(arm, ingresses, config.num_blocks, seed)
         distinct = list({id(router): router for router in routers}.values())
         self._channels = [Channel(number, router) for number, router in enumerate(distinct)]
         self._hearing = [channel for channel in self._channels if channel.router.hears]
         self._feeds: list[Feed] = []
-        self._flushes: set[int] = set()  # places of replicas of which news is left to send
-        self._events: list[tuple[float, int, int, object]] = []
+        self._flushes: set[int] = set()  # places of replicas that have news left to send
+        self._events: list[tuple[float, int, int, Callable[[float], object]]] = []
         self._counter = itertools.count()
-        self._generated = 0
-        self._live = 0
-        for _ in range(replicas):
-            self._join(0.0)
+        self._generated = itertools.count(_FIRST_GENERATED)
+        self._join(replicas, 0.0)
         for job in workload.jobs:
-            self._push(job.arrival, _Event.ARRIVAL, job)
+            self._push(job.arrival, _Order.ARRIVAL, partial(self._arrive, job))
         for at, count in (joins or {}).items():
-            self._push(at, _Event.JOIN, count)
+            self._push(at, _Order.JOIN, partial(self._join, count))
 
     def run(self, until: float | None = None, marks: Sequence[float] = (), *, full: int = 0) -> Outcome:
         """Simulate ``until`` a time, or until every request has ended.
@@ -142,45 +138,33 @@ class Fleet:
         Sums are taken at each of ``marks``. With ``full`` it ends after so many in a row at which more requests
         wait than run.
         """
-        seen_full = 0
+        outcome, events, seen_full = self.outcome, self._events, 0
         for at in marks:
-            self._push(at, _Event.MARK, None)
-        events = self._events
+            self._push(at, _Order.MARK, self._mark)
         while events and (until is None or events[0][0] <= until):
-            now, _, _, payload = heapq.heappop(events)
-            if isinstance(payload, Job):
-                self._arrive(payload, now)
-            elif isinstance(payload, _Delivery):
-                self._deliver(payload.place, payload.row, now)
-            elif isinstance(payload, _StepEnd):
-                self._step_end(payload.place, payload.at, now)
-            elif isinstance(payload, _Flush):
-                self._flushes.remove(payload.place)
-                self._feeds[payload.place].flush(now)
-            elif isinstance(payload, int):
-                for _ in range(payload):
-                    self._join(now)
-            else:
-                self._mark(now)
+            now, order, _, happen = heapq.heappop(events)
+            happen(now)
+            if full and order == _Order.MARK:
                 seen_full = seen_full + 1 if self._is_full() else 0
-                if seen_full == full > 0:
-                    self.outcome.filled = True
+                if seen_full == full:
+                    outcome.filled = True
                     break
-        self.outcome.unfinished = self._live
-        self.outcome.preemptions = sum(replica.preemptions for replica in self.replicas)
-        return self.outcome
+        outcome.unfinished = len(self._flights)
+        outcome.preemptions = sum(replica.scheduler.stats().preemptions for replica in self.replicas)
+        return outcome
 
-    def _push(self, at: float, kind: _Event, payload: object) -> None:
-        heapq.heappush(self._events, (at, kind, next(self._counter), payload))
+    def _push(self, at: float, order: _Order, happen: Callable[[float], object]) -> None:
+        heapq.heappush(self._events, (at, order, next(self._counter), happen))
 
-    def _join(self, now: float) -> None:
-        replica = self._make(f"replica-{len(self.replicas)}", self._blocks)
-        self._places[replica.name] = len(self.replicas)
-        self.replicas.append(replica)
-        self._feeds.append(Feed(replica, self._hearing))
-        for channel in self._channels:
-            channel.router.add(replica)
-        self._tell(len(self.replicas) - 1, now, {channel.number for channel in self._channels})
+    def _join(self, count: int, now: float) -> None:
+        for place in range(len(self.replicas), len(self.replicas) + count):
+            replica = SimulatedReplica(self._config, f"replica-{place}")
+            self._places[replica.name] = place
+            self.replicas.append(replica)
+            self._feeds.append(Feed(replica, self._hearing))
+            for channel in self._channels:
+                channel.router.add(replica)
+            self._tell(place, now, {channel.number for channel in self._channels})
 
     def _arrive(self, job: Job, now: float) -> None:
         channel = self._random.choice(self._channels)
@@ -188,80 +172,68 @@ class Fleet:
         attempt = next(channel.attempts)
         place = self._places[channel.router.choose(job, attempt, now)]
         self.outcome.choices.append((now, place))
-        self.outcome.offered += 1
-        self._live += 1
-        row = Row(job, channel.number, attempt, self._generated)
-        self._generated += job.output
-        self._push(now + SEND_DELAY, _Event.DELIVERY, _Delivery(place, row))
+        flight = self._flights[str(job.number)] = _Flight(job, channel.number, attempt)
+        self._push(now + SEND_DELAY, _Order.DELIVERY, partial(self._deliver, place, flight))
 
-    def _deliver(self, place: int, row: Row, now: float) -> None:
-        replica = self.replicas[place]
-        idle = replica.current is None
-        sooner = replica.deliver(row, now)
-        if idle:
-            self._plan(place, now)
-        elif sooner is not None:
-            self._push(sooner, _Event.STEP_END, _StepEnd(place, sooner))
+    def _deliver(self, place: int, flight: _Flight, now: float) -> None:
+        replica, job = self.replicas[place], flight.job
+        params = SamplingParams(max_tokens=job.output, ignore_eos=True)
+        # The engine stamps an arrival of 0 itself.
+        request = Request(str(job.number), list(job.prompt.tokens), params, arrival=job.arrival + 1e-9)
+        replica.add(request, flight.channel, flight.attempt)
+        if replica.plan is None:
+            self._begin_step(place, now)
 
-    def _step_end(self, place: int, end: float, now: float) -> None:
-        replica = self.replicas[place]
-        plan = replica.current
-        if plan is None or plan.end != end:
-            return  # it was cut off before
-        replica.settle(now)
-        for row in replica.started:
-            self._channels[row.channel].send((row.attempt, 0), now + CHANNEL_DELAY)
-        for row in replica.finished:
-            self._finish(row, place, now)
-        told = {row.channel for row in plan.decoding}
-        told.update(row.channel for row in replica.started)
+    def _begin_step(self, place: int, now: float) -> None:
+        seconds = self.replicas[place].begin_step()
+        if seconds is not None:
+            self._push(now + seconds, _Order.STEP_END, partial(self._end_step, place))
+
+    def _end_step(self, place: int, now: float) -> None:
+        replica, flights = self.replicas[place], self._flights
+        assert replica.plan is not None
+        told = set()
+        for delta in replica.end_step(list(itertools.islice(self._generated, replica.plan.num_samples))):
+            flight = flights[delta.request_id]
+            told.add(flight.channel)
+            if not flight.generated:
+                flight.first = now
+                channel = self._channels[flight.channel]
+                channel.send(now, partial(channel.router.first_token, flight.attempt))
+            flight.generated += delta.token_ids
+            if delta.finish_reason is not None:
+                self._finish(flights.pop(delta.request_id), place, delta.cached_tokens, now)
         self._tell(place, now, told)
-        self._plan(place, now)
+        self._begin_step(place, now)
 
     def _tell(self, place: int, now: float, told: Collection[int]) -> None:
         if self._feeds[place].step(now, told) and place not in self._flushes:
             self._flushes.add(place)
-            self._push(now + FLUSH_INTERVAL, _Event.FLUSH, _Flush(place))
+            self._push(now + FLUSH_INTERVAL, _Order.FLUSH, partial(self._flush, place))
 
-    def _plan(self, place: int, now: float) -> None:
-        plan = self.replicas[place].plan(now)
-        if plan is not None:
-            self._push(plan.end, _Event.STEP_END, _StepEnd(place, plan.end))
+    def _flush(self, place: int, now: float) -> None:
+        self._flushes.remove(place)
+        self._feeds[place].flush(now)
 
-    def _finish(self, row: Row, place: int, now: float) -> None:
-        job = row.job
-        self._live -= 1
-        self._channels[row.channel].send((row.attempt, job.output), now + CHANNEL_DELAY)
-        self.outcome.records.append(
-            Record(
-                job.number,
-                job.kind,
-                job.session,
-                job.turn,
-                place,
-                job.arrival,
-                row.first,
-                row.last,
-                row.prompt_length,
-                row.cached or 0,
-                job.output,
-            )
-        )
-        follower = self._workload.follow(job, now, row.tokens[row.prompt_length :])
+    def _finish(self, flight: _Flight, place: int, cached: int, now: float) -> None:
+        job, channel = flight.job, self._channels[flight.channel]
+        made = len(flight.generated)
+        channel.send(now, partial(channel.router.end, flight.attempt, made))
+        of = (job.number, job.kind, job.session, job.turn, place)
+        times = (job.arrival, flight.first, now)
+        self.outcome.records.append(Record(*of, *times, len(job.prompt.tokens), cached, made))
+        follower = self._workload.follow(job, now, flight.generated)
         if follower is not None:
-            self._push(follower.arrival, _Event.ARRIVAL, follower)
+            self._push(follower.arrival, _Order.ARRIVAL, partial(self._arrive, follower))
 
     def _is_full(self) -> bool:
-        return sum(len(one.waiting) - len(one.running) for one in self.replicas) > 0
+        stats = [replica.scheduler.stats() for replica in self.replicas]
+        return sum(one.waiting + one.preempted - one.running for one in stats) > 0
 
     def _mark(self, now: float) -> None:
-        replicas = self.replicas
-        self.outcome.marks.append(
-            Mark(
-                now,
-                tuple(replica.generated for replica in replicas),
-                tuple(replica.prefilled for replica in replicas),
-                tuple(replica.query_tokens for replica in replicas),
-                tuple(replica.hit_tokens for replica in replicas),
-            )
+        stats = [replica.scheduler.stats() for replica in self.replicas]
+        generated, queried, hit = (
+            sum(getattr(one, name) for one in stats)
+            for name in ("generated_tokens", "prefix_query_tokens", "prefix_hit_tokens")
         )
+        self.outcome.marks.append(Mark(now, generated, queried, hit))

@@ -5,29 +5,26 @@ from __future__ import annotations
 import gc
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from statistics import fmean
 
+from loadtests.arrivals import poisson
 from loadtests.experiments.routing.arms import Arm
-from loadtests.experiments.routing.constants import RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Served, Shape
-from loadtests.experiments.routing.fleet import Fleet, Mark, Outcome, Record
+from loadtests.experiments.routing.constants import RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Load, Shape
+from loadtests.experiments.routing.fleet import Fleet, Outcome, Record
 from loadtests.experiments.routing.workloads import (
     Conversations,
     Workload,
     burst,
     mixed,
-    poisson,
     rising,
     shared,
     unshared,
 )
-from loadtests.in_processes import in_processes
+from loadtests.stats import mean, quantile
 
-Make = Callable[["Run"], Workload]
-
-WORKLOADS: dict[str, Make] = {
+WORKLOADS: dict[str, Callable[[Run], Workload]] = {
     "shared": lambda run: shared(run.shape, run.times(), run.seed, vary=False),
     "shared, lengths vary": lambda run: shared(run.shape, run.times(), run.seed, vary=True),
     "unshared": lambda run: unshared(run.shape, run.times(), run.seed),
@@ -48,7 +45,7 @@ class Run:
     name: str
     workload: str
     shape: Shape
-    load: Served
+    load: Load
     arm: Arm
     seed: int
     saturated: bool = False
@@ -63,7 +60,7 @@ class Run:
     def times(self) -> list[float]:
         """When requests arrive by themselves."""
         arrivals = rising if self.saturated else poisson
-        return arrivals(self.load.rate, self.until, Random(f"arrivals {self.seed}"))
+        return list(arrivals(self.load.rate, self.until, Random(f"arrivals {self.seed}")))
 
     def marks(self) -> list[float]:
         """When sums are taken."""
@@ -79,27 +76,17 @@ class Summary:
     They are of the time after the warm-up; of a saturated run, of the window in which it generated most.
     """
 
-    throughput: float
-    """Generated tokens per second."""
-    hit_rate: float
-    """Share of the prompt tokens of started requests that was cached."""
-    itl: float
-    """Mean seconds between tokens, over requests."""
-    ttft: dict[str, array[float]]
-    """Seconds to the first token, by kind of request."""
-    balance: float
-    """Tokens of the busiest replica over the mean."""
+    throughput: float  # generated tokens per second
+    hit_rate: float  # cached share of the prompt tokens of requests that started
+    itl: float  # mean seconds between tokens, over requests
+    ttft: dict[str, array[float]]  # seconds to the first token, by kind of request
+    balance: float  # tokens of the busiest replica over the mean
     preemptions: float
-    offered: int
     unfinished: int
-    filled: bool
-    """Whether each saturated run came to more requests that wait than run."""
-    replicas_used: int
-    """That got any request."""
-    kept: float
-    """Share of the later turns of conversations that went where the turn before went."""
-    kept_tokens: float
-    """Share of their prompt tokens that was cached."""
+    filled: bool  # whether each saturated run came to more requests that wait than run
+    replicas_used: int  # that got any request
+    kept: float  # share of the later turns of conversations that went where the turn before went
+    kept_tokens: float  # share of their prompt tokens that was cached
     choices: list[tuple[float, int]] = field(default_factory=list)
     """When and where requests were routed; only for runs in which replicas join."""
     took: float = field(default=0.0, compare=False)
@@ -107,8 +94,7 @@ class Summary:
 
     def quantile(self, share: float, kind: str | None = None) -> float:
         """Of the seconds to the first token, of one kind of request or of all."""
-        times = sorted(at for name, of in self.ttft.items() if kind in (None, name) for at in of)
-        return times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")
+        return quantile([at for name, of in self.ttft.items() if kind in (None, name) for at in of], share)
 
 
 def simulate(run: Run) -> Summary:
@@ -119,14 +105,15 @@ def simulate(run: Run) -> Summary:
     try:
         load = run.load
         first = run.first or load.replicas
+        joins = {load.warm_up: load.replicas - first} if first < load.replicas else None
         fleet = Fleet(
             run.arm,
             WORKLOADS[run.workload](run),
+            load.replica,
             replicas=first,
-            blocks=load.blocks,
             ingresses=run.ingresses,
             seed=run.seed,
-            joins={load.warm_up: load.replicas - first} if first < load.replicas else None,
+            joins=joins,
         )
         until = run.until if run.saturated else None
         summary = _summary(run, fleet.run(until, run.marks(), full=RAMP_FULL if run.saturated else 0))
@@ -137,11 +124,6 @@ def simulate(run: Run) -> Summary:
             gc.enable()
 
 
-def simulate_all(runs: Sequence[Run], workers: int) -> Iterator[tuple[int, Summary]]:
-    """Run all, several at a time; yield the place of each that has ended and what came of it."""
-    return in_processes(simulate, runs, workers)
-
-
 def merge(summaries: Sequence[Summary]) -> Summary:
     """Means over seeds; times and counts together."""
     ttft: dict[str, array[float]] = {}
@@ -149,46 +131,47 @@ def merge(summaries: Sequence[Summary]) -> Summary:
         for kind, times in one.ttft.items():
             ttft.setdefault(kind, array("d")).extend(times)
     return Summary(
-        throughput=fmean(one.throughput for one in summaries),
-        hit_rate=fmean(one.hit_rate for one in summaries),
-        itl=fmean(one.itl for one in summaries),
+        throughput=mean([one.throughput for one in summaries]),
+        hit_rate=mean([one.hit_rate for one in summaries]),
+        itl=mean([one.itl for one in summaries]),
         ttft=ttft,
-        balance=fmean(one.balance for one in summaries),
-        preemptions=fmean(one.preemptions for one in summaries),
-        offered=sum(one.offered for one in summaries),
+        balance=mean([one.balance for one in summaries]),
+        preemptions=mean([one.preemptions for one in summaries]),
         unfinished=sum(one.unfinished for one in summaries),
         filled=all(one.filled for one in summaries),
         replicas_used=max(one.replicas_used for one in summaries),
-        kept=fmean(one.kept for one in summaries),
-        kept_tokens=fmean(one.kept_tokens for one in summaries),
+        kept=mean([one.kept for one in summaries]),
+        kept_tokens=mean([one.kept_tokens for one in summaries]),
     )
 
 
 def _summary(run: Run, outcome: Outcome) -> Summary:
-    before, after = _window(outcome.marks) if run.saturated else (outcome.marks[0], outcome.marks[1])
-    generated = _gained(before.generated, after.generated)
-    queried = sum(_gained(before.queried, after.queried))
-    hit = sum(_gained(before.hit, after.hit))
-    start, until = before.at, after.at
+    marks = outcome.marks
+    before, after = marks[0], marks[1]
     if run.saturated:
-        counted = [record for record in outcome.records if start <= record.last < until]
-    else:
-        counted = [record for record in outcome.records if start <= record.arrival < until]
+        steps = min(RAMP_WINDOW, len(marks) - 1)
+        windows = zip(marks, marks[steps:], strict=False)
+        before, after = max(windows, key=lambda window: window[1].generated - window[0].generated)
+    start, until = before.at, after.at
+    counted = [
+        record
+        for record in outcome.records
+        if start <= (record.last if run.saturated else record.arrival) < until
+    ]
     ttft: dict[str, array[float]] = {}
-    for record in counted:
-        ttft.setdefault(record.kind, array("d")).append(record.ttft)
     work: dict[int, int] = {}
     for record in counted:
+        ttft.setdefault(record.kind, array("d")).append(record.ttft)
         work[record.replica] = work.get(record.replica, 0) + record.prompt + record.output
+    queried = after.queried - before.queried
     kept, kept_tokens = _kept(counted, outcome.records)
     return Summary(
-        throughput=sum(generated) / (until - start) if until > start else 0.0,
-        hit_rate=hit / queried if queried else 0.0,
-        itl=fmean(record.itl for record in counted) if counted else 0.0,
+        throughput=(after.generated - before.generated) / (until - start) if until > start else 0.0,
+        hit_rate=(after.hit - before.hit) / queried if queried else 0.0,
+        itl=mean([record.itl for record in counted]),
         ttft=ttft,
         balance=max(work.values()) * run.load.replicas / sum(work.values()) if work else 0.0,
         preemptions=outcome.preemptions,
-        offered=outcome.offered,
         unfinished=outcome.unfinished,
         filled=outcome.filled or not run.saturated,
         replicas_used=len(work),
@@ -196,18 +179,6 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
         kept_tokens=kept_tokens,
         choices=outcome.choices if run.first else [],
     )
-
-
-def _window(marks: Sequence[Mark]) -> tuple[Mark, Mark]:
-    """Beginning and end of the window in which most was generated."""
-    steps = min(RAMP_WINDOW, len(marks) - 1)
-    pairs = list(zip(marks, marks[steps:], strict=False))
-    return max(pairs, key=lambda pair: sum(_gained(pair[0].generated, pair[1].generated)))
-
-
-def _gained(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """Replicas that have joined in between began at 0."""
-    return [now - (before[i] if i < len(before) else 0) for i, now in enumerate(after)]
 
 
 def _kept(counted: Sequence[Record], records: Sequence[Record]) -> tuple[float, float]:

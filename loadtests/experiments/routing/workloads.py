@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.kv.block_keys import block_keys
+from engine.request import CacheNamespace
+from loadtests.arrivals import poisson
 from loadtests.experiments.routing.constants import (
     BLOCK_SIZE,
     BURST,
@@ -24,8 +26,9 @@ from loadtests.experiments.routing.constants import (
     TURNS,
     Shape,
 )
+from loadtests.experiments.simulated_replica import key_scheme
 
-ROOT = 0x5157_4952_4500_0001
+ROOT = key_scheme(BLOCK_SIZE).root(CacheNamespace())
 """Key of the only root: one model, one tenant."""
 
 
@@ -85,18 +88,8 @@ class Source:
         return Prompt(whole, keys + more)
 
 
-def poisson(rate: float, until: float, rng: random.Random) -> list[float]:
-    """Arrival times before ``until`` of a Poisson process with ``rate`` per second."""
-    times = []
-    now = rng.expovariate(rate)
-    while now < until:
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
-
-
 def rising(rate: float, until: float, rng: random.Random) -> list[float]:
-    """The same, but at a rate that rises evenly from ``RAMP_FROM`` to ``RAMP_TO`` times ``rate``."""
+    """A Poisson process whose rate rises evenly from ``RAMP_FROM`` to ``RAMP_TO`` times ``rate``."""
     low, high = RAMP_FROM * rate, RAMP_TO * rate
     slope = (high - low) / until
     times = []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from loadtests.experiments.routing.arms import Arm
-from loadtests.experiments.routing.constants import Service
 from loadtests.experiments.routing.fleet import Fleet, Record
-from loadtests.experiments.routing.replica import Replica
 from loadtests.experiments.routing.workloads import Job, Source, Workload
 from loadtests.experiments.routing_live.recording import Recording
+from loadtests.experiments.simulated_replica import ReplicaConfig, StepCost
 
 
 def replay(recording: Recording, arm: Arm = Arm.ORACLE) -> list[Record]:
@@ -19,7 +16,15 @@ def replay(recording: Recording, arm: Arm = Arm.ORACLE) -> list[Record]:
     of theirs. Requests that failed came as well, if it is known how long they were.
     """
     fleet = recording.fleet
-    service = Service(fleet.prefill_rate, fleet.step_base, fleet.step_per_row, fleet.step_per_kv_token)
+    cost = StepCost(fleet.step_base, 1 / fleet.prefill_rate, fleet.step_per_row, fleet.step_per_kv_token)
+    config = ReplicaConfig(
+        cost,
+        fleet.num_blocks,
+        fleet.block_size,
+        fleet.token_budget,
+        max_num_seqs=fleet.max_num_seqs,
+        kv_events=True,
+    )
     source = Source(fleet.seed)
     systems = {
         group: source.prompt(fleet.system_tokens)
@@ -36,8 +41,4 @@ def replay(recording: Recording, arm: Arm = Arm.ORACLE) -> list[Record]:
         for number, one in enumerate(recording.arrivals)
         if one.prompt_tokens > fleet.system_tokens and one.output_tokens
     ]
-    make = partial(Replica, service=service, token_budget=fleet.token_budget, max_num_seqs=fleet.max_num_seqs)
-    simulated = Fleet(
-        arm, Workload(jobs), replicas=fleet.replicas, blocks=fleet.num_blocks, seed=fleet.seed, make=make
-    )
-    return simulated.run().records
+    return Fleet(arm, Workload(jobs), config, replicas=fleet.replicas, seed=fleet.seed).run().records
