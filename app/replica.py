@@ -117,6 +117,7 @@ class EngineReplica:
             "running": stats.scheduler.running,
             "waiting": stats.scheduler.waiting,
             "swapped": stats.scheduler.swapped,
+            "generated_tokens": stats.scheduler.generated_tokens,
             "preemptions": stats.scheduler.preemptions,
             "recoveries": {kind.value: count for kind, count in stats.scheduler.recovery.finished.items()},
             "host_blocks_used": stats.scheduler.host_blocks_used,

@@ -40,7 +40,8 @@ POLL_S = 0.002
 def latency_figures(delays: Sequence[float], gaps: Sequence[float], look_s: float) -> list[Figure]:
     """``delays`` from hanging up to no referenced block, ``gaps`` between tokens, ``look_s`` of one poll; in s.
 
-    A disconnect may have to wait for the step that runs, whose time is the median gap.
+    A disconnect may have to wait for the step that runs, whose time is the median gap. HAProxy sees one
+    whose request came in two packets, as clients send it, only as it writes the next chunks: some steps pass.
     """
     step = median(gaps)
     name = "disconnect to free blocks"
@@ -49,7 +50,7 @@ def latency_figures(delays: Sequence[float], gaps: Sequence[float], look_s: floa
         Figure("one look at the engines", look_s, " s"),
         Figure(f"{name}, median of {len(delays)}", median(delays), " s"),
         most(f"{name}, median minus one step", median(delays) - step, 0.2, " s"),
-        most(f"{name}, max minus one step", max(delays) - step, 0.2, " s"),
+        most(f"{name}, max minus one step", max(delays) - step, 0.5, " s"),
     ]
 
 

@@ -1,8 +1,7 @@
 """``python -m loadtests.gpu_engine``: the engine on a GPU beside ``transformers.generate``, random weights.
 
 Both sides generate as many tokens for the same random prompts, greedily, in bfloat16; the peer in static
-batches of 32. What the weights are changes no time. A profile of some decode steps tells how long
-the GPU was idle.
+batches of 32. What the weights are changes no time.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import DeviceType
 
-from engine import LLM, SamplingParams
-from engine.request import Request
+from engine import LLM
 from loadtests.experiments.rivals import PEER_BATCH, run_ours, run_peer, tokens_per_second
 from loadtests.report import Figure, add_arguments, finish, print_figures
 
@@ -31,7 +26,6 @@ SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads
     "tiny": (256, 512, 2, 4, 2),
 }
 VOCAB = 128_256
-PROFILED_STEPS = 10
 Prompts = list[list[int]]
 
 
@@ -53,65 +47,6 @@ def make_model(shape: tuple[int, ...]) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
-def gpu_seconds(events: Iterable[Any]) -> float:
-    """What the device worked in all, of a profile's averages.
-
-    An operator has its kernels' time as well, and a region that was given a name all that runs in it.
-    """
-    return sum(
-        float(event.self_device_time_total) / 1e6
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    )
-
-
-def profile_steps(llm: LLM, prompts: Prompts, trace: Path | None) -> tuple[float, float, float]:
-    """Seconds of a decode step of all ``prompts``, of the GPU's work in it, and of queueing its layers."""
-    from torch.profiler import ProfilerActivity, profile
-
-    engine = llm.engine
-    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    requests = [Request(f"profiled-{number:03d}", prompt, params) for number, prompt in enumerate(prompts)]
-    for request in requests:
-        engine.add(request)
-    generated = dict.fromkeys([request.request_id for request in requests], 0)
-    while min(generated.values()) <= 2:
-        for delta in engine.step():
-            generated[delta.request_id] += len(delta.token_ids)
-    began = time.perf_counter()
-    for _ in range(PROFILED_STEPS):
-        engine.step()
-    step = (time.perf_counter() - began) / PROFILED_STEPS
-    queueing = 0.0
-    forward = engine.runner.decoder.forward
-
-    def timed_forward(*arguments: Any) -> Tensor:
-        nonlocal queueing
-        start = time.perf_counter()
-        result = forward(*arguments)
-        queueing += (time.perf_counter() - start) / PROFILED_STEPS
-        return result
-
-    engine.runner.decoder.forward = timed_forward  # type: ignore[assignment, method-assign]
-    for _ in range(PROFILED_STEPS):
-        engine.step()
-    engine.runner.decoder.forward = forward  # type: ignore[method-assign]
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED_STEPS):
-            engine.step()
-    averages = profiler.key_averages()
-    busy = gpu_seconds(averages) / PROFILED_STEPS
-    if trace is not None:
-        tables = [
-            averages.table(sort_by=f"self_{kind}_time_total", row_limit=25, max_name_column_width=60)
-            for kind in ("cuda", "cpu")
-        ]
-        trace.write_text("\n".join(tables))
-    for request in requests:
-        engine.abort(request.request_id)
-    return step, busy, queueing
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
@@ -151,17 +86,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
             if peer is not None:
                 run_peer(peer, prompts(PEER_BATCH), 2)
                 theirs.append(timed(partial(run_peer, peer, same, arguments.output)))
-        step, busy, queueing = profile_steps(llm, prompts(), arguments.profile)
     title = f"{arguments.shape}, {arguments.requests} x {arguments.prompt} in, {arguments.output} out"
     figures = [
         Figure(f"{title}: ours", max(ours), " tokens/s"),
         *([Figure(f"{title}: ours over transformers", max(ours) / max(theirs), "x")] if theirs else []),
-        Figure("decode step", step * 1e3, "ms"),
-        Figure("decode step: GPU busy", busy * 1e3, "ms"),
-        Figure("decode step: GPU idle", 1 - busy / step),
-        Figure("decode step: queueing the layers", queueing * 1e3, "ms"),
     ]
-    print_figures(f"engine on a GPU, decode steps of {arguments.requests}", figures)
+    print_figures("engine on a GPU", figures)
     return figures
 
 
@@ -176,7 +106,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kv-memory", type=int, default=16, help="GiB")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--profile", type=Path, help="write the profile's tables here")
     arguments = parser.parse_args()
     shared_memory = Path("/dev/shm")
     parent = shared_memory if shared_memory.is_dir() else None

@@ -7,7 +7,7 @@ the fastest backend that takes them. Times are medians between events of the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engine.kv.kv_cache import KVCache
 from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
-from kernels.interface import AttentionMetadata
 from kernels.registry import get_kernels
 from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
-from loadtests.report import Figure, print_table
+from loadtests.report import Figure, print_figures, print_table
 from loadtests.stats import median
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -61,21 +60,13 @@ def seconds(call: Callable[[], object], rounds: int = 20) -> float:
     return median(times)
 
 
-def limits() -> Limits:
+def measure_limits() -> Limits:
     """Measure them."""
     source, target = (torch.randn(1 << 29, device=DEVICE).to(DTYPE) for _ in range(2))
     copied = 2 * source.numel() * source.element_size()
     bandwidth = copied / seconds(lambda: target.copy_(source), 5)
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE) for _ in range(2))
     return Limits(bandwidth, 2 * 8192**3 / seconds(lambda: a @ b, 5))
-
-
-def make_step(requests: int, context: int, queries: int) -> tuple[AttentionMetadata, Tensor, Tensor]:
-    """Requests of equal length whose last ``queries`` tokens are new, on scattered blocks of a random pool."""
-    metadata = make_metadata(requests, context, queries, "cuda")
-    shape = (metadata.block_tables.numel(), 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    pool = torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_()
-    return metadata, pool, torch.randn(requests * queries, HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
 
 
 def room_for_copies(k: Tensor, v: Tensor) -> bool:
@@ -119,62 +110,43 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) ->
 
 
 def disagree(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether bfloat16 does not explain the difference."""
     error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
     return not bool(error < 1.5e-2)
 
 
-def decode(limit: Limits) -> Iterator[tuple[list[str], list[Figure]]]:
-    """One new token of each request over its context."""
-    kernels = get_kernels("triton", DEVICE)
-    for requests in BATCHES:
-        for context in CONTEXTS:
-            moved = 2 * requests * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize
-            if moved > MOST_BYTES:
-                continue
-            metadata, pool, q = make_step(requests, context, 1)
-            name = f"decode, {requests} x {context}"
-            call = partial(kernels.attention, q, pool, metadata, SCALE, None)
-            ours, result = seconds(call), call()
-            gathered = pool[metadata.block_tables.long()]
-            del pool, call
-            k, v = (gathered[:, :, i].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for i in (0, 1))
-            del gathered
-            theirs, backend, expected = fastest_sdpa(q.unsqueeze(2), k, v, False)
-            del k, v
-            if disagree(result, expected[:, :, 0]):
-                raise SystemExit(f"{name}: the kernel and torch disagree")
-            rate = moved / ours
-            row = [name, f"{ours * 1e6:.0f}", f"{theirs * 1e6:.0f} {backend}", f"{theirs / ours:.2f}x"]
-            row += [f"{rate / 1e9:.0f} GB/s", f"{rate / limit.bandwidth:.0%}"]
-            yield row, [Figure(f"{name}: bytes a second", rate / 1e9, "GB/s"), Figure(name, theirs / ours, "x")]
-            torch.cuda.empty_cache()
+def attention(requests: int, context: int, queries: int, limits: Limits) -> tuple[list[str], list[Figure]]:
+    """The last ``queries`` tokens of each request over its context, ours and torch's: a row and figures."""
+    metadata = make_metadata(requests, context, queries, "cuda")
+    shape = (metadata.block_tables.numel(), 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    pool = torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_()
+    q = torch.randn(requests * queries, HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
+    name = f"decode, {requests} x {context}" if queries == 1 else f"prefill, {context}"
+    call = partial(get_kernels("triton", DEVICE).attention, q, pool, metadata, SCALE, None)
+    ours, result = seconds(call), call()
+    gathered = pool[metadata.block_tables.long()]
+    del pool, call
+    k, v = (gathered[:, :, i].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for i in (0, 1))
+    del gathered
+    batched = q.view(requests, queries, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+    theirs, backend, expected = fastest_sdpa(batched, k, v, queries > 1)
+    moved = k.nbytes + v.nbytes
+    del k, v
+    if disagree(result, expected.transpose(1, 2).flatten(0, 1)):
+        raise SystemExit(f"{name}: the kernel and torch disagree")
+    torch.cuda.empty_cache()
+    if queries == 1:
+        rate, most, scale, unit = moved / ours, limits.bandwidth, 1e9, "GB/s"
+    else:
+        work = requests * 4 * HEADS * HEAD_DIM * context * (context + 1) / 2
+        rate, most, scale, unit = work / ours, limits.peak, 1e12, "TFLOP/s"
+    row = [name, f"{ours * 1e6:.0f}", f"{theirs * 1e6:.0f} {backend}", f"{theirs / ours:.2f}x"]
+    row += [f"{rate / scale:.0f} {unit}", f"{rate / most:.0%}"]
+    return row, [Figure(f"{name}: a second", rate / scale, unit), Figure(name, theirs / ours, "x")]
 
 
-def prefill(limit: Limits) -> Iterator[tuple[list[str], list[Figure]]]:
-    """A whole prompt."""
-    kernels = get_kernels("triton", DEVICE)
-    for tokens in PROMPTS:
-        metadata, pool, q = make_step(1, tokens, tokens)
-        name = f"prefill, {tokens}"
-        call = partial(kernels.attention, q, pool, metadata, SCALE, None)
-        ours, result = seconds(call), call()
-        flat = pool[metadata.block_tables[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
-        k, v = (flat[i].transpose(0, 1)[None].contiguous() for i in (0, 1))
-        queries = q.transpose(0, 1)[None].contiguous()
-        theirs, backend, expected = fastest_sdpa(queries, k, v, True)
-        if disagree(result, expected[0].transpose(0, 1)):
-            raise SystemExit(f"{name}: the kernel and torch disagree")
-        rate = 4 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2 / ours
-        row = [name, f"{ours * 1e6:.0f}", f"{theirs * 1e6:.0f} {backend}", f"{theirs / ours:.2f}x"]
-        row += [f"{rate / 1e12:.0f} TFLOP/s", f"{rate / limit.peak:.0%}"]
-        yield (
-            row,
-            [Figure(f"{name}: operations a second", rate / 1e12, "TFLOP/s"), Figure(name, theirs / ours, "x")],
-        )
-
-
-def swaps() -> tuple[list[str], list[Figure]]:
-    """Lines and figures of swaps of 2 MiB blocks: alone, and beside products that take as long."""
+def swaps() -> list[Figure]:
+    """Bytes a second of swaps of 2 MiB blocks, and products beside a swap-out over the same alone."""
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=8,
@@ -188,28 +160,25 @@ def swaps() -> tuple[list[str], list[Figure]]:
     )
     cache = KVCache(model, SWAP_BLOCKS + 8, BLOCK_SIZE, DTYPE, DEVICE, SWAP_BLOCKS)
     size = cache.pool[0].numel() * cache.pool.element_size() * SWAP_BLOCKS
-    scattered = torch.randperm(SWAP_BLOCKS).tolist()
     plain = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    rates = {
-        "one copy out": size / seconds(partial(plain.copy_, on_device, non_blocking=True), 3),
-        "one copy in": size / seconds(partial(on_device.copy_, plain, non_blocking=True), 3),
-    }
     everything = list(range(SWAP_BLOCKS))
-    orders = {"in one run": everything, "scattered": scattered}
 
     def swap(transfers: Transfers) -> None:
         cache.transfer(transfers)
         cache.before_writing(everything)  # so that the compute stream waits and its events tell the time
 
-    for order, places in orders.items():
+    calls: dict[str, Callable[[], object]] = {
+        "one copy out": partial(plain.copy_, on_device, non_blocking=True),
+        "one copy in": partial(on_device.copy_, plain, non_blocking=True),
+    }
+    for order, places in {"in one run": everything, "scattered": torch.randperm(SWAP_BLOCKS).tolist()}.items():
         pairs = list(zip(everything, places, strict=True))
-        out, back = Transfers(swap_out=pairs), Transfers(swap_in=pairs)
-        rates[f"swap out, {order}"] = size / seconds(partial(swap, out), 3)
-        rates[f"swap in, {order}"] = size / seconds(partial(swap, back), 3)
+        calls[f"swap out, {order}"] = partial(swap, Transfers(swap_out=pairs))
+        calls[f"swap in, {order}"] = partial(swap, Transfers(swap_in=pairs))
+    took = {name: seconds(call, 3) for name, call in calls.items()}
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    copying = size / rates["swap out, in one run"]
-    times = max(1, round(copying / seconds(lambda: a @ b, 3)))
+    times = max(1, round(took["swap out, in one run"] / seconds(lambda: a @ b, 3)))
 
     def compute() -> None:
         for _ in range(times):
@@ -222,32 +191,28 @@ def swaps() -> tuple[list[str], list[Figure]]:
 
     alone, beside = seconds(compute, 3), seconds(compute_beside, 3)
     torch.cuda.synchronize()
-    lines = [f"{name}: {rate / 1e9:.1f} GB/s" for name, rate in rates.items()]
-    lines.append(
-        f"products that take {alone * 1e3:.1f} ms alone take {beside * 1e3:.1f} ms beside a swap-out of "
-        f"{copying * 1e3:.1f} ms"
-    )
-    figures = [Figure(name, rate / 1e9, "GB/s") for name, rate in rates.items()]
-    return lines, [*figures, Figure("products beside a swap-out", beside / alone, "x")]
+    figures = [Figure(name, size / taken / 1e9, "GB/s") for name, taken in took.items()]
+    return [*figures, Figure("products beside a swap-out", beside / alone, "x")]
 
 
 def measure(keep: Callable[[list[Figure]], None]) -> list[Figure]:
     """Measure everything and print it; ``keep`` gets all figures so far whenever there are more."""
-    limit = limits()
-    name = torch.cuda.get_device_name(DEVICE)
-    print(f"{name}: copies {limit.bandwidth / 1e9:.0f} GB/s, products {limit.peak / 1e12:.0f} TFLOP/s\n")
+    limits = measure_limits()
     figures = [
-        Figure("bandwidth", limit.bandwidth / 1e9, "GB/s"),
-        Figure("arithmetic", limit.peak / 1e12, "TFLOP/s"),
+        Figure("bandwidth", limits.bandwidth / 1e9, "GB/s"),
+        Figure("arithmetic", limits.peak / 1e12, "TFLOP/s"),
     ]
-    for title, cases in (("decode", decode), ("prefill", prefill)):
-        rows = []
-        for row, found in cases(limit):
+    print(f"copies {figures[0].value:.0f} GB/s, products {figures[1].value:.0f} TFLOP/s\n")
+    cases = [(requests, context, 1) for requests in BATCHES for context in CONTEXTS]
+    cases += [(1, tokens, tokens) for tokens in PROMPTS]
+    rows = []
+    for requests, context, queries in cases:
+        if 2 * requests * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize <= MOST_BYTES:
+            row, found = attention(requests, context, queries, limits)
             rows.append(row)
             figures += found
             keep(figures)
-        print_table((f"attention, {title}", "ours us", "torch us", "ratio", "ours", "of limit"), rows)
-        print(flush=True)
-    lines, found = swaps()
-    print("\n".join(lines))
+    print_table(("attention", "ours us", "torch us", "ratio", "ours", "of limit"), rows)
+    found = swaps()
+    print_figures("swaps", found)
     return figures + found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import random
 import time
 from array import array
@@ -182,27 +181,11 @@ class Desk:
         The longest prefix on every replica is found, what the request would cost on each is summed, one is
         chosen, the work is booked there and its claim is noted. A hundred requests are under way. Not in it:
         what a choice leaves to the next call (to learn, to claim its blocks, to make its replica's terms anew,
-        to end claims that are over), which here is a first token or an end (``release``), but in a burst the
-        next decision (``burst``); hashing (``hash_and_decide``); what Serve does around it.
+        to end claims that are over), which here is a first token or an end; hashing (``hash_and_decide``); what
+        Serve does around it.
         """
-        return self._book(self._next())
-
-    def burst(self) -> Callable[[], object]:
-        """A decision right after another one: it does first what that one has left to the next call."""
-        # Two at a time, so that the last call before the timed one is a decision, not an end.
-        self._book(self._next())()
-        return self._book(self._another())
-
-    def release(self) -> Callable[[], object]:
-        """First token and end of one request, of a hundred, and what its decision has left to be done."""
-        attempt = self._next()
-        self._book(attempt)()
-
-        def ends() -> None:
-            self.ledger.first_token(attempt)
-            self.ledger.release(attempt, made=200)
-
-        return ends
+        attempt, tokens = self._next(), self.fleet.blocks * BLOCK_SIZE
+        return partial(self.ledger.book, str(attempt), attempt, tokens, 1000, keys=self.fleet.prompt())
 
     def hash_and_decide(self) -> Callable[[], object]:
         """Hashing a prompt of 8,192 tokens, deciding and booking."""
@@ -215,10 +198,6 @@ class Desk:
 
         return route
 
-    def _book(self, attempt: int) -> Callable[[], object]:
-        tokens = self.fleet.blocks * BLOCK_SIZE
-        return partial(self.ledger.book, str(attempt), attempt, tokens, 1000, keys=self.fleet.prompt())
-
     def _next(self) -> int:
         """Another attempt, 5 ms later; the oldest of a hundred ends."""
         self.now += 0.005
@@ -226,31 +205,10 @@ class Desk:
             done = self.open.pop(0)
             self.ledger.first_token(done)
             self.ledger.release(done)
-        return self._another()
-
-    def _another(self) -> int:
-        """Another attempt, at once; none ends."""
         self.attempt += 1
         self.open.append(self.attempt)
         self.ledger.expect(self.attempt)
         return self.attempt
-
-
-def whole_snapshots() -> Setup:
-    """A whole replica of 30,000 blocks in one call; the channel hands it over in pieces."""
-    draw = random.Random(0)
-    index = KvIndex()
-    epochs = itertools.count()
-
-    def setup() -> Callable[[], object]:
-        epoch = next(epochs)
-        index.add("replica", epoch)
-        while index.sweep():
-            pass
-        keys = [draw.getrandbits(64) for _ in range(BLOCKS_PER_REPLICA)]
-        return partial(index.snapshot, "replica", epoch, 0, keys)
-
-    return setup
 
 
 def benchmarks(sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)) -> Iterator[Benchmark]:
@@ -258,22 +216,17 @@ def benchmarks(sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)) -> Iterator[
     for size in sizes:
         fleet = Fleet(*size)
         small, title = size == SMALL, fleet.title
-        desks = [Desk(fleet) for _ in range(4)]
+        desk = Desk(fleet)
         bars = {"p50": 40.0, "p99": 150.0} if small else {"p50": 150.0, "p99": 400.0}
         yield Benchmark(f"walk{title}", fleet.walk, ROUNDS, 50, {"p50": 25.0 if small else 110.0})
-        yield Benchmark(f"decision{title}", desks[0].decision, ROUNDS, 200, bars)
-        yield Benchmark(f"burst{title}", desks[1].burst, ROUNDS // 3, 100)
-        yield Benchmark(f"release{title}", desks[2].release, ROUNDS // 3, 50)
+        yield Benchmark(f"decision{title}", desk.decision, ROUNDS, 200, bars)
         if small:
-            yield Benchmark(
-                f"hash_and_decide{title}", desks[3].hash_and_decide, ROUNDS // 3, 50, {"p99": 1000.0}
-            )
-            yield Benchmark(f"apply{title}", fleet.apply, ROUNDS // 3, 20, {"records_per_s": 2e6}, records=512)
+            hashed = Desk(fleet)
+            yield Benchmark(f"hash_and_decide{title}", hashed.hash_and_decide, 1000, 50, {"p99": 1000.0})
+            yield Benchmark(f"apply{title}", fleet.apply, 1000, 20, {"records_per_s": 2e6}, records=512)
             yield Benchmark(f"piece_of_a_snapshot{title}", fleet.piece, 60, 0, {"p50": 300.0})
-            yield Benchmark("snapshot", whole_snapshots(), 30, 0, {"p50": 50_000.0})
-        faults = sum(desk.ledger.faults for desk in desks) + fleet.index.counters.gaps
-        if faults:
-            raise RuntimeError(f"the ledgers and the index of {title} count {faults} faults")
+        if desk.ledger.faults or fleet.index.counters.gaps or fleet.index.counters.unknown:
+            raise RuntimeError(f"the ledger or the index of {title} has counted faults")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,9 +14,6 @@ for a while, so that every new block evicts an old one. Loads:
 
 A figure is the median over windows of 16 steps, of each window's mean: what the end of a block costs counts
 for its share, and what neighbours on the machine do falls out, as far as it does not slow the processor down.
-
-The second part, ``cache_share.py``, measures on the real engine what prefix caching costs where it
-finds nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -39,8 +35,8 @@ from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
-from loadtests.experiments.cache_share import cache_share
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, add_arguments, finish, most, print_table
+from loadtests.stats import median, window_means
 
 BLOCK_SIZE = 16
 POOLS = (8_192, 65_536, 1_000_000)  # blocks
@@ -51,7 +47,6 @@ WINDOW = 16  # steps, as many as tokens in a block
 WARMING = 2 * WINDOW  # steps
 STEP_BAR_US = 500.0  # at 256 running requests
 FLAT_BAR = 1.25  # of the largest pool's step over the smallest pool's: nothing looks at all blocks
-CACHE_BAR = 0.01
 TOKENS = range(100, 40_000)  # ordinary tokens
 STEP_TIMING = StepTiming(0.01)
 
@@ -101,15 +96,9 @@ class Cost:
         return [sum(both) for both in zip(self.schedule, self.commit, strict=True)]
 
 
-def window_means(seconds: list[float]) -> list[float]:
-    """The mean of each whole window."""
-    starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
-    return [statistics.fmean(seconds[start : start + WINDOW]) for start in starts]
-
-
 def microseconds(seconds: list[float]) -> float:
     """The median window."""
-    return statistics.median(window_means(seconds)) * 1e6
+    return median(window_means(seconds, WINDOW)) * 1e6
 
 
 class Bench:
@@ -283,19 +272,18 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
             "schedule": microseconds(cost.schedule),
             "commit": microseconds(cost.commit),
             "stats": microseconds(cost.stats),
-            "best": min(window_means(cost.step)) * 1e6,
             "largest": max(cost.step) * 1e6,
         }
         rows.append([case.title, *(f"{value:.1f}" for value in raw[case.title].values())])
         bar = STEP_BAR_US if case.is_bounded else None
         figures.append(Figure(case.title, step, " us a step", bar, at_most=True))
-    header = ["step", "a request", "schedule", "commit", "stats", "best window", "largest step"]
+    header = ["step", "a request", "schedule", "commit", "stats", "largest step"]
     print_table(["processor time in us", *header], rows)
     if bench is not None and not only:  # the last case's pool is the largest
         benches = [Bench(POOLS[0], True), bench]
         for load in ("decode", "queue", "mix", "families"):
             name = f"{load}: a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}, by turns"
-            figures.append(Figure(name, growth(benches, load, steps), "x", FLAT_BAR, at_most=True))
+            figures.append(most(name, growth(benches, load, steps), FLAT_BAR, "x"))
     return figures, raw
 
 
@@ -310,8 +298,8 @@ def growth(benches: list[Bench], load: str, steps: int) -> float:
             bench.run(case, WINDOW, cost)
     for bench, case in zip(benches, cases, strict=True):
         bench.end(case)
-    small, large = (window_means(cost.step) for cost in costs)
-    return statistics.median(more / less for more, less in zip(large, small, strict=True))
+    small, large = (window_means(cost.step, WINDOW) for cost in costs)
+    return median([more / less for more, less in zip(large, small, strict=True)])
 
 
 def main() -> None:
@@ -320,20 +308,11 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--steps", type=int, default=320, help="measured steps of each case")
     parser.add_argument("--only", default="", help="only cases whose names contain this")
-    parser.add_argument("--no-engine", action="store_true", help="leave out the share of the prefix cache")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each unique prompt")
-    parser.add_argument("--output", type=int, default=64, help="tokens made for each")
     arguments = parser.parse_args()
     figures, raw = measure_steps(arguments.steps, arguments.only)
     busy = os.getloadavg()[0]
     if busy > 1.5:
         print(f"\n{busy:.1f} threads ran on this machine in the last minute: figures are of a busy machine")
-    if not arguments.no_engine:
-        share = cache_share(arguments.model, arguments.requests, arguments.prompt, arguments.output)
-        name = "prefix caching without a hit, share of all processor time"
-        figures.append(Figure(name, share, "", CACHE_BAR, at_most=True))
     finish("loadtests.scheduler", figures, arguments, microseconds=raw, load_average=busy)
 
 

@@ -84,17 +84,6 @@ def test_a_target_that_comes_back_has_changed_twice() -> None:
     assert judge.ups(looks, 9.5) == 1
 
 
-def test_a_new_controller_is_there_when_it_has_found_all_replicas() -> None:
-    looks = [*UP, serve(9.6, 2, "a", "b"), serve(11.0, 2, "a", other="b"), serve(12.0, 2, "a", "b")]
-    assert judge.back_after(looks, 9.5) == pytest.approx(2.5)
-
-
-def test_a_stream_that_lasted_from_before_the_first_up_until_after_the_last_down() -> None:
-    run = Recording(0.0, serve=[*UP, *DOWN])
-    run.streams = [[request(0.5, 30.0)], [request(0.5, 19.0), request(19.0, 30.0)], [request(3.0, 30.0)]]
-    assert judge.through(run) == 1
-
-
 @pytest.mark.parametrize(
     ("outcome", "cut"),
     [

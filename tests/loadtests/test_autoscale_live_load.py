@@ -118,17 +118,6 @@ def test_a_refused_stream_takes_no_other_turn(server: Server, load: Load) -> Non
     assert turn.status == 503
 
 
-def test_nobody_listening_is_a_fault_of_the_stream() -> None:
-    load = Load("http://127.0.0.1:1", ANSWER_TOKENS)
-    load.start()
-    try:
-        answer = load.ask(4, LIMIT_S)
-    finally:
-        load.stop()
-    assert answer.fault
-    assert answer.status == 0
-
-
 def test_stopping_hangs_up(server: Server) -> None:
     load = Load(server.url, ANSWER_TOKENS)
     load.start()

@@ -1,49 +1,15 @@
-"""What is said of a GPU: how long it was busy, its name, what its memory has no room for."""
+"""What is said of a GPU: its name, what its memory has no room for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.autograd import profiler_util as untyped
 
 from loadtests import report
 from loadtests.experiments import gpu_kernels, kernels
-from loadtests.experiments.gpu_engine import gpu_seconds
-
-profiler_util: Any = untyped
-
-
-def event(number: int, name: str, device: DeviceType, *, annotation: bool = False) -> Any:
-    """A millisecond."""
-    return profiler_util.FunctionEvent(
-        id=number,
-        name=name,
-        thread=0,
-        start_us=0.0,
-        end_us=1000.0,
-        device_type=device,
-        is_user_annotation=annotation,
-        use_device="cuda",
-        stack=[],
-    )
-
-
-def test_a_kernel_counts_once() -> None:
-    """Its operator has its time as well, and so has a named region around it."""
-    operator = event(1, "aten::mm", DeviceType.CPU)
-    operator.append_kernel("gemm", 0, 1000.0)
-    kernel = event(2, "gemm", DeviceType.CUDA)
-    region = event(3, "a step", DeviceType.CUDA, annotation=True)
-    events = profiler_util.EventList([operator, kernel, region], use_device="cuda")
-    events._build_tree()
-    averages = events.key_averages()
-    assert sum(one.self_device_time_total for one in averages) > 1000.0
-    assert gpu_seconds(averages) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(("free", "room"), [(5 * 2048, True), (5 * 2048 - 1, False)])

@@ -1,93 +1,110 @@
-"""Live runs against their bars, and how replies become a recording."""
+"""Live runs against their bars, and what counts of each request."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 
 import pytest
 
 from app.config import ROUTERS
 from loadtests.client import Outcome
 from loadtests.experiments.routing_live.command import parser
-from loadtests.experiments.routing_live.judge import HEADER, figures, rows
-from loadtests.experiments.routing_live.recording import Arrival, LiveFleet, Recording
-from loadtests.experiments.routing_live.stage import LiveArm, Reply, arrivals
+from loadtests.experiments.routing_live.judge import COMPARED, HEADER, cached_share, counted, figures, rows
+from loadtests.experiments.routing_live.stage import LiveArm, Reply, Run
 from loadtests.experiments.routing_live.traffic import Ask
 
-FLEET = LiveFleet("prefix", 1, 2, 168, 16, 8, 64, 400, 220.0, 0.03, 0.005, 1e-6, 0.0, 10.0)
+SYSTEM = 400
 
 
-def run(count: int, cached: int, ttft: float, *, status: int = 200) -> Recording:
-    """``count`` requests that all end within the window."""
-    arrival = Arrival(1.0, 0, 440, 24, "a", cached, ttft, status, 9.0)
-    return Recording(FLEET, (arrival,) * count)
+def reply(
+    due: float = 11.0,
+    ttft: float = 0.5,
+    ended: float = 15.0,
+    *,
+    prompt: int = 440,
+    cached: int = 400,
+    tokens: int = 24,
+    status: int = 200,
+    done: bool = True,
+) -> Reply:
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    events = [{"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}, {"usage": usage}]
+    outcome = Outcome(status, events, [due + ttft, ended], done, asked=24, ended=ended)
+    return Reply(Ask(0.0, 0, "?", 24), due, outcome)
 
 
-def verdicts(ours: Recording, two: Recording, oracle: float) -> list[bool]:
-    made = figures({LiveArm.PREFIX: [ours], LiveArm.POWER_OF_TWO: [two]}, [oracle])
+LOST = Reply(Ask(0.0, 0, "?", 24), 11.0, Outcome())
+
+
+def run(*replies: Reply, made: tuple[int, ...] = (2, 1), arm: LiveArm = LiveArm.PREFIX) -> Run:
+    return Run(arm, 1, replies, (10.0, 20.0), made)
+
+
+def verdicts(ours: Run, two: Run) -> list[bool]:
+    made = figures({LiveArm.PREFIX: [ours], LiveArm.POWER_OF_TWO: [two]}, SYSTEM)
     return [figure.holds for figure in made if figure.bar is not None]
 
 
+def test_figures_are_of_the_window() -> None:
+    before, late = reply(5.0, 2.0, 12.0), reply(19.0, 4.0, 25.0)
+    found = run(before, reply(11.0, 0.5), reply(12.0, 1.5, prompt=460, cached=0), late)
+    assert [one.due for one in found.counted] == [11.0, 12.0, 19.0]
+    assert found.throughput == 3 * 24 / 10  # the one that came before ended within, the last one did not
+    assert cached_share(counted([found])) == 800 / (440 + 460 + 440)
+    assert found.balance == pytest.approx(4 / 3)
+    assert (found.refused, found.broken) == (0, 0)
+
+
+def test_whatever_did_not_end_well_is_counted() -> None:
+    found = run(reply(), LOST, reply(status=503), reply(done=False), reply(tokens=23))
+    assert (found.refused, found.broken) == (2, 2)
+    assert found.throughput == 24 / 10
+    assert LOST.ttft == math.inf
+    assert (LOST.prompt_tokens, LOST.cached_tokens) == (0, 0)
+
+
 def test_bars_hold_at_their_edge_and_not_beyond() -> None:
-    assert verdicts(run(15, 380, 0.6), run(10, 200, 1.0), 400 / 440) == [True] * 5
-    assert verdicts(run(14, 379, 0.61), run(10, 200, 1.0), 400 / 440) == [True, True, False, False, False]
-
-
-def test_rays_own_prefix_router_is_shown_without_a_bar() -> None:
-    made = figures({LiveArm.PREFIX: [run(10, 400, 0.5)], LiveArm.PREFIX_AFFINITY: [run(5, 400, 1.0)]})
-    assert [(figure.value, figure.bar) for figure in made[2:]] == [(2.0, None), (0.5, None)]
+    ours, two = [reply(ttft=0.6, cached=380)] * 15, [reply(ttft=1.0, cached=0)] * 10
+    assert verdicts(run(*ours), run(*two)) == [True] * 5
+    ours = [reply(ttft=0.61, cached=379)] * 14
+    assert verdicts(run(*ours), run(*two)) == [True, True, False, False, False]
 
 
 def test_failures_are_held_against_every_arm() -> None:
-    assert verdicts(run(15, 400, 0.1), run(10, 200, 1.0, status=503), 0.9)[:2] == [True, False]
+    assert verdicts(run(*[reply(ttft=0.1)] * 15), run(*[reply()] * 9, LOST))[:2] == [True, False]
 
 
 def test_without_the_other_arm_there_is_no_comparison() -> None:
-    made = figures({LiveArm.PREFIX: [run(10, 400, 0.5)]})
-    assert [figure.name for figure in made] == ["prefix: requests that failed"]
+    names = [figure.name for figure in figures({LiveArm.PREFIX: [run(reply())]}, SYSTEM)]
+    assert names == ["prefix: requests that failed", "prefix: cached share of prompt tokens, of an oracle's"]
+    assert len(figures({LiveArm.ROUND_ROBIN: [run(reply())]}, SYSTEM)) == 1
+
+
+def test_rays_own_prefix_router_is_shown_without_a_bar() -> None:
+    affinity = [run(reply(ttft=1.0))]
+    made = figures({LiveArm.PREFIX: [run(reply(), reply())], LiveArm.PREFIX_AFFINITY: affinity}, SYSTEM)
+    assert [(figure.value, figure.bar) for figure in made[3:]] == [(2.0, None), (0.5, None)]
 
 
 def test_a_request_without_a_token_has_waited_for_ever() -> None:
-    lost = replace(run(1, 0, 0.5).arrivals[0], ttft=None)
-    ours = Recording(FLEET, (lost,) * 3)
-    ratio = figures({LiveArm.PREFIX: [ours], LiveArm.POWER_OF_TWO: [run(3, 0, 1.0)]})[-1]
-    assert ratio.value == float("inf")
-    assert not ratio.holds
+    lost = {LiveArm.PREFIX: [run(LOST)], LiveArm.POWER_OF_TWO: [run(reply())]}
+    assert figures(lost, SYSTEM)[-1].value == math.inf
+    assert not figures(lost, SYSTEM)[-1].holds
 
 
 def test_the_table_counts_what_was_not_200_and_what_broke() -> None:
-    refused = replace(run(1, 0, 0.5).arrivals[0], status=503, ended=None)
-    broken = replace(refused, status=200)
-    table = rows({LiveArm.PREFIX: [Recording(FLEET, (refused, broken, broken))], LiveArm.ROUND_ROBIN: []})
+    table = rows({LiveArm.PREFIX: [run(LOST, reply(done=False), reply(done=False))], LiveArm.ROUND_ROBIN: []})
     assert len(table) == 1
     assert len(table[0]) == len(HEADER)
     assert table[0][-3:] == ["3", "1", "2"]
 
 
-def test_replies_become_arrivals_with_the_replica_that_ran_them() -> None:
-    end = {"id": "chatcmpl-x", "choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}
-    usage = {
-        "prompt_tokens": 440,
-        "completion_tokens": 20,
-        "prompt_tokens_details": {"cached_tokens": 400},
-    }
-    events = [end, {"id": "chatcmpl-x", "choices": [], "usage": usage}]
-    came = Outcome(200, events, [101.5, 102.5], True, asked=20, ended=103.0)
-    good = Reply(Ask(1.0, 2, "?", 20), 101.0, came)
-    lost = Reply(Ask(0.5, 1, "?", 20), 100.5, Outcome())
-    short = Reply(Ask(1.5, 2, "?", 21), 101.5, came)
-    states = [{"replica": "a", "begun": ["chatcmpl-x-0"]}, {"replica": "b", "begun": ["chatcmpl-y-0"]}]
-    made = arrivals([good, lost, short], states, 100.0)
-    assert made == (
-        Arrival(0.5, 1, 0, 0, "", 0, None, 0, None),
-        Arrival(1.0, 2, 440, 20, "a", 400, 0.5, 200, 3.0),
-        Arrival(1.5, 2, 440, 20, "a", 400, 0.0, 200, None),
-    )
-    assert short.fault == "20 tokens instead of 21"
-
-
 def test_the_command_takes_arms_by_name() -> None:
-    assert parser().parse_args([]).arms == [LiveArm.PREFIX, LiveArm.POWER_OF_TWO, LiveArm.PREFIX_AFFINITY]
+    assert parser().parse_args([]).arms == list(COMPARED)
     assert parser().parse_args(["--arms", "round_robin"]).arms == [LiveArm.ROUND_ROBIN]
     with pytest.raises(SystemExit):
         parser().parse_args(["--arms", "nothing"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.block_pool import BlockPool
-from loadtests.experiments.cache_share import CACHE_FUNCTIONS, clocked
 from loadtests.experiments.scheduler import (
     POOLS,
     RUNNING,
@@ -71,16 +69,3 @@ def test_growth_is_one_pool_over_another_for_each_load() -> None:
         benches = [Bench(blocks, True) for blocks in (8_192, 9_000)]
         assert 0.2 < growth(benches, load, 32) < 5.0
         assert all(bench.scheduler.stats().running == 0 for bench in benches)
-
-
-def test_the_clock_counts_nested_calls_once_and_is_taken_off() -> None:
-    allocate, share = BlockPool.allocate, BlockPool.share
-    with clocked([(BlockPool, "allocate"), (BlockPool, "share")]) as spent:
-        pool = BlockPool(4_096, 16)
-        blocks = pool.allocate(4_096)
-        assert blocks is not None
-        first = spent[0]
-        pool.share(blocks)
-        assert 0 < first < spent[0]
-    assert (BlockPool.allocate, BlockPool.share) == (allocate, share)
-    assert all(callable(getattr(owner, name)) for owner, name in CACHE_FUNCTIONS)

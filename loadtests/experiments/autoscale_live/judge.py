@@ -40,14 +40,11 @@ def figures(run: Recording) -> list[Figure]:
     stopped = stops(serve)
     until = run.killed + run.watched_s
     complete = sum(all(turn.whole for turn in one) for one in run.streams)
-    shortest = min(sum(turn.ended - turn.began for turn in one) for one in run.streams)
     gone = max((end - last for last, end in stopped.values()), default=0.0)
     kill, within = "controller killed under load", f"within {run.watched_s:.0f} s"
     return [
         most("streams cut", sum(not turn.complete for turn in turns)),
         Figure("streams complete", complete, "", len(run.streams)),
-        Figure("streams that ran from the first up to the last down in one go", through(run)),
-        Figure("shortest stream", shortest, " s"),
         Figure("longest pause of a stream", longest_pause(turns), " s"),
         Figure("requests of clients", len(run.asked), "", 1),
         most("requests of clients that failed", sum(not one.whole for one in run.asked)),
@@ -67,7 +64,6 @@ def figures(run: Recording) -> list[Figure]:
         most("ups after the load has gone", ups(serve, run.left)),
         Figure("replicas stopped for less load", len(stopped), "", REPLICAS - 1),
         most("longest from running to gone", gone, GONE_S, " s"),
-        Figure(f"{kill}: seen again after", back_after(serve, run.killed), " s"),
         most(f"{kill}: replicas stopped {within}", stopped_between(serve, run.killed, until)),
         most(f"{kill}: changes of the target {within}", changes(serve, run.killed, until)),
     ]
@@ -136,32 +132,6 @@ def ups(serve: Sequence[ServeLook], began: float) -> int:
     """How often the target rose since."""
     targets = [look.target for look in serve if look.at > began]
     return sum(other > one for one, other in pairwise(targets))
-
-
-def back_after(serve: Sequence[ServeLook], killed: float) -> float:
-    """Seconds until the replicas that ran when the controller was killed were all seen to run again.
-
-    The first tenths of a second do not count: an answer may still be on its way.
-    """
-    before = _at(serve, killed)
-    if before is None:
-        return math.inf
-    return next(
-        (look.at - killed for look in serve if look.at > killed + 0.5 and before.running <= look.running),
-        math.inf,
-    )
-
-
-def through(run: Recording) -> int:
-    """Streams with a turn that began before the first up and ended after the last down."""
-    ups_at = [other.at for one, other in pairwise(run.serve) if other.target > one.target]
-    downs_at = [other.at for one, other in pairwise(run.serve) if other.target < one.target]
-    if not ups_at or not downs_at:
-        return 0
-    return sum(
-        any(turn.began < ups_at[0] and turn.ended > downs_at[-1] and turn.whole for turn in one)
-        for one in run.streams
-    )
 
 
 def _at(serve: Sequence[ServeLook], moment: float) -> ServeLook | None:

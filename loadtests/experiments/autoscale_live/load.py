@@ -65,11 +65,6 @@ class Load:
         """Have so many: new ones ask at once, superfluous ones leave when their request has been answered."""
         self._loop.call_soon_threadsafe(self._set_clients, count)
 
-    def ask(self, tokens: int, timeout_s: float) -> Outcome:
-        """One request of nobody's, waited for."""
-        answer: Outcome = self._submit(self._http.complete("A single story: the", tokens)).result(timeout_s)
-        return answer
-
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 

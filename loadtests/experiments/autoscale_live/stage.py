@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ray import serve
 
 from app.launch import serving
-from loadtests.client import complete_all
+from loadtests.client import complete, complete_all
 from loadtests.cluster import LocalCluster, seconds_until
 from loadtests.experiments.autoscale_live.judge import Recording, stops
 from loadtests.experiments.autoscale_live.load import Load
@@ -79,12 +79,8 @@ class Stage:
         engine = engine_details()
         there = len(engine["replicas"]) if engine is not None else 0
         self._say(f"{there} replicas; a request comes")
-        load = Load(self._cluster.url, CLIENT_TOKENS, self._cluster.model)
-        load.start()
-        try:
-            answer = load.ask(CLIENT_TOKENS, END_LIMIT_S)
-        finally:
-            load.stop()
+        url, model = self._cluster.url, self._cluster.model
+        answer = asyncio.run(complete(url, "A single story: the", CLIENT_TOKENS, model=model))
         first = answer.first - answer.began if answer.first else END_LIMIT_S
         self._say(f"answered with {answer.status} after {first:.1f} s")
         return [

@@ -14,8 +14,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -23,12 +21,19 @@ from app.api.chat import PromptTokenizer
 from app.launch.model_store import resolve
 from loadtests.client import MODEL
 from loadtests.experiments.fleet import started
-from loadtests.experiments.routing_live.judge import COMPARED, HEADER, figures, rows
-from loadtests.experiments.routing_live.oracle import replay
-from loadtests.experiments.routing_live.recording import Recording, cached_share, write
-from loadtests.experiments.routing_live.stage import HELD, MAX_NUM_SEQS, LiveArm, Plan, Stage, missing
+from loadtests.experiments.routing_live.judge import (
+    COMPARED,
+    HEADER,
+    cached_share,
+    counted,
+    figures,
+    rows,
+    ttfts,
+)
+from loadtests.experiments.routing_live.stage import HELD, MAX_NUM_SEQS, LiveArm, Plan, Run, Stage, missing
 from loadtests.experiments.routing_live.traffic import Shape, Traffic
 from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.stats import median
 
 COMMAND = "loadtests.routing --live"
 LOAD = 0.65
@@ -67,7 +72,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--zipf", type=float, default=0.0, metavar="A", help="popularity's exponent (0: all equal)"
     )
-    made.add_argument("--record", type=Path, metavar="DIR", help="keep the recorded arrivals of each run here")
     add_arguments(made)
     return made
 
@@ -82,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     arms = [arm for arm in dict.fromkeys(arguments.arms) if arm not in absent]
     traffic = asyncio.run(Traffic.make(Shape(zipf=arguments.zipf), PromptTokenizer(resolve(MODEL))))
     plan = Plan(counted=arguments.requests)
-    runs: dict[LiveArm, list[Recording]] = {arm: [] for arm in arms}
+    runs: dict[LiveArm, list[Run]] = {arm: [] for arm in arms}
     with tqdm(unit="request", desc="live", disable=None) as bar, started() as cluster:
         stage = Stage(cluster, traffic, arguments.replicas, bar.set_description, bar.update, arguments.dtype)
         capacity = stage.capacity()
@@ -95,38 +99,31 @@ def main(argv: Sequence[str]) -> None:
                 runs[arm].append(one)
                 bar.write(said(one, time.monotonic() - began))
                 sys.stdout.flush()
-                if arguments.record is not None:
-                    arguments.record.mkdir(parents=True, exist_ok=True)
-                    write(one, arguments.record / f"{arm.value}-{seed}.jsonl")
     print(
         f"\n{arguments.replicas} replicas, {traffic.shape.groups} system prompts of {traffic.shape.system} "
         f"tokens; pools of {stage.blocks} blocks: {HELD:.0%} of these and {MAX_NUM_SEQS} running ones' own\n"
         f"load: {load}, for {plan.counted / rate:.0f} s"
     )
-    oracle = [cached_share(one.fleet.counted(replay(one))) for one in runs.get(LiveArm.PREFIX, [])]
     table = rows(runs) + [[arm.value, "-", why, *["-"] * (len(HEADER) - 3)] for arm, why in absent.items()]
     print_table(HEADER, table)
-    print(f"an oracle finds cached, in each seed's arrivals: {', '.join(f'{share:.1%}' for share in oracle)}")
     print(f"{time.monotonic() - began:.0f} s")
     finish(
         COMMAND,
         [
             Figure("load", rate, " requests/s"),
             Figure("load, of what the fleet serves when all is cached", rate / capacity),
-            *figures(runs, oracle),
+            *figures(runs, traffic.shape.system),
         ],
         arguments,
-        oracle=oracle,
         blocks=stage.blocks,
-        fleets=[asdict(one.fleet) for recordings in runs.values() for one in recordings],
-        absent={arm.value: why for arm, why in absent.items()},
+        table=table,
     )
 
 
-def said(one: Recording, now: float) -> str:
+def said(run: Run, now: float) -> str:
     """A line about a run that has ended."""
     return (
-        f"{now:6.1f} s  {one.fleet.arm}, seed {one.fleet.seed}: {one.throughput:.1f} tokens/s, "
-        f"cached {100 * one.cached_share:.1f} %, TTFT p50 {one.ttft:.2f} s, {one.failed} of "
-        f"{len(one.arrivals)} failed"
+        f"{now:6.1f} s  {run.arm}, seed {run.seed}: {run.throughput:.1f} tokens/s, cached "
+        f"{100 * cached_share(counted([run])):.1f} %, TTFT p50 {median(ttfts([run])):.2f} s, "
+        f"{run.refused + run.broken} of {len(run.replies)} failed"
     )

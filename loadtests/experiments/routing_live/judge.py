@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loadtests.client import OK
-from loadtests.experiments.routing_live.recording import Arrival, Recording, cached_share, ttfts
-from loadtests.experiments.routing_live.stage import LiveArm
+from loadtests.experiments.routing_live.stage import LiveArm, Reply, Run
 from loadtests.report import Figure, most
 from loadtests.stats import mean, quantile, ratio
 
-Runs = Mapping[LiveArm, Sequence[Recording]]
-"""The recordings of each arm, one for each seed."""
+Runs = Mapping[LiveArm, Sequence[Run]]
+"""Of each arm, one for each seed."""
 
 COMPARED = (LiveArm.PREFIX, LiveArm.POWER_OF_TWO, LiveArm.PREFIX_AFFINITY)
 """Ours, Ray's default, and Ray's own router by prefixes."""
@@ -34,61 +32,73 @@ HEADER = (
 
 def rows(runs: Runs) -> list[list[str]]:
     """A line for each arm, its seeds together."""
-    return [_row(arm, recordings) for arm, recordings in runs.items() if recordings]
+    return [_row(arm, found) for arm, found in runs.items() if found]
 
 
-def _row(arm: LiveArm, recordings: Sequence[Recording]) -> list[str]:
-    times = ttfts(recordings)
-    arrivals = [arrival for one in recordings for arrival in one.arrivals]
+def _row(arm: LiveArm, runs: Sequence[Run]) -> list[str]:
+    times = ttfts(runs)
     return [
         arm.value,
-        f"{throughput(recordings):.1f}",
-        " ".join(f"{one.throughput:.0f}" for one in recordings),
-        f"{100 * cached_share(counted(recordings)):.1f}",
+        f"{throughput(runs):.1f}",
+        " ".join(f"{run.throughput:.0f}" for run in runs),
+        f"{100 * cached_share(counted(runs)):.1f}",
         f"{quantile(times, 0.5):.2f}",
         f"{quantile(times, 0.99):.2f}",
-        f"{mean([one.balance for one in recordings]):.2f}",
-        str(len(arrivals)),
-        str(sum(arrival.status != OK for arrival in arrivals)),
-        str(sum(arrival.status == OK and not arrival.whole for arrival in arrivals)),
+        f"{mean([run.balance for run in runs]):.2f}",
+        str(sum(len(run.replies) for run in runs)),
+        str(sum(run.refused for run in runs)),
+        str(sum(run.broken for run in runs)),
     ]
 
 
-def throughput(recordings: Sequence[Recording]) -> float:
+def throughput(runs: Sequence[Run]) -> float:
     """Output tokens per second, mean over the seeds."""
-    return mean([one.throughput for one in recordings])
+    return mean([run.throughput for run in runs])
 
 
-def counted(recordings: Sequence[Recording]) -> list[Arrival]:
+def counted(runs: Sequence[Run]) -> list[Reply]:
     """The requests of all seeds that figures are of."""
-    return [arrival for one in recordings for arrival in one.counted]
+    return [reply for run in runs for reply in run.counted]
 
 
-def figures(runs: Runs, oracle: Sequence[float] = ()) -> list[Figure]:
-    """``oracle`` has the cached share of the oracle for each recording of ``prefix``, from 0 to 1.
+def ttfts(runs: Sequence[Run]) -> list[float]:
+    """Seconds to the first token of the counted requests of all seeds."""
+    return [reply.ttft for reply in counted(runs)]
+
+
+def cached_share(replies: Sequence[Reply]) -> float:
+    """Of these requests' prompt tokens, what engines found cached."""
+    prompt = sum(reply.prompt_tokens for reply in replies)
+    return sum(reply.cached_tokens for reply in replies) / prompt if prompt else 0.0
+
+
+def most_cached(replies: Sequence[Reply], system: int) -> float:
+    """The share if every request had found its whole system prompt, as with an oracle: the pools hold all."""
+    prompt = [reply.prompt_tokens for reply in replies if reply.prompt_tokens]
+    return len(prompt) * system / sum(prompt) if prompt else 0.0
+
+
+def figures(runs: Runs, system: int) -> list[Figure]:
+    """``system`` is the length of the system prompts, in tokens.
 
     Bars stand where what they compare was run: over Ray's default, not over its prefix router.
     """
     made = [
-        most(f"{arm}: requests that failed", sum(one.failed for one in recordings))
-        for arm, recordings in runs.items()
+        most(f"{arm}: requests that failed", sum(run.refused + run.broken for run in found))
+        for arm, found in runs.items()
     ]
     ours = runs.get(LiveArm.PREFIX)
-    if ours and oracle:
-        # Seeds have about as many prompt tokens each.
-        share = cached_share(counted(ours)) / mean(oracle)
-        made.append(Figure("prefix: cached share of prompt tokens, of the oracle's", share, "", CACHED_BAR))
+    if not ours:
+        return made
+    share = cached_share(counted(ours)) / max(most_cached(counted(ours), system), 1e-9)
+    made.append(Figure("prefix: cached share of prompt tokens, of an oracle's", share, "", CACHED_BAR))
     for arm in COMPARED[1:]:
         other = runs.get(arm)
-        if ours and other:
-            barred = arm is LiveArm.POWER_OF_TWO
-            name = arm.value.replace("_", " ")
+        if other:
+            name, barred = arm.value.replace("_", " "), arm is LiveArm.POWER_OF_TWO
             rate = throughput(ours) / max(throughput(other), 1e-9)
             wait = ratio(ttfts(ours), ttfts(other))
-            made.append(
-                Figure(f"prefix: throughput over {name}", rate, "x", THROUGHPUT_BAR if barred else None)
-            )
-            made.append(
-                Figure(f"prefix: median TTFT, of {name}'s", wait, "x", TTFT_BAR if barred else None, True)
-            )
+            bars = (THROUGHPUT_BAR, TTFT_BAR) if barred else (None, None)
+            made.append(Figure(f"prefix: throughput over {name}", rate, "x", bars[0]))
+            made.append(Figure(f"prefix: median TTFT, of {name}'s", wait, "x", bars[1], at_most=True))
     return made

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from ray import serve
 
 from app.config import ROUTERS
 from app.launch import serving
 from loadtests.arrivals import closed_loop, open_loop
-from loadtests.client import Client, Outcome
+from loadtests.client import OK, Client, Outcome
 from loadtests.cluster import LocalCluster, wait_for
-from loadtests.experiments.routing_live.recording import Arrival, LiveFleet, Recording
 from loadtests.experiments.routing_live.traffic import Ask, Traffic, blocks_of
 from loadtests.stats import mean
 
@@ -60,10 +59,59 @@ class Reply:
     outcome: Outcome
 
     @property
-    def fault(self) -> str:
-        """What is wrong with it; empty if all its tokens came."""
-        asked, came = self.ask.output, self.outcome.tokens
-        return self.outcome.fault or (f"{came} tokens instead of {asked}" if asked != came else "")
+    def ttft(self) -> float:
+        """Seconds from when it was due to its first token; infinite where none came."""
+        return self.outcome.first - self.due if self.outcome.first else math.inf
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the whole prompt; 0 if unknown."""
+        return int(self.outcome.usage.get("prompt_tokens", 0))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those that the engine found cached."""
+        return int(self.outcome.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm and seed. Figures are of the ``window``: from one moment to another of ``time.perf_counter``."""
+
+    arm: LiveArm
+    seed: int
+    replies: Sequence[Reply]  # of the warm-up, too
+    window: tuple[float, float]
+    made: Sequence[int]  # tokens of each replica
+
+    @property
+    def counted(self) -> list[Reply]:
+        """Those that were due in the window."""
+        return [reply for reply in self.replies if self._within(reply.due)]
+
+    @property
+    def refused(self) -> int:
+        """Replies, those of the warm-up too, whose status was not 200."""
+        return sum(reply.outcome.status != OK for reply in self.replies)
+
+    @property
+    def broken(self) -> int:
+        """Replies that began well and did not bring all that was asked for."""
+        return sum(reply.outcome.status == OK and not reply.outcome.whole for reply in self.replies)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second, of the requests that ended well within the window."""
+        ended = [reply.outcome for reply in self.replies if self._within(reply.outcome.ended)]
+        return sum(one.tokens for one in ended if one.whole) / (self.window[1] - self.window[0])
+
+    @property
+    def balance(self) -> float:
+        """Output tokens of the busiest replica over the mean."""
+        return max(self.made) / mean(self.made) if any(self.made) else math.nan
+
+    def _within(self, moment: float) -> bool:
+        return self.window[0] <= moment < self.window[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,31 +194,30 @@ class Stage:
                 return await self._in_turn(client, asks, slots)
 
         replies = asyncio.run(measure())
-        faults = [reply.fault for reply in replies if reply.fault]
+        faults = [reply.outcome.fault for reply in replies if reply.outcome.fault]
         if faults:
             raise RuntimeError(f"{len(faults)} requests of the calibration failed; the first: {faults[0]}")
         counted = replies[slots : rounds * slots]
         return (len(counted) - 1) / (counted[-1].outcome.ended - counted[0].outcome.ended)
 
-    def run(self, arm: LiveArm, seed: int, rate: float, plan: Plan) -> Recording:
+    def run(self, arm: LiveArm, seed: int, rate: float, plan: Plan) -> Run:
         """One run from a cold start: each system prompt once, then Poisson arrivals until all have ended."""
         self.cold(arm)
         self._say(f"{arm}, seed {seed}")
-        settle, window = plan.settle / rate, plan.counted / rate
+        settle, counted = plan.settle / rate, plan.counted / rate
+        asks = [(ask.t, ask) for ask in self._traffic.poisson(rate, settle + counted, seed)]
 
-        async def everything() -> tuple[list[Reply], float, float]:
+        async def everything() -> tuple[list[Reply], float]:
             async with self._client() as client:
-                began = time.perf_counter()
                 lap = await self._in_turn(client, self._traffic.lap(seed), self._replicas)
-                after = time.perf_counter() - began
-                asks = [(ask.t, ask) for ask in self._traffic.poisson(rate, settle + window, seed, after)]
+                began = time.perf_counter()
                 replies = await open_loop(asks, lambda ask, due: self._ask(client, ask, due), began)
-                return [*lap, *replies], began, after + settle
+                return [*lap, *replies], began + settle
 
-        replies, began, warm_up = asyncio.run(everything())
-        states = wait_for(self._idle_states, 30.0, "requests or blocks are left after a run")
-        fleet = self._fleet(arm, seed, states, warm_up, warm_up + window)
-        return Recording(fleet, arrivals(replies, states, began))
+        replies, start = asyncio.run(everything())
+        wait_for(self._cluster.idle, 30.0, "requests or blocks are left after a run")
+        made = [state["generated_tokens"] for state in self._cluster.inspect()]
+        return Run(arm, seed, replies, (start, start + counted), made)
 
     def _client(self) -> Client:
         return Client(self._cluster.url, self._cluster.model, REQUEST_LIMIT_S)
@@ -182,51 +229,3 @@ class Stage:
         outcome = await client.chat(self._traffic.messages(ask), ask.output)
         self._on_end()
         return Reply(ask, due, outcome)
-
-    def _idle_states(self) -> list[dict[str, Any]]:
-        return self._cluster.inspect() if self._cluster.idle() else []
-
-    def _fleet(
-        self, arm: LiveArm, seed: int, states: Sequence[dict[str, Any]], warm_up: float, until: float
-    ) -> LiveFleet:
-        base, per_row, per_kv_token = (
-            mean([state["step_model"][part] for state in states]) for part in range(3)
-        )
-        return LiveFleet(
-            arm=arm.value,
-            seed=seed,
-            replicas=self._replicas,
-            num_blocks=self.blocks,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=MAX_NUM_SEQS,
-            token_budget=TOKEN_BUDGET,
-            system_tokens=self._traffic.shape.system,
-            prefill_rate=mean([state["prefill_rate"] for state in states]),
-            step_base=base,
-            step_per_row=per_row,
-            step_per_kv_token=per_kv_token,
-            warm_up=warm_up,
-            until=until,
-        )
-
-
-def arrivals(replies: Sequence[Reply], states: Sequence[dict[str, Any]], began: float) -> tuple[Arrival, ...]:
-    """Each reply as it is recorded; ``states`` say which replica began which request, the last one counts."""
-    places = {name.rpartition("-")[0]: state["replica"] for state in states for name in state["begun"]}
-    made = []
-    for reply in replies:
-        outcome, usage = reply.outcome, reply.outcome.usage
-        name = next((event["id"] for event in outcome.events if "id" in event), "")
-        arrival = Arrival(
-            t=reply.due - began,
-            prompt_group=reply.ask.group,
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            output_tokens=outcome.tokens,
-            replica=places.get(name, ""),
-            cached=usage["prompt_tokens_details"]["cached_tokens"] if usage else 0,
-            ttft=outcome.first - reply.due if outcome.first else None,
-            status=outcome.status,
-            ended=None if reply.fault else outcome.ended - began,
-        )
-        made.append(arrival)
-    return tuple(sorted(made, key=lambda one: one.t))

@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request to be sent ``t`` seconds after the run began."""
+    """A request to be sent ``t`` seconds after the open loop began."""
 
     t: float
     group: int
@@ -75,11 +75,11 @@ class Traffic:
         groups = rng.sample(range(self.shape.groups), self.shape.groups)
         return [self._ask(rng, 0.0, group) for group in groups]
 
-    def poisson(self, rate: float, seconds: float, seed: int, after: float = 0.0) -> list[Ask]:
-        """Requests of a Poisson process of ``rate`` per second, from ``after`` on for ``seconds``."""
+    def poisson(self, rate: float, seconds: float, seed: int) -> list[Ask]:
+        """Requests of a Poisson process of ``rate`` per second."""
         rng = random.Random(f"arrivals {seed}")
         zipf = Zipf(self.shape.groups, self.shape.zipf)
-        return [self._ask(rng, after + t, zipf.draw(rng)) for t in poisson(rate, seconds, rng)]
+        return [self._ask(rng, t, zipf.draw(rng)) for t in poisson(rate, seconds, rng)]
 
     def any(self, count: int, groups: int) -> list[Ask]:
         """Requests about any of the first ``groups`` system prompts, all equally likely."""
