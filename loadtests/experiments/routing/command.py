@@ -28,10 +28,9 @@ COMMAND = "loadtests.routing"
 def main(argv: list[str] | None = None) -> None:
     """Run the chosen scenarios, print a table of each as it is complete, hold the figures to their bars."""
     given = sys.argv[1:] if argv is None else argv
-    if "--live" in given or "--replay" in given:  # these have options of their own
-        module = "command" if "--live" in given else "replayed"
-        rest = [word for word in given if word not in ("--live", "--replay")]
-        importlib.import_module(f"loadtests.experiments.routing_live.{module}").main(rest)
+    if "--live" in given:  # it has options of its own
+        rest = [word for word in given if word != "--live"]
+        importlib.import_module("loadtests.experiments.routing_live.command").main(rest)
         return
     arguments = _parser().parse_args(given)
     began = time.monotonic()
@@ -105,9 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--live", action="store_true", help="real Ray Serve on this machine instead; see --live --help"
-    )
-    parser.add_argument(
-        "--replay", action="store_true", help="arrivals recorded by --live instead; see --replay --help"
     )
     add_arguments(parser)
     return parser
