@@ -202,7 +202,7 @@ class ModelRunner:
         return self.decoder.forward(tokens, cache.pool, metadata, torch.tensor([count - 1], device=self.device))
 
     def _sample_row(self, sequence: Sequence) -> SampleRow:
-        params = sequence.request.params
+        params = sequence.params
         forbidden: tuple[int, ...] = ()
         if sequence.num_generated < params.min_tokens:
             forbidden = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)

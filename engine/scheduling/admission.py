@@ -192,4 +192,4 @@ def _may_start(sequence: Sequence) -> bool:
 
 
 def _outranks(waiting: Sequence, running: Sequence) -> bool:
-    return waiting.request.priority < running.request.priority and waiting.order < running.order
+    return waiting.priority < running.priority and waiting.order < running.order

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from engine.errors import InvalidRequestError
 from engine.execution.random import sequence_seed
 from engine.request import ModelLimits, Request, validate
-from engine.scheduling.sequence import Sequence, SequenceGroup
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_groups import SequenceGroups
 from engine.scheduling.state import SchedulerState
 
@@ -47,58 +47,62 @@ class Intake:
                 "duplicate_id",
             )
         max_total_tokens = self._max_total_tokens(request)
-        if request.outputs:
+        if request.outputs:  # it began on another replica
             _check_outputs(request)
+            outputs = {number: output for number, output in enumerate(request.outputs) if output is not None}
+        else:
+            outputs = {0: ()}
         arrival = request.arrival or self._clock()
+        sequences = [
+            self._sequence(request, number, output, arrival, seed, max_total_tokens)
+            for number, output in outputs.items()
+        ]
         params = request.params
+        if params.width > 1 or params.use_beam_search:
+            group = self._groups.open(sequences, seed)
+            if request.outputs:
+                group.forked = True
+                group.next_number = len(request.outputs)
+            else:
+                sequences[0].num_seqs = min(params.width, self._state.max_num_seqs)
+        for sequence in sequences:
+            self._state.queue(sequence)
+
+    def _sequence(
+        self,
+        request: Request,
+        number: int,
+        output: tuple[int, ...],
+        arrival: float,
+        seed: int,
+        max_total_tokens: int,
+    ) -> Sequence:
+        """Sequence ``number`` of a request, which has generated ``output`` on another replica."""
+        params, namespace = request.params, request.namespace
+        token_ids = [*request.token_ids, *output]
         end_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_token_ids |= self._eos
-        prompt = len(request.token_ids)
-
-        def queue(
-            token_ids: list[int],
-            output_start: int,
-            *,
-            number: int = 0,
-            seed: int = seed,
-            num_seqs: int = 1,
-            group: SequenceGroup | None = None,
-        ) -> None:
-            sequence = Sequence(
-                request,
-                token_ids,
-                root=self._root(request),
-                order=self._order(request, arrival, number),
-                end_token_ids=end_token_ids,
-                output_start=output_start,
-                num_prompt_tokens=len(token_ids),
-                max_total_tokens=max_total_tokens,
-                number=number,
-                group=group,
-                seed=seed,
-                num_seqs=num_seqs,
-            )
-            if group is not None:
-                group.sequences[number] = sequence
-            self._state.queue(sequence)
-
-        output_start = prompt - request.generated_before
-        if params.width == 1 and not params.use_beam_search:
-            queue(list(request.token_ids), output_start)
-            return
-        group = self._groups.open(request, seed, end_token_ids, max_total_tokens)
-        if not request.outputs:
-            width = min(params.width, self._state.max_num_seqs)
-            queue(list(request.token_ids), output_start, num_seqs=width, group=group)
-            return
-        # Continue the sequences of a request that began on another replica.
-        group.forked = True
-        group.next_number = len(request.outputs)
-        for number, output in enumerate(request.outputs):
-            if output is not None:
-                own_seed = sequence_seed(seed, number)
-                queue([*request.token_ids, *output], prompt, number=number, seed=own_seed, group=group)
+        # Parts at fixed places: an adapter's name can never pass for a tenant or a salt.
+        parts = (namespace.adapter, namespace.tenant, namespace.salt)
+        root = (self._model_key, self._limits.block_size, *parts)
+        first, second = float(request.priority), arrival
+        if self._priority_ageing is not None:
+            first, second = 0.0, arrival + self._priority_ageing * request.priority
+        return Sequence(
+            request.request_id,
+            token_ids,
+            params,
+            request.priority,
+            root=root,
+            order=(first, second, request.request_id, number),
+            end_token_ids=end_token_ids,
+            output_start=len(request.token_ids) - request.generated_before,
+            num_prompt_tokens=len(token_ids),
+            max_total_tokens=max_total_tokens,
+            number=number,
+            seed=sequence_seed(seed, number),
+        )
 
     def _max_total_tokens(self, request: Request) -> int:
         total = validate(request.token_ids, request.params, self._limits, request.generated_before)
@@ -111,17 +115,6 @@ class Intake:
                 "max_tokens",
             )
         return total
-
-    def _root(self, request: Request) -> tuple[object, ...]:
-        """The root of the prefix tree. Parts at fixed places: an adapter's name can never pass for a tenant."""
-        namespace = request.namespace
-        return (self._model_key, self._limits.block_size, namespace.adapter, namespace.tenant, namespace.salt)
-
-    def _order(self, request: Request, arrival: float, number: int) -> tuple[float, float, str, int]:
-        ageing = self._priority_ageing
-        if ageing is None:
-            return (float(request.priority), arrival, request.request_id, number)
-        return (0.0, arrival + ageing * request.priority, request.request_id, number)
 
 
 def _check_outputs(request: Request) -> None:

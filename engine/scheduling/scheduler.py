@@ -311,7 +311,7 @@ class Scheduler:
         reason = _finish_reason(sequence, token)
         if reason is not None:
             return self._finish(sequence, reason, index, (token,))
-        if sequence.request.params.ranked:
+        if sequence.params.ranked:
             return []
         cached, number = sequence.cached_tokens or 0, sequence.number
         return [TokenDelta(sequence.request_id, index, (token,), None, cached, None, number)]
@@ -336,7 +336,7 @@ class Scheduler:
         error: str | None = None,
     ) -> list[TokenDelta]:
         if index is None:  # of ranked sequences the client has seen nothing
-            index = 0 if sequence.request.params.ranked else sequence.num_generated
+            index = 0 if sequence.params.ranked else sequence.num_generated
         self.state.finish(sequence, reason)
         self._workload.ended(sequence, reason)
         cached = sequence.cached_tokens or 0
@@ -387,6 +387,6 @@ def _continue_running(state: SchedulerState, plan: StepPlan) -> None:
 
 
 def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-    if token in sequence.end_token_ids and sequence.num_generated > sequence.request.params.min_tokens:
+    if token in sequence.end_token_ids and sequence.num_generated > sequence.params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_total_tokens else None

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.kv.prefix_node import PrefixNode
-from engine.request import FinishReason, Request
+from engine.request import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
@@ -38,8 +38,10 @@ class Sequence:
     below ``computed`` have their K and V in the pool, or in host blocks while swapped out.
     """
 
-    request: Request
+    request_id: str
     token_ids: list[int]
+    params: SamplingParams
+    priority: int
     root: tuple[object, ...]  # of its prefix tree
     order: Order  # smaller is older and is served first; kept for life
     end_token_ids: frozenset[int]  # they end it, once it has ``min_tokens``
@@ -66,10 +68,6 @@ class Sequence:
     logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
     decode_chunk: ScheduledChunk | None = None  # its chunk of one token, made once for all its decode steps
     finish_reason: FinishReason | None = None
-    request_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.request_id = self.request.request_id
 
     @property
     def key(self) -> tuple[str, int]:

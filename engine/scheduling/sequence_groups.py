@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.execution.random import sequence_seed
 from engine.kv.block_pool import InvariantError
-from engine.request import FinishReason, Request, TokenDelta
+from engine.request import FinishReason, TokenDelta
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import Hypothesis, Sequence, SequenceGroup
@@ -31,22 +31,24 @@ class SequenceGroups:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
 
-    def open(
-        self, request: Request, seed: int, end_token_ids: frozenset[int], max_total_tokens: int
-    ) -> SequenceGroup:
-        """Make the group of a request that is about to be queued."""
-        params = request.params
+    def open(self, sequences: list[Sequence], seed: int) -> SequenceGroup:
+        """Make the group of the sequences of one request, which are about to be queued."""
+        first = sequences[0]
+        request_id, params = first.request_id, first.params
         search = None
         if params.use_beam_search:
             search = BeamSearch(
                 params.width,
                 length_penalty=params.length_penalty,
                 early_stopping=params.early_stopping,
-                end_token_ids=end_token_ids,
-                max_new_tokens=max_total_tokens - len(request.token_ids),
+                end_token_ids=first.end_token_ids,
+                max_new_tokens=first.max_total_tokens - first.num_prompt_tokens,
                 min_new_tokens=params.min_tokens,
             )
-        group = self._groups[request.request_id] = SequenceGroup(request.request_id, params, search, seed)
+        group = self._groups[request_id] = SequenceGroup(request_id, params, search, seed)
+        for sequence in sequences:
+            sequence.group = group
+            group.sequences[sequence.number] = sequence
         return group
 
     def sequences(self, request_id: str) -> list[Sequence]:

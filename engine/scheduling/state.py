@@ -132,8 +132,10 @@ class SchedulerState:
         nothing yet.
         """
         child = Sequence(
-            parent.request,
+            parent.request_id,
             list(parent.token_ids),
+            parent.params,
+            parent.priority,
             root=parent.root,
             order=(*parent.order[:3], number),
             end_token_ids=parent.end_token_ids,

@@ -99,7 +99,8 @@ def make_request(
 def add(scheduler: Scheduler, request: Request) -> Sequence:
     """Queue a request; return its first sequence."""
     scheduler.add(request)
-    return next(each for each in scheduler.state.sequences.values() if each.request is request)
+    keys = [key for key in scheduler.state.sequences if key[0] == request.request_id]
+    return scheduler.state.sequences[min(keys)]
 
 
 class KVSimulation:
@@ -135,7 +136,7 @@ class KVSimulation:
     def texts(self, sequence: Sequence) -> list[int]:
         texts: list[int] = []
         for token in sequence.token_ids:
-            texts.append(self.extend(texts[-1] if texts else sequence.request.namespace, token))
+            texts.append(self.extend(texts[-1] if texts else sequence.root, token))
         return texts
 
     def transfer(self, transfers: Transfers) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
@@ -19,8 +18,10 @@ def make_sequence(
 ) -> Sequence:
     """A sequence that has its prompt and nothing else."""
     return Sequence(
-        Request(name, list(tokens), params or SamplingParams()),
+        name,
         list(tokens),
+        params or SamplingParams(),
+        priority=0,
         root=root,
         order=(0.0, 0.0, name, 0),
         end_token_ids=frozenset(),

@@ -65,7 +65,7 @@ def test_every_request_ends(
             break
         oldest = min(
             (s for s in sequences.values() if s.state is SequenceState.RUNNING),
-            key=lambda s: (s.request.priority, s.request.arrival, s.request_id),
+            key=lambda s: s.order,
             default=None,
         )
         not_running = (SequenceState.WAITING, SequenceState.PREEMPTED)
@@ -74,7 +74,7 @@ def test_every_request_ends(
         assert bool(plan.chunks) == scheduler.has_work()
         assert plan.num_tokens <= token_budget
         assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks) <= max_num_seqs
-        if oldest is not None and all(s.request.priority >= oldest.request.priority for s in waiting):
+        if oldest is not None and all(s.priority >= oldest.priority for s in waiting):
             assert oldest not in plan.preempted
         tokens = simulation.run(plan)
         live = [name for name, each in sequences.items() if each.state is not SequenceState.FINISHED]
