@@ -3,7 +3,9 @@
 ``python -m loadtests.throughput`` takes turns: each round runs every workload on every side with the same fresh
 random prompts, and the medians over the rounds are compared. A side is a function of workload and prompts that
 returns the tokens it made. ``transformers.generate`` runs static batches of 32, in bfloat16 or float32: the one
-that is faster for the workload in a short warm-up.
+that is faster for the workload in a short warm-up. Where ``QUIRE_PEERS`` names a folder with their
+environments, vLLM and llama.cpp take part (see :mod:`loadtests.experiments.peers.process`). llama.cpp's binding
+has no batches, so it runs only workloads of one request.
 
 ``python -m loadtests.throughput --http`` compares one engine behind the whole HTTP path with the same engine
 used offline (see :mod:`loadtests.experiments.http_path`).
@@ -12,13 +14,17 @@ used offline (see :mod:`loadtests.experiments.http_path`).
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from app.launch.model_store import resolve
 from engine import LLM
+from loadtests.experiments.peers.process import LLAMA_CPP, peer_processes
 from loadtests.experiments.rivals import (
     OURS,
     PEER_DTYPES,
@@ -45,10 +51,16 @@ def compare(arguments: argparse.Namespace) -> None:
         OURS: lambda workload, prompts: run_ours(llm, prompts, workload.output),
         TRANSFORMERS: peer,
     }
-    run_ours(llm, [[5, 6, 7, 8]], 4)
-    for workload in workloads:
-        peer.warm_up(workload)
-    rates = by_turns(sides, workloads, arguments.rounds, arguments.seed)
+    logs = Path(tempfile.mkdtemp(prefix="quire-peers-"))
+    with peer_processes(os.environ.get("QUIRE_PEERS"), arguments.threads, logs) as peers:
+        sides.update(peers)
+        for workload in workloads:
+            peer.warm_up(workload)
+        warm_up = Workload("warm-up", 1, 16, 0, 8, 0.0)
+        for name, side in sides.items():
+            if name != TRANSFORMERS:
+                side(warm_up, warm_up.prompts(-1))
+        rates = by_turns(sides, workloads, arguments.rounds, arguments.seed)
 
     figures: list[Figure] = []
     rows = []
@@ -58,6 +70,9 @@ def compare(arguments: argparse.Namespace) -> None:
         figures.append(Figure(f"{workload.title} {OURS}", median(ours), " tokens/s"))
         for name in list(sides)[1:]:
             theirs = rates[workload.key][name]
+            if not theirs:
+                row += ["", ""]
+                continue
             title = f"{name} {peer.chosen[workload.key]}" if name == TRANSFORMERS else name
             row += [f"{median(theirs):.1f}", f"{ratio(ours, theirs):.2f}x"]
             figures.append(Figure(f"{workload.title} {title}", median(theirs), " tokens/s"))
@@ -88,6 +103,9 @@ def by_turns(
             for workload in workloads:
                 prompts = workload.prompts(seed + number)
                 for name, side in sides.items():
+                    if name == LLAMA_CPP and workload.requests > 1:
+                        bar.update()
+                        continue
                     bar.set_description(f"round {number + 1} {workload.title} {name}")
                     rates[workload.key][name].append(tokens_per_second(partial(side, workload, prompts)))
                     bar.update()
