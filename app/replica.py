@@ -14,7 +14,8 @@ import ray
 from app import config, metrics
 from app.autoscaling.replica_stats import StatsReporter
 from app.channel import wire
-from app.channel.engine_end import ChannelHub, run_attempt
+from app.channel.channel_hub import ChannelHub
+from app.channel.engine_attempt import run_attempt
 from app.config import AppConfig
 from app.launch import placement
 from app.launch.model_store import resolve
@@ -121,7 +122,7 @@ class EngineReplica:
             "preemptions": stats.scheduler.preemptions,
             "recoveries": {kind.value: count for kind, count in stats.scheduler.recovery.finished.items()},
             "host_blocks_used": stats.scheduler.host_blocks_used,
-            "channels": self._hub.snapshot(),
+            "channels": self._hub.inspect(),
         }
 
     async def __del__(self) -> None:

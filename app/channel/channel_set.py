@@ -1,4 +1,4 @@
-"""The channels of one ingress process: one for each engine replica that the router knows, or knew."""
+"""The channels of one ingress process, one to each engine replica."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import secrets
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from app.channel.ingress_end import ChannelEvents, IngressChannel
+from app.channel.ingress_channel import ChannelEvents, IngressChannel
 from app.routing import fleet
 
 
 class ChannelOwner(ChannelEvents, Protocol):
-    """Knows which requests run where."""
+    """Knows which request runs on which replica."""
 
     def on_members(self) -> None:
-        """Replicas have come or begun to leave."""
+        """Replicas have joined or begun to leave."""
 
     def replicas_in_use(self) -> Collection[str]:
         """Replicas with a live attempt."""
 
     def move_away(self, replicas: Collection[str]) -> None:
-        """Run the requests of these replicas elsewhere."""
+        """Move the requests of these replicas to others."""
 
 
 class ChannelSet:
-    """Lives on the ingress's event loop.
+    """Runs on the ingress's event loop.
 
-    A replica that has left the router's set keeps its channel until nothing runs there any more: its requests
-    move at once if another replica is routable, or as soon as one is. The ingress must be the one to close,
-    or Serve waits for the channel until the replica's time to drain is over.
+    A replica that has left the members keeps its channel until none of its requests run: they move as soon as
+    another replica is routable. Then the ingress closes the channel. If it did not, Serve would wait for the
+    open call until the replica's drain timeout.
     """
 
     def __init__(self, handle: Any, owner: ChannelOwner) -> None:
@@ -47,15 +47,15 @@ class ChannelSet:
         self.fleet.listen(self._members_from_router)
 
     def known(self, replica: str) -> bool:
-        """Whether the replica is a member, not a leaving one."""
+        """Whether the replica is a member, and not leaving."""
         return replica in self._channels and replica not in self._leaving
 
     def routable(self) -> bool:
-        """Whether any request could be sent now."""
+        """Whether any replica can take a request now."""
         return bool(self.fleet.ledger.routable(self.fleet.members))
 
     def states(self) -> dict[str, str]:
-        """Of each channel, by replica."""
+        """The state of each channel, by replica."""
         return {replica: channel.state.value for replica, channel in self._channels.items()}
 
     @property
@@ -64,7 +64,7 @@ class ChannelSet:
         return len(self._channels) - len(self._leaving)
 
     def settle(self) -> None:
-        """Called when a route has opened or closed, or an attempt has ended."""
+        """Close channels of leaving replicas if possible; call after a route or an attempt has changed."""
         if not self._leaving:
             return
         if self.routable():

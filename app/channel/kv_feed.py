@@ -1,4 +1,4 @@
-"""Brings the KV events of channels to the index of who holds what."""
+"""Applies the KV events of all channels to the router's index of cached blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from app.channel import wire
-from app.channel.wire_kv import KvSection, SnapshotSlice
+from app.channel.wire_sections import KvSection, SnapshotSlice
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from engine.kv.block_keys import KeyScheme
@@ -18,22 +18,22 @@ from engine.kv.block_keys import KeyScheme
 logger = logging.getLogger(__name__)
 
 PIECE_KEYS = 256
-"""Keys of a snapshot that are taken in at once, while no request can be routed."""
+"""Keys of a snapshot that are applied at a time; no request can be routed meanwhile."""
 
 
 @dataclass(slots=True)
 class Opening:
-    """When a channel opened, and when its replica's blocks first counted, in monotonic seconds."""
+    """When a channel opened, and when its replica's blocks were first complete, in monotonic seconds."""
 
     opened: float
     synced: float | None = None
 
 
 class KvFeed:
-    """Belongs to the ingress's event loop. ``index`` is the ledger's: its lock guards it, its routes add to it.
+    """Runs on the ingress's event loop. ``index`` belongs to the ledger, whose lock guards it.
 
-    ``keys`` says how this ingress has to name blocks so that it names them as the replicas do; ``None`` until
-    one has said. A replica that names the same blocks otherwise is routed to by its load alone.
+    ``keys`` is the replicas' scheme of block keys; ``None`` until the first hello. The index ignores a replica
+    whose keys differ from this process's: routing then considers only its load.
     """
 
     def __init__(self, ledger: Ledger, index: KvIndex) -> None:
@@ -45,7 +45,7 @@ class KvFeed:
         self._openings: dict[Route, Opening] = {}
 
     def open(self, route: Route, hello: wire.Hello) -> None:
-        """A channel has opened, and its route; checks that both ends make the same keys."""
+        """A channel has opened; checks that both ends make the same keys."""
         self._openings[route] = Opening(time.monotonic())
         if hello.keys is None or not hello.agrees:
             self._distrust(route.replica, hello)
@@ -62,7 +62,7 @@ class KvFeed:
         self._do(route.replica, step)
 
     def update(self, route: Route, section: KvSection) -> bool:
-        """Take a part of a snapshot or a change; false if only a snapshot can help."""
+        """Apply a part of a snapshot, or a change; false if a new snapshot is needed."""
         if route not in self._trusted:
             return True
 
@@ -78,7 +78,7 @@ class KvFeed:
                 ),
             )
         if not fits and not self._do(route.replica, lambda: route.replica in self._index.replicas):
-            # A defect took it out: no snapshot can help, so none is asked for.
+            # A defect removed it from the index; a snapshot would not help.
             self._trusted.discard(route)
             return True
         opening = self._openings.get(route)
@@ -92,13 +92,13 @@ class KvFeed:
         self._openings.pop(route, None)
 
     def counters(self) -> dict[str, int]:
-        """What went wrong with events so far, see ``KvIndexCounters``."""
+        """Errors in the events so far; see ``KvIndexCounters``."""
         return asdict(self._index.counters)
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """For tests and debugging: of each replica its ``Opening``, and the digest of its blocks.
+        """For tests and debugging: each replica's ``Opening`` and the digest of its blocks.
 
-        That is (sequence, XOR of the keys, number of keys), ``None`` while the replica's blocks do not count.
+        The digest is (sequence, XOR of the keys, number of keys), or ``None`` while the blocks are incomplete.
         """
         return {
             route.replica: {**asdict(opening), "digest": self._digest(route.replica)}
@@ -106,7 +106,7 @@ class KvFeed:
         }
 
     def _load(self, place: tuple[str, int, int], section: SnapshotSlice) -> bool:
-        """Take a slice in pieces, between which requests are routed."""
+        """Apply a slice in pieces; requests are routed in between."""
         last = section.part + 1 == section.parts
         for begin in range(0, max(len(section.keys), 1), PIECE_KEYS):
             keys = section.keys[begin : begin + PIECE_KEYS]
@@ -124,12 +124,12 @@ class KvFeed:
         return self._ledger.with_index(replica, lambda: self._index.digest(replica))
 
     def _distrust(self, replica: str, hello: wire.Hello) -> None:
-        """What the replica holds says nothing here, nor what it is about to hold."""
+        """Ignore the replica's blocks, present and booked."""
         if not hello.agrees and replica not in self._reported:
             self._reported.add(replica)
             logger.error(
-                "replica %s names blocks otherwise than this process: requests are routed to it without regard "
-                "to its prefix cache; run one release everywhere",
+                "block keys of replica %s differ from this process's: routing ignores its prefix cache; run "
+                "the same release everywhere",
                 replica,
             )
 
@@ -140,5 +140,5 @@ class KvFeed:
         self._do(replica, step)
 
     def _do(self, replica: str, step: Callable[[], bool]) -> bool:
-        """False after a defect, too."""
+        """Run ``step`` under the ledger's lock; false also after a defect."""
         return self._ledger.with_index(replica, step) is True

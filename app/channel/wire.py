@@ -1,6 +1,6 @@
 """Packed messages between an ingress and an engine replica. Little-endian, no pickling of own types.
 
-A frame is a header, its records, and its sections (:mod:`app.channel.wire_kv`)::
+A frame is a header, its records, and its sections (:mod:`app.channel.wire_sections`)::
 
     header  version u8, kind u8, epoch u32, sequence u32, count u32, sections u16
     record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, final u8, message bytes u16;
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.channel.wire_kv import KvSection, Section, pack_section, unpack_section
+from app.channel.wire_sections import KvSection, Section, pack_section, unpack_section
 from app.routing.load import LoadReport
 from engine.errors import InvalidRequestError, QuireError
 from engine.kv.block_keys import KeyScheme

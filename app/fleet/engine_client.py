@@ -13,7 +13,7 @@ from typing import Any
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
 from app.channel.kv_feed import KvFeed
-from app.channel.wire_kv import KvSection
+from app.channel.wire_sections import KvSection
 from app.fleet.attempts import AttemptRunner
 from app.fleet.cache_reset import CacheReset, reset_prefix_caches
 from app.fleet.drain import DRAIN_AFTER_S, Drainer

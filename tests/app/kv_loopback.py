@@ -11,10 +11,10 @@ from loopback import LIMITS, LoopbackHandle, LoopbackReplica
 from virtual_time import loop_time
 
 from app.channel import wire
-from app.channel.engine_end import ChannelHub
-from app.channel.ingress_end import IngressChannel
+from app.channel.channel_hub import ChannelHub
+from app.channel.ingress_channel import IngressChannel
 from app.channel.kv_feed import KvFeed
-from app.channel.wire_kv import KvSection, Section
+from app.channel.wire_sections import KvSection, Section
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport

@@ -17,7 +17,8 @@ from typing import Any
 from virtual_time import loop_time
 
 from app.channel import wire
-from app.channel.engine_end import ChannelHub, run_attempt
+from app.channel.channel_hub import ChannelHub
+from app.channel.engine_attempt import run_attempt
 from app.routing import fleet
 from app.routing.timed_set import TimedSet
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate

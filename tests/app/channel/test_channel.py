@@ -12,8 +12,8 @@ from loopback import LIMITS
 from virtual_time import run_virtually
 
 from app.channel import wire
-from app.channel.channel import MAX_UNACKNOWLEDGED, Channel, UnknownEpochError
-from app.channel.engine_end import ChannelHub
+from app.channel.channel_hub import ChannelHub
+from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
 from engine.request import FinishReason, TokenDelta
 from engine.scheduling.load_report import EngineLoad
@@ -90,7 +90,7 @@ def test_sequences_of_an_attempt_are_apart_and_its_final_record_comes_last() -> 
         setting.hub.deliver([TokenDelta("e1", 0, (10 + sequence,), sequence=sequence) for sequence in range(3)])
         setting.hub.deliver([TokenDelta("e1", 1, (21,), ends, sequence=1)])
         setting.hub.deliver([TokenDelta("e1", 1, (32,), sequence=2), TokenDelta("e1", 1, (30,))])
-        assert setting.hub.snapshot()["ingress"]["attempts"] == 1
+        assert setting.hub.inspect()["ingress"]["attempts"] == 1
         # Sequence 0 began first and ends last: its record must not lead to the end before the others are read.
         setting.hub.deliver(
             [TokenDelta("e1", 2, (42,), ends, sequence=2), TokenDelta("e1", 2, (40,), ends, final=True)]
@@ -102,7 +102,7 @@ def test_sequences_of_an_attempt_are_apart_and_its_final_record_comes_last() -> 
             (1, 0, 0, [10, 30, 40], ends, True),
         ]
         assert await attempt.done == 8
-        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.hub.inspect()["ingress"]["attempts"] == 0
         assert setting.aborted == []
 
     run(test)
@@ -115,7 +115,7 @@ def test_an_attempt_lives_until_all_its_sequences_have_ended() -> None:
         setting.hub.deliver([TokenDelta("e1", 0, (10,), FinishReason.STOP, sequence=1)])
         assert not attempt.done.done()
         assert setting.hub.detach(attempt)
-        assert setting.hub.snapshot()["ingress"] == {
+        assert setting.hub.inspect()["ingress"] == {
             "epoch": 1, "attempts": 0, "unsent": 0, "frames": 1, "acknowledged": 0
         }  # fmt: skip
 
@@ -130,7 +130,7 @@ def test_end_gives_the_count_and_frees_the_attempt() -> None:
         setting.token(1, 1, 11, FinishReason.LENGTH)
         assert await attempt.done == 2
         assert not setting.hub.detach(attempt)
-        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.hub.inspect()["ingress"]["attempts"] == 0
         assert setting.aborted == []
 
     run(test)
@@ -227,7 +227,7 @@ def test_channels_of_two_ingresses_are_apart() -> None:
         assert [record.token_ids for record in await next_records(second)] == [[20]]
         await first.aclose()  # type: ignore[attr-defined]
         assert setting.aborted == ["e1"]
-        assert set(setting.hub.snapshot()) == {"two"}
+        assert set(setting.hub.inspect()) == {"two"}
 
     run(test)
 
@@ -247,8 +247,8 @@ def test_unacknowledged_frames_are_bounded_and_nothing_is_lost() -> None:
         waiting = asyncio.ensure_future(next_records(stream))
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        snapshot = setting.hub.snapshot()["ingress"]
-        assert (snapshot["frames"], snapshot["unsent"]) == (MAX_UNACKNOWLEDGED, 1)
+        state = setting.hub.inspect()["ingress"]
+        assert (state["frames"], state["unsent"]) == (MAX_UNACKNOWLEDGED, 1)
         assert setting.hub.beat("ingress", 1, frames)
         (record,) = await waiting
         assert record.index == len(tokens)
@@ -294,14 +294,14 @@ def test_detached_attempt_leaves_nothing_behind() -> None:
         setting.token(1, 0, 10)
         assert setting.hub.detach(attempt)
         setting.token(1, 1, 11)
-        snapshot = setting.hub.snapshot()["ingress"]
-        assert (snapshot["attempts"], snapshot["unsent"]) == (0, 0)
+        state = setting.hub.inspect()["ingress"]
+        assert (state["attempts"], state["unsent"]) == (0, 0)
 
     run(test)
 
 
 def test_blocked_property_counts_frames_in_flight() -> None:
-    channel = Channel("c", 1, 0.0, sequence=MAX_UNACKNOWLEDGED - 1)
+    channel = EngineChannel("c", 1, 0.0, sequence=MAX_UNACKNOWLEDGED - 1)
     assert not channel.blocked
     channel.sequence += 1
     assert channel.blocked

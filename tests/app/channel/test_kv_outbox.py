@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.channel.kv_section import MAX_BACKLOG, KvOutbox
-from app.channel.wire_kv import SLICE_KEYS, KvSection, SnapshotSlice
+from app.channel.kv_outbox import MAX_BACKLOG, KvOutbox
+from app.channel.wire_sections import SLICE_KEYS, KvSection, SnapshotSlice
 from engine.kv.kv_events import KvBatch, KvSnapshot
 
 

@@ -11,19 +11,18 @@ import pytest
 from engine_client_setting import run, until
 from kv_loopback import KvIngress, KvReplica, connected
 
-from app.channel import ingress_end as channel_ingress
-from app.channel import wire
-from app.channel.channel import MAX_UNACKNOWLEDGED
-from app.channel.kv_section import MAX_BACKLOG
-from app.channel.wire_kv import SLICE_KEYS, KvSection, SnapshotSlice
+from app.channel import ingress_channel, wire
+from app.channel.engine_channel import MAX_UNACKNOWLEDGED
+from app.channel.kv_outbox import MAX_BACKLOG
+from app.channel.wire_sections import SLICE_KEYS, KvSection, SnapshotSlice
 from engine.kv.kv_events import KvBatch
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask again soon."""
-    monkeypatch.setattr(channel_ingress, "RESYNC_S", 0.02)
-    monkeypatch.setattr(channel_ingress, "BEAT_S", 0.02)
+    monkeypatch.setattr(ingress_channel, "RESYNC_S", 0.02)
+    monkeypatch.setattr(ingress_channel, "BEAT_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
@@ -60,7 +59,7 @@ def test_a_lost_batch_is_noticed_though_nothing_follows_the_one_after_it() -> No
 
         replica.hub.change = lose
         replica.step(1)
-        await until(lambda: replica.hub.snapshot()["ingress"]["frames"] > 2)
+        await until(lambda: replica.hub.inspect()["ingress"]["frames"] > 2)
         replica.step(2)
         await until(lambda: ingress.in_step(replica))
         assert replica.snapshots == 3
@@ -108,7 +107,7 @@ def test_a_snapshot_that_is_lost_in_part_is_asked_for_again() -> None:
 
 
 def test_a_slow_ingress_bounds_what_waits_and_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.channel.channel.FLUSH_S", 0.0)
+    monkeypatch.setattr("app.channel.engine_channel.FLUSH_S", 0.0)
 
     async def test() -> None:
         replica = KvReplica("r", blocks=40)

@@ -14,8 +14,8 @@ from loopback import LIMITS
 
 from app.channel import wire
 from app.channel.kv_feed import PIECE_KEYS
-from app.channel.kv_section import FLUSH_RECORDS
-from app.channel.wire_kv import SLICE_KEYS, SnapshotSlice
+from app.channel.kv_outbox import FLUSH_RECORDS
+from app.channel.wire_sections import SLICE_KEYS, SnapshotSlice
 from engine.kv.kv_events import KvBatch
 from engine.request import FinishReason, TokenDelta
 
@@ -75,7 +75,7 @@ def test_events_leave_with_tokens_at_once_when_many_and_else_soon(monkeypatch: p
         assert not waiting.done()
         frame = wire.unpack_frame(await waiting)
         assert [section.sequence for section in frame.kv] == [2, 3]
-        monkeypatch.setattr("app.channel.channel.FLUSH_S", 1000.0)
+        monkeypatch.setattr("app.channel.engine_channel.FLUSH_S", 1000.0)
         replica.step(*range(10, 10 + FLUSH_RECORDS))
         frame = wire.unpack_frame(await anext(stream))
         assert [section.sequence for section in frame.kv] == [4]
@@ -187,7 +187,7 @@ def test_a_replica_that_names_blocks_otherwise_counts_by_its_load_alone(
     with caplog.at_level(logging.ERROR):
         run(test)
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert "replica wrong names blocks otherwise" in record.getMessage()
+    assert "block keys of replica wrong differ" in record.getMessage()
 
 
 def test_a_replica_without_a_prefix_cache_sends_its_load() -> None:
@@ -223,10 +223,10 @@ def test_load_says_which_attempts_it_counts() -> None:
         assert [load.acknowledged for load in ingress.loads] == [0, 5, 5]
         assert ingress.loads[2].evictable == 2
         # Nothing new is not sent.
-        frames = replica.hub.snapshot()["ingress"]["frames"]
+        frames = replica.hub.inspect()["ingress"]["frames"]
         replica.step()
         await asyncio.sleep(0.1)
-        assert replica.hub.snapshot()["ingress"]["frames"] == frames
+        assert replica.hub.inspect()["ingress"]["frames"] == frames
         await ingress.stop()
 
     run(test)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.channel import wire
-from app.channel.wire_kv import SLICE_KEYS, Section, SnapshotSlice, slices
+from app.channel.wire_sections import SLICE_KEYS, Section, SnapshotSlice, slices
 from app.routing.load import LoadReport
 from engine.errors import InvalidRequestError
 from engine.kv.block_keys import KeyScheme

@@ -22,7 +22,7 @@ def test_many_requests_share_two_channels() -> None:
             results = await asyncio.gather(*(collect(client, request(prompt)) for prompt in prompts))
         assert results == [expected_tokens(prompt, 30) for prompt in prompts]
         for replica in handle.replicas.values():
-            (channel,) = replica.hub.snapshot().values()
+            (channel,) = replica.hub.inspect().values()
             assert channel["frames"] < 31 * 4, "one frame a step, not one a request"
         await until(lambda: quiet(handle, client))
         assert client.limits() == LIMITS
@@ -57,7 +57,7 @@ def test_leaving_replica_is_emptied_and_closed_at_once() -> None:
             await until(lambda: len(first.engine.live) == 4)
             await asyncio.sleep(0.01)
             handle.announce(second.name)
-            await until(lambda: not first.hub.snapshot())
+            await until(lambda: not first.hub.inspect())
             assert not first.engine.live
             assert not any(job.done() for job in jobs)
             assert await asyncio.gather(*jobs) == [expected_tokens([index], 600) for index in range(8)]
@@ -76,7 +76,7 @@ def test_last_replica_finishes_its_requests_before_its_channel_closes() -> None:
             await until(lambda: bool(only.engine.live))
             handle.announce()
             assert await job == expected_tokens([3], 100)
-            await until(lambda: not only.hub.snapshot())
+            await until(lambda: not only.hub.inspect())
         assert client.status()["channels"] == {}
         await client.stop()
 
@@ -94,7 +94,7 @@ def test_requests_on_a_leaving_replica_move_when_another_comes() -> None:
             await asyncio.sleep(0.01)
             new = handle.add()
             handle.announce(new.name)
-            await until(lambda: not old.hub.snapshot())
+            await until(lambda: not old.hub.inspect())
             assert new.engine.live or not old.engine.live
             assert await job == expected_tokens([3], 600)
         await client.stop()
@@ -212,7 +212,7 @@ def test_stopping_the_client_ends_its_requests_and_channels() -> None:
             await client.stop()
             with pytest.raises(UnavailableError, match="shutting down"):
                 await job
-            await until(lambda: not any(replica.hub.snapshot() for replica in handle.replicas.values()))
+            await until(lambda: not any(replica.hub.inspect() for replica in handle.replicas.values()))
             assert not any(replica.engine.live for replica in handle.replicas.values())
 
     run(test)

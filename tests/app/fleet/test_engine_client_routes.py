@@ -23,7 +23,7 @@ def test_planned_stops_are_no_failures_however_many_a_request_outlives() -> None
             handle.announce(old.name, new.name)
             await until(lambda: len(handle.fleet.ledger.routable()) == 2)
             handle.announce(new.name)
-            await until(lambda old=old: not old.hub.snapshot())  # type: ignore[misc]
+            await until(lambda old=old: not old.hub.inspect())  # type: ignore[misc]
         async with stepping(handle):
             assert await job == expected_tokens([3], 40)
         await until(lambda: quiet(handle, client))

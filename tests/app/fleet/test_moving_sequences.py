@@ -13,7 +13,7 @@ from loopback import LoopbackHandle, LoopbackReplica
 from model_checkpoints import save_tiny
 
 from app.channel import wire
-from app.channel.engine_end import ChannelHub
+from app.channel.channel_hub import ChannelHub
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest
 from engine.config import EngineConfig

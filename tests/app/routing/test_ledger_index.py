@@ -12,7 +12,7 @@ import routing_support
 from engine_client_setting import run, until
 from kv_loopback import KvIngress, KvReplica, connected
 
-from app.channel import ingress_end as channel_ingress
+from app.channel import ingress_channel
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.speculation import Speculation
@@ -23,8 +23,8 @@ A, B = Route("a", 1), Route("b", 2)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask again soon."""
-    monkeypatch.setattr(channel_ingress, "RESYNC_S", 0.02)
-    monkeypatch.setattr(channel_ingress, "BEAT_S", 0.02)
+    monkeypatch.setattr(ingress_channel, "RESYNC_S", 0.02)
+    monkeypatch.setattr(ingress_channel, "BEAT_S", 0.02)
 
 
 def fail(*_: Any) -> None:

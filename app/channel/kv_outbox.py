@@ -1,32 +1,32 @@
-"""KV events on their way out of an engine replica."""
+"""KV events that an engine replica has yet to send."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from app.channel.wire_kv import SLICE_KEYS, KvSection, SnapshotSlice, slices
+from app.channel.wire_sections import SLICE_KEYS, KvSection, SnapshotSlice, slices
 from engine.kv.kv_events import KvBatch, KvSnapshot
 
 FLUSH_S = 0.05
-"""KV events and load leave with the next tokens, at the latest after this long."""
+"""KV events and load leave with the next tokens, or after this long."""
 
 FLUSH_RECORDS = 256
-"""Or at once, when so many have gathered."""
+"""Events leave at once when this many have accumulated."""
 
 MAX_BACKLOG = 65_536
-"""Records that may wait for one channel; beyond it they are dropped and a snapshot is sent instead."""
+"""Maximum number of events that wait for one channel; beyond it a snapshot replaces them."""
 
 
 class KvOutbox:
-    """KV events on their way to one ingress: a snapshot in slices, then batches in order.
+    """KV events for one ingress: a snapshot in slices, then batches in order.
 
-    Its owner fetches a snapshot whenever ``wanted`` is true, and calls ``begin`` with it. Batches that come
-    meanwhile are kept: those that the snapshot includes are dropped then.
+    Whenever ``wanted`` is true, the owner fetches a snapshot and calls ``begin`` with it. Batches that arrive
+    meanwhile are kept; ``begin`` drops the ones that the snapshot includes.
     """
 
     def __init__(self) -> None:
         self.wanted = True
-        self.backlog = 0  # records in batches, and one for each
+        self.backlog = 0  # events in batches, plus one for each batch
         self._fetching = False
         self._stale = False  # batches were dropped while the snapshot was fetched
         self._slices: deque[SnapshotSlice] = deque()
@@ -34,24 +34,24 @@ class KvOutbox:
 
     @property
     def urgent(self) -> bool:
-        """Whether what waits should not wait any longer."""
+        """Whether the contents should leave at once."""
         return bool(self._slices) or (self.backlog >= FLUSH_RECORDS and not self._fetching)
 
     def __bool__(self) -> bool:
-        """Whether :meth:`take` has anything to give."""
+        """Whether :meth:`take` would return anything."""
         return bool(self._slices) or (bool(self._batches) and not self._fetching)
 
     def add(self, batch: KvBatch) -> None:
-        """The next batch of the engine."""
+        """Append the engine's next batch."""
         if self.wanted:
-            return  # what comes before the snapshot is in it
+            return  # the snapshot will include it
         self._batches.append(batch)
         self.backlog += 1 + len(batch)
         if self.backlog > MAX_BACKLOG:
             self.restart()
 
     def restart(self) -> None:
-        """Drop all that waits, and begin anew with a snapshot."""
+        """Drop everything, and start over with a snapshot."""
         self._drop()
         if self._fetching:
             self._stale = True
@@ -59,7 +59,7 @@ class KvOutbox:
             self.wanted = True
 
     def resend(self) -> None:
-        """The ingress asks for a snapshot: if none is on its way already, which it will find newer."""
+        """The ingress requests a snapshot; nothing to do if one is already being sent."""
         if not (self._fetching or self._slices):
             self.restart()
 
@@ -69,7 +69,7 @@ class KvOutbox:
         self._fetching = True
 
     def begin(self, snapshot: KvSnapshot) -> None:
-        """Here it is."""
+        """The snapshot has arrived."""
         self._fetching = False
         if self._stale:
             self._stale = False
@@ -81,7 +81,7 @@ class KvOutbox:
             self.backlog -= 1 + len(self._batches.popleft())
 
     def take(self) -> list[KvSection]:
-        """What the next frame carries: one slice, or up to as many keys in batches, at least one batch."""
+        """For the next frame: one slice, or one or more batches with at most as many keys as a slice."""
         if self._slices:
             return [self._slices.popleft()]
         if self._fetching:

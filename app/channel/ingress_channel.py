@@ -1,7 +1,7 @@
-"""The ingress's end of one channel to one engine replica: opens it, reads it, beats, opens it again.
+"""The ingress's end of one channel: opens it, reads frames, sends beats, reopens it.
 
 Runs on the ingress's event loop, in tasks with an empty context: a call made in the context of an HTTP request
-dies with that request's client.
+is canceled with that request.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from app.channel import wire
-from app.channel.wire_kv import KvSection, SnapshotSlice
+from app.channel.wire_sections import KvSection, SnapshotSlice
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
 
 BEAT_S = 1.0
 SUSPECT_S = 3.0
-"""No new requests go to a replica that has been silent this long."""
+"""A replica that has been silent for this long gets no new requests."""
 
 DEAD_S = 10.0
-"""A channel that has been silent this long is given up."""
+"""A channel that has been silent for this long is closed."""
 
 MAX_BACKOFF_S = 2.0
 FRAMES_PER_BEAT = 128
-"""Acknowledge at least this often, so that the engine does not run into its bound between two beats."""
+"""Acknowledge at least every this many frames, to stay below the engine's limit of unacknowledged ones."""
 
 RESYNC_S = 2.0
-"""A snapshot of a replica's prefix cache is asked for at most this often."""
+"""Minimum time between two requests for a snapshot of a replica's prefix cache."""
 
 MAX_BEATS_IN_FLIGHT = 4
 MAX_STALE = 64
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelState(enum.Enum):
-    """Of one channel; requests are routed only to open ones."""
+    """State of one channel; requests are routed only to open ones."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -50,31 +50,31 @@ class ChannelState(enum.Enum):
 
 
 class ChannelEvents(Protocol):
-    """What a channel tells its owner."""
+    """What a channel reports to its owner."""
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
-        """The first frame has come; the replica is routable."""
+        """The first frame has arrived; the replica is routable."""
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
-        """New tokens; returns the attempts among them that nobody waits for."""
+        """New tokens; returns the attempts in ``records`` that are unknown here."""
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
-        """A part of what the replica's prefix cache holds, or a change of it. False: a snapshot is needed."""
+        """A part of a snapshot of the prefix cache, or a change; false if a new snapshot is needed."""
 
     def on_load(self, route: Route, load: LoadReport) -> None:
-        """How busy the replica is."""
+        """The replica's load."""
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
-        """The replica went silent, or speaks again."""
+        """The replica has become silent, or frames arrive again."""
 
     def on_closed(self, route: Route, reason: str) -> None:
-        """The channel has ended, whatever the cause: its attempts are dead."""
+        """The channel has ended, for whatever reason; its attempts are lost."""
 
 
 class IngressChannel:
-    """One replica's channel, reopened with a new epoch until ``stop``.
+    """The channel to one replica, reopened with a new epoch until ``stop``.
 
-    ``next_epoch`` draws from one counter for the whole process.
+    ``next_epoch`` counts for the whole process.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class IngressChannel:
         self._acknowledged = 0
         self._last_frame = 0.0
         self._stale: set[int] = set()
-        self._out_of_step = False  # KV events do not fit together; a snapshot is needed
+        self._needs_snapshot = False  # KV events are missing
         self._next_resync = 0.0
-        self._gave_up = ""
+        self._end_reason = ""
         self._generator: Any = None
         self._beat_now = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
@@ -114,7 +114,7 @@ class IngressChannel:
             self._task.cancel()
 
     async def stopped(self) -> None:
-        """Until ``stop`` has taken effect."""
+        """Wait until ``stop`` has taken effect."""
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
@@ -132,7 +132,7 @@ class IngressChannel:
                 if self._stopped or self._task.cancelling():
                     raise
                 reason = "Serve cancelled it"
-            except Exception as error:  # noqa: BLE001  (whatever ends a channel, the next one starts afresh)
+            except Exception as error:  # noqa: BLE001  (whatever ended this channel, a new one is opened)
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             finally:
                 was_open = self._route is not None
@@ -141,7 +141,7 @@ class IngressChannel:
             await asyncio.sleep(backoff)
 
     def _end(self, reason: str) -> None:
-        """The engine's generator is told by ``cancel`` only, never by dropping the stream."""
+        """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
         if self._generator is not None:
             self._generator.cancel()
             self._generator = None
@@ -155,9 +155,9 @@ class IngressChannel:
         self.state = ChannelState.OPENING
         self._frames = self._acknowledged = 0
         self._stale.clear()
-        self._out_of_step = False  # KV events do not fit together; a snapshot is needed
+        self._needs_snapshot = False  # KV events are missing
         self._next_resync = 0.0
-        self._gave_up = ""
+        self._end_reason = ""
         self._last_frame = self._clock()
         self._generator = self._stream.channel.remote(self._cid, epoch, target=self.replica)
         loop = asyncio.get_running_loop()
@@ -166,17 +166,17 @@ class IngressChannel:
             async with asyncio.timeout_at(loop.time() + DEAD_S) as limit:
                 watch = loop.create_task(self._watch(epoch, limit))
                 async for data in self._generator:
-                    self._take(epoch, wire.unpack_frame(data))
+                    self._on_frame(epoch, wire.unpack_frame(data))
         except TimeoutError:
-            raise TimeoutError(self._gave_up or f"no frame for {DEAD_S:g} s") from None
+            raise TimeoutError(self._end_reason or f"no frame for {DEAD_S:g} s") from None
         finally:
             if watch is not None:
                 watch.cancel()
 
-    def _take(self, epoch: int, frame: wire.Frame) -> None:
+    def _on_frame(self, epoch: int, frame: wire.Frame) -> None:
         if frame.epoch != epoch or frame.sequence != self._frames:
             raise wire.WireError(
-                f"frame {frame.epoch}/{frame.sequence} came where {epoch}/{self._frames} was due"
+                f"received frame {frame.epoch}/{frame.sequence} instead of {epoch}/{self._frames}"
             )
         self._frames += 1
         self._last_frame = self._clock()
@@ -185,36 +185,36 @@ class IngressChannel:
             self.state = ChannelState.OPEN
             self._events.on_open(self._route, frame.hello)
         elif self._route is None:
-            raise wire.WireError("the first frame was no hello")
+            raise wire.WireError("the first frame was not a hello")
         else:
             if frame.load is not None:
                 self._events.on_load(self._route, frame.load)
             for section in frame.kv:
-                self._take_kv(self._route, section)
+                self._on_kv(self._route, section)
             if frame.records:
                 self._stale.update(self._events.on_records(self._route, frame.records))
         if self._frames - self._acknowledged >= FRAMES_PER_BEAT:
             self._beat_now.set()
 
-    def _take_kv(self, route: Route, section: KvSection) -> None:
+    def _on_kv(self, route: Route, section: KvSection) -> None:
         if not self._events.on_kv(route, section):
-            self._out_of_step = True
+            self._needs_snapshot = True
             if self._clock() >= self._next_resync:
                 self._beat_now.set()
         elif isinstance(section, SnapshotSlice) and section.part + 1 == section.parts:
-            self._out_of_step = False
+            self._needs_snapshot = False
 
     def _resync_now(self) -> bool:
-        """Whether to ask for a snapshot, which takes a while to come."""
+        """Whether to request a snapshot with this beat."""
         now = self._clock()
-        if not self._out_of_step or now < self._next_resync:
+        if not self._needs_snapshot or now < self._next_resync:
             return False
         self._next_resync = now + RESYNC_S
-        logger.warning("KV events of replica %s do not fit together; asking for all", self.replica)
+        logger.warning("KV events of replica %s are missing; requesting a snapshot", self.replica)
         return True
 
     async def _watch(self, epoch: int, limit: asyncio.Timeout) -> None:
-        """Beats each second, and notices silence."""
+        """Send a beat every second, and detect silence."""
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Task[None]] = set()
         try:
@@ -225,7 +225,7 @@ class IngressChannel:
                 if limit.expired():
                     return
                 silent = self._clock() - self._last_frame
-                limit.reschedule(loop.time() + (0.0 if self._gave_up else DEAD_S - silent))
+                limit.reschedule(loop.time() + (0.0 if self._end_reason else DEAD_S - silent))
                 self._suspect(silent > SUSPECT_S)
                 if self._route is not None and len(pending) < MAX_BEATS_IN_FLIGHT:
                     beat = loop.create_task(self._beat(epoch))
@@ -240,7 +240,7 @@ class IngressChannel:
             return
         if silent != (self.state is ChannelState.SUSPECT):
             self.state = ChannelState.SUSPECT if silent else ChannelState.OPEN
-            logger.info("replica %s %s", self.replica, "went silent" if silent else "speaks again")
+            logger.info("replica %s %s", self.replica, "is silent" if silent else "is no longer silent")
             self._events.on_suspect(self._route, silent)
 
     async def _beat(self, epoch: int) -> None:
@@ -256,7 +256,7 @@ class IngressChannel:
             )
             async with asyncio.timeout(DEAD_S):
                 known = await response
-        except Exception as error:  # noqa: BLE001  (the channel itself tells whether the replica lives)
+        except Exception as error:  # noqa: BLE001  (the channel itself shows whether the replica is alive)
             logger.info("a beat to %s failed: %s", self.replica, error)
             if response is not None:
                 response.cancel()
@@ -264,5 +264,5 @@ class IngressChannel:
                 self._next_resync = 0.0  # the next beat asks again
             return
         if not known:
-            self._gave_up = "the replica does not know this channel"
+            self._end_reason = "the replica does not know this channel"
             self._beat_now.set()

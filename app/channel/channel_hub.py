@@ -1,6 +1,6 @@
-"""The engine replica's end of the channels: one multiplexed stream to each ingress process.
+"""All channels of one engine replica, each a multiplexed stream to one ingress process.
 
-Everything here runs on the replica's event loop; the engine's thread hands its outputs over with one
+Everything here runs on the replica's event loop; the engine's thread passes its outputs with one
 ``call_soon_threadsafe`` for each step.
 """
 
@@ -11,42 +11,31 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict
-from typing import Any, Protocol
 
 from app.channel import wire
-from app.channel.channel import Attempt, Channel, UnknownEpochError
+from app.channel.engine_channel import Attempt, EngineChannel, UnknownEpochError
 from app.routing.load import LoadReport
 from engine.engine_thread import StepOutputs
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError
 from engine.kv.kv_events import KvSnapshot
-from engine.request import ModelLimits, Request, TokenDelta
+from engine.request import ModelLimits, TokenDelta
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
-"""A channel ends after this long without a beat from its ingress."""
+"""A channel ends when its ingress has sent no beat for this long."""
 
 BEAT_S = 1.0
-"""A channel with nothing to say sends an empty frame this often."""
+"""An idle channel sends an empty frame this often."""
 
 logger = logging.getLogger(__name__)
-
-
-class AttemptEngine(Protocol):
-    """What an attempt needs of the engine; ``EngineThread`` has it."""
-
-    def submit(self, request: Request) -> None:
-        """Queue a request."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request, all its sequences, in whatever state."""
 
 
 class ChannelHub:
     """All channels of one engine replica.
 
     ``abort`` is called with an engine request id when an attempt ends before its end record. ``snapshot``
-    gives what the engine's prefix cache holds; without it channels carry no KV events. ``load`` is what new
-    channels begin with until the engine's first step: a replica that has said nothing is no known one.
+    returns the contents of the engine's prefix cache; without it channels carry no KV events. ``load`` is what
+    new channels report until the engine's first step.
     """
 
     def __init__(
@@ -66,7 +55,7 @@ class ChannelHub:
         self._clock = clock
         self._lease_s = lease_s
         self._beat_s = beat_s
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, EngineChannel] = {}
         self._attempts: dict[str, Attempt] = {}
         self._refused: str = ""
 
@@ -74,7 +63,7 @@ class ChannelHub:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
 
         Raises:
-            UnknownEpochError: a newer epoch is open, or the replica takes no channels any more.
+            UnknownEpochError: a newer epoch is open, or the replica no longer accepts channels.
         """
         channel = self._open(cid, epoch)
         watcher = asyncio.get_running_loop().create_task(self._watch(channel))
@@ -87,11 +76,11 @@ class ChannelHub:
                     break
                 channel.wake.clear()
                 if not channel.blocked:
-                    records, sections = channel.take(), channel.take_sections()
+                    records, sections = channel.take_records(), channel.take_sections()
                     yield wire.pack_records(epoch, self._next(channel), records, sections)
-            # What was made before the end still counts: the ingress goes on from there.
+            # Tokens made before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
-                yield wire.pack_records(epoch, self._next(channel), channel.take())
+                yield wire.pack_records(epoch, self._next(channel), channel.take_records())
         finally:
             watcher.cancel()
             self.close(channel, channel.closed or "the ingress closed it")
@@ -111,7 +100,7 @@ class ChannelHub:
         return entry
 
     def detach(self, attempt: Attempt) -> bool:
-        """Forget an attempt and its unsent tokens; true if it had not ended and must be aborted."""
+        """Remove an attempt and its unsent tokens; true if it had not ended and must be aborted."""
         self._attempts.pop(attempt.engine_id, None)
         live = attempt.channel.attempts.pop(attempt.number, None) is attempt
         if live:
@@ -119,20 +108,20 @@ class ChannelHub:
         return live
 
     def on_step(self, outputs: StepOutputs) -> None:
-        """All that one engine step has brought about."""
+        """Distribute the outputs of one engine step."""
         self._load = outputs.load
         for engine_id in outputs.taken:
             attempt = self._attempts.get(engine_id)
             if attempt is not None:
                 channel = attempt.channel
-                channel.taken = max(channel.taken, attempt.number)
+                channel.last_received = max(channel.last_received, attempt.number)
         for channel in self._channels.values():
-            load = _report(outputs.load, self._hello.limits, channel.taken)
+            load = _report(outputs.load, self._hello.limits, channel.last_received)
             channel.offer(load, outputs.kv if self._snapshot is not None else None)
         self.deliver(outputs.deltas)
 
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
-        """Tokens of one engine step."""
+        """Queue the tokens of one engine step."""
         for delta in deltas:
             attempt = self._attempts.get(delta.request_id)
             if attempt is None:
@@ -154,7 +143,9 @@ class ChannelHub:
                 record.message = delta.error or ""
             if delta.final:
                 record.final = True
-                unsent[delta.sequence] = unsent.pop(delta.sequence)  # what waited longer must not come after it
+                unsent[delta.sequence] = unsent.pop(
+                    delta.sequence
+                )  # it must come after records that waited longer
                 del self._attempts[delta.request_id]
                 del channel.attempts[attempt.number]
                 if not attempt.done.done():
@@ -164,10 +155,10 @@ class ChannelHub:
     def beat(
         self, cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = (), resync: bool = False
     ) -> bool:
-        """Renew a lease. False: no such channel.
+        """Renew a lease; false if there is no such channel.
 
-        ``stale`` names attempts that the ingress does not know; ``resync`` asks for a snapshot of the prefix
-        cache, because KV events were lost.
+        ``stale`` lists attempts that the ingress does not know; ``resync`` asks for a snapshot of the prefix
+        cache because KV events were lost.
         """
         channel = self._channels.get(cid)
         if channel is None or channel.epoch != epoch or channel.closed:
@@ -187,7 +178,7 @@ class ChannelHub:
                 self._drop(attempt)
         return True
 
-    def close(self, channel: Channel, reason: str) -> None:
+    def close(self, channel: EngineChannel, reason: str) -> None:
         """End a channel and abort its attempts."""
         if not channel.closed:
             channel.closed = reason
@@ -205,8 +196,8 @@ class ChannelHub:
         for channel in list(self._channels.values()):
             self.close(channel, reason)
 
-    def snapshot(self) -> dict[str, dict[str, int]]:
-        """For tests and logs: each channel's epoch, live attempts, frames sent and acknowledged."""
+    def inspect(self) -> dict[str, dict[str, int]]:
+        """For tests and debugging: the state of each channel."""
         return {
             channel.cid: {
                 "epoch": channel.epoch,
@@ -218,9 +209,9 @@ class ChannelHub:
             for channel in self._channels.values()
         }
 
-    def _open(self, cid: str, epoch: int) -> Channel:
+    def _open(self, cid: str, epoch: int) -> EngineChannel:
         if self._refused:
-            raise UnknownEpochError(f"this replica takes no channels: {self._refused}")
+            raise UnknownEpochError(f"this replica accepts no channels: {self._refused}")
         older = self._channels.get(cid)
         if older is not None:
             if older.epoch >= epoch:
@@ -228,7 +219,7 @@ class ChannelHub:
                     f"channel {cid} is open with epoch {older.epoch}, not older than {epoch}"
                 )
             self.close(older, f"epoch {epoch} replaced it")
-        channel = Channel(cid, epoch, self._clock())
+        channel = EngineChannel(cid, epoch, self._clock())
         if self._load is not None:
             channel.load = channel.last_load = _report(self._load, self._hello.limits, 0)
             channel.wake.set()
@@ -236,19 +227,21 @@ class ChannelHub:
         logger.info("channel %s epoch %d opened", cid, epoch)
         return channel
 
-    def _next(self, channel: Channel) -> int:
+    def _next(self, channel: EngineChannel) -> int:
         sequence = channel.sequence
         channel.sequence += 1
         channel.last_frame = self._clock()
         return sequence
 
-    def _fetch_if_wanted(self, channel: Channel) -> None:
+    def _fetch_if_wanted(self, channel: EngineChannel) -> None:
         if self._snapshot is None or not channel.kv.wanted or channel.blocked:
             return
         channel.kv.fetch()
         channel.fetch = asyncio.get_running_loop().create_task(self._fetch(channel, self._snapshot))
 
-    async def _fetch(self, channel: Channel, snapshot: Callable[[], Awaitable[KvSnapshot | None]]) -> None:
+    async def _fetch(
+        self, channel: EngineChannel, snapshot: Callable[[], Awaitable[KvSnapshot | None]]
+    ) -> None:
         try:
             made = await snapshot()
         except EngineDeadError:
@@ -257,8 +250,8 @@ class ChannelHub:
             channel.kv.begin(made)
             channel.wake.set()
 
-    async def _watch(self, channel: Channel) -> None:
-        """Ends the channel when its lease is over, breaks its silence when an empty frame is due."""
+    async def _watch(self, channel: EngineChannel) -> None:
+        """End the channel when its lease expires; send an empty frame when one is due."""
         while not channel.closed:
             await asyncio.sleep(self._beat_s / 4)
             now = self._clock()
@@ -284,39 +277,3 @@ def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadRep
         block_size=limits.block_size,
         acknowledged=acknowledged,
     )
-
-
-async def run_attempt(
-    hub: ChannelHub, engine: AttemptEngine, cid: str, epoch: int, payload: bytes
-) -> dict[str, Any]:
-    """Run one attempt until it ends; its tokens leave on the channel. Cancelling it aborts it.
-
-    Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}`` and ``{"refused": why}``: plain
-    values, since exceptions of own types would need the same code at the other end.
-    """
-    try:
-        submission = wire.unpack_submission(payload)
-        engine_id = f"{cid}:{submission.attempt}"
-        attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
-        try:
-            engine.submit(
-                Request(
-                    request_id=engine_id,
-                    token_ids=submission.token_ids,
-                    params=submission.params,
-                    namespace=submission.namespace,
-                    priority=submission.priority,
-                    arrival=time.monotonic() - submission.age_s,
-                    generated_before=submission.generated_before,
-                    outputs=submission.outputs,
-                )
-            )
-            return {"made": await attempt.done}
-        finally:
-            # Also when Serve cancels this call, the client being gone.
-            if hub.detach(attempt):
-                engine.abort(engine_id)
-    except InvalidRequestError as error:
-        return {"invalid": (error.message, error.param, error.code)}
-    except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
-        return {"refused": str(error)}

@@ -1,4 +1,4 @@
-"""One channel as its engine replica sees it: what still has to leave for one ingress process."""
+"""The engine's end of one channel: what has yet to be sent to one ingress process."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import asyncio
 from dataclasses import dataclass, field
 
 from app.channel import wire
-from app.channel.kv_section import FLUSH_S, KvOutbox
-from app.channel.wire_kv import Section
+from app.channel.kv_outbox import FLUSH_S, KvOutbox
+from app.channel.wire_sections import Section
 from app.routing.load import LoadReport
 from engine.errors import QuireError
 from engine.kv.kv_events import KvBatch
 
 MAX_UNACKNOWLEDGED = 512
-"""Frames on their way; beyond it tokens gather here, one entry for each live sequence of each attempt."""
+"""Maximum number of unacknowledged frames; beyond it tokens accumulate here, in one record per sequence."""
 
 
 class UnknownEpochError(QuireError):
-    """The attempt was sent on a channel that this replica does not have (any more)."""
+    """This replica does not have the channel, or no longer has it."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt that runs here. ``done`` gets the number of tokens made, or ``UnknownEpochError``."""
+    """One attempt that runs here. ``done`` gets the number of generated tokens, or ``UnknownEpochError``."""
 
     number: int
     engine_id: str
-    channel: Channel
+    channel: EngineChannel
     done: asyncio.Future[int]
     made: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Channel:
-    """State of one (ingress process, epoch)."""
+class EngineChannel:
+    """State of one channel, identified by ingress process (``cid``) and epoch."""
 
     cid: str
     epoch: int
@@ -44,12 +44,12 @@ class Channel:
     unsent: dict[int, dict[int, wire.Record]] = field(default_factory=dict)  # by attempt and sequence
     attempts: dict[int, Attempt] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    closed: str = ""  # why
+    closed: str = ""  # the reason, once closed
     kv: KvOutbox = field(default_factory=KvOutbox)
     load: LoadReport | None = None  # not sent yet
     last_load: LoadReport | None = None
-    taken: int = 0  # highest attempt that the engine has taken in
-    flush: asyncio.TimerHandle | None = None  # for what does not leave at once
+    last_received: int = 0  # highest attempt that the engine has received
+    flush: asyncio.TimerHandle | None = None  # sends KV events and load that no token takes along
     fetch: asyncio.Task[None] | None = None  # of a snapshot of the prefix cache
 
     @property
@@ -57,14 +57,14 @@ class Channel:
         """Whether too many frames are unacknowledged."""
         return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
 
-    def take(self) -> list[wire.Record]:
-        """All that is unsent, for the next frame."""
+    def take_records(self) -> list[wire.Record]:
+        """All unsent records, for the next frame."""
         records = [record for sequences in self.unsent.values() for record in sequences.values()]
         self.unsent.clear()
         return records
 
     def offer(self, load: LoadReport, batch: KvBatch | None) -> None:
-        """What a step has brought about for every ingress; it leaves with tokens, or soon."""
+        """Queue the load and KV events of one step; they leave with the next tokens, or after ``FLUSH_S``."""
         if load != self.last_load:
             self.load = self.last_load = load
         if batch is not None:
@@ -75,7 +75,7 @@ class Channel:
             self.flush = asyncio.get_running_loop().call_later(FLUSH_S, self.wake.set)
 
     def stop(self) -> None:
-        """End its timer and task."""
+        """Cancel its timer and task."""
         if self.flush is not None:
             self.flush.cancel()
             self.flush = None
@@ -84,7 +84,7 @@ class Channel:
             self.fetch = None
 
     def take_sections(self) -> list[Section]:
-        """KV events and load for the next frame; what is left asks for another one."""
+        """KV events and load for the next frame; if some remain, another frame follows."""
         if self.flush is not None:
             self.flush.cancel()
             self.flush = None

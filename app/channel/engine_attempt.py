@@ -1,0 +1,58 @@
+"""One attempt at a request on an engine replica: the body of the ``generate`` call."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from app.channel import wire
+from app.channel.channel_hub import ChannelHub
+from app.channel.engine_channel import UnknownEpochError
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.request import Request
+
+
+class AttemptEngine(Protocol):
+    """The part of ``EngineThread`` that an attempt uses."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request and all its sequences, whatever its state."""
+
+
+async def run_attempt(
+    hub: ChannelHub, engine: AttemptEngine, cid: str, epoch: int, payload: bytes
+) -> dict[str, Any]:
+    """Run one attempt until it ends; its tokens leave on the channel. Canceling the call aborts the attempt.
+
+    Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}``, and ``{"refused": reason}``:
+    plain values, because unpickling an exception would need the same code in the ingress.
+    """
+    try:
+        submission = wire.unpack_submission(payload)
+        engine_id = f"{cid}:{submission.attempt}"
+        attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
+        try:
+            engine.submit(
+                Request(
+                    request_id=engine_id,
+                    token_ids=submission.token_ids,
+                    params=submission.params,
+                    namespace=submission.namespace,
+                    priority=submission.priority,
+                    arrival=time.monotonic() - submission.age_s,
+                    generated_before=submission.generated_before,
+                    outputs=submission.outputs,
+                )
+            )
+            return {"made": await attempt.done}
+        finally:
+            # Also runs when Serve cancels this call because the client has left.
+            if hub.detach(attempt):
+                engine.abort(engine_id)
+    except InvalidRequestError as error:
+        return {"invalid": (error.message, error.param, error.code)}
+    except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
+        return {"refused": str(error)}
