@@ -1,10 +1,21 @@
 """Attention and its friends behind one interface; see :mod:`kernels.interface`."""
 
-from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm, kv_pool_shape
+from kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionOptions,
+    HeadLayout,
+    Kernels,
+    PackedLinear,
+    QKNorm,
+    kv_pool_shape,
+)
 from kernels.registry import available, get_kernels
 
 __all__ = [
+    "Activation",
     "AttentionMetadata",
+    "AttentionOptions",
     "HeadLayout",
     "Kernels",
     "PackedLinear",

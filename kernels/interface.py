@@ -3,13 +3,14 @@
 Three implementations satisfy it: ``reference`` (plain torch, the definition of right), ``cpu`` (C++) and
 ``triton`` (CUDA, ROCm). Tests hold them to the same answers.
 
-Determinism is part of the contract on a CPU: a row of any result depends on that row and on the keys and
-values it attends to, and on nothing else: not on the other rows, their number, the chunking or the thread
-count. Implementations reduce in a fixed order.
+Determinism is part of the contract on a CPU: each row of a result depends on its own input row and on the keys
+and values that it attends to, and on nothing else: not on the other rows, their number, the chunking or the
+number of threads. Implementations reduce in a fixed order.
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -19,25 +20,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the rows of one step stand; the same for every layer.
+    """Which request each row of a step belongs to, and where its keys and values are; the same for every layer.
 
-    ``R`` requests have ``T`` new tokens in all; request ``r`` owns the rows
-    ``query_start[r]:query_start[r + 1]`` of every flat tensor, at consecutive positions that end at
-    ``context_lens[r] - 1``.
+    ``R`` requests have ``T`` new tokens in all. Request ``r`` owns the rows
+    ``query_start[r]:query_start[r + 1]`` of every flat tensor. They are at consecutive positions, of which the
+    last is ``context_lens[r] - 1``.
     """
 
-    query_start: Tensor  # int32 [R + 1], first is 0, last is T
-    context_lens: Tensor  # int32 [R], tokens in the KV cache once this step's are written
+    query_start: Tensor  # int32 [R + 1]; the first is 0, the last is T
+    context_lens: Tensor  # int32 [R], tokens in the KV cache after this step's are written
     block_tables: Tensor  # int32 [R, max_blocks], physical block of each logical block; the rest is padding
     positions: Tensor  # int64 [T], position of each new token in its sequence
-    slot_mapping: Tensor  # int64 [T], block * block_size + offset: where each new token's K and V go
-    max_query_len: int  # longest query of the step, in tokens
-    max_context_len: int  # longest context of the step, in tokens
+    slot_mapping: Tensor  # int64 [T], block * block_size + offset: the slot of each new token's K and V
+    max_query_len: int  # most new tokens of a request in this step
+    max_context_len: int  # largest of context_lens
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How the columns of a fused QKV row split into heads."""
+    """How the columns of a fused QKV row divide into heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -51,28 +52,47 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """Per-head RMS norm of queries and keys before RoPE (Qwen3)."""
+    """RMS norm of each query and key head before RoPE (Qwen3); the weights as in :meth:`Kernels.rms_norm`."""
 
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor  # [head_dim]
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends; the same for every step."""
+
+    scale: float  # factor on the dot product of a query and a key
+    sliding_window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
+    soft_cap: float | None = None  # scaled scores s become soft_cap * tanh(s / soft_cap), then the mask applies
+
+
+class Activation(enum.StrEnum):
+    """Activation of an MLP's gate; a value is the name in ``config.json``."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"  # GELU in its tanh approximation
+
+
 class PackedLinear(ABC):
-    """A weight in the layout that one implementation's :meth:`Kernels.linear` wants."""
+    """A weight in the layout that :meth:`Kernels.linear` of one implementation reads."""
 
     in_features: int
     out_features: int
 
 
 class Kernels(ABC):
-    """What the decoder needs from a device. All tensors are on that device and share one float dtype."""
+    """What the decoder needs from a device.
+
+    All tensors are on that device. They share one float dtype except where an operation says otherwise.
+    """
 
     name: str
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Take over ``weight`` ``[N, K]`` and ``bias`` ``[N]``; the caller drops its own references."""
+        """Take ownership of ``weight`` ``[N, K]`` and ``bias`` ``[N]``; the caller drops its references."""
 
     @abstractmethod
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -80,15 +100,26 @@ class Kernels(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``[T, H] -> [T, H]``: normed in float32, rounded to ``x.dtype``, then times ``weight``."""
+        """``[T, H] -> [T, H]``: ``x / sqrt(mean(x ** 2) + eps) * weight``, normed in float32.
+
+        ``weight`` is ``[H]``, in ``x.dtype`` or float32. The normed row is rounded to ``weight``'s dtype and
+        multiplied, and the product is rounded to ``x.dtype``: a float32 weight means one rounding at the end.
+        """
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``residual += x`` in place, then the RMS norm of ``residual``; returns ``[T, H]``."""
+        """``residual += x`` in place, then :meth:`rms_norm` of ``residual``; returns ``[T, H]``."""
 
     @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[T, 2 * I] -> [T, I]``: ``silu(gate) * up``, gate being the first half of the columns."""
+    def activate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """``[T, 2 * I] -> [T, I]``: ``activation(gate) * up``; the gate is the first half of the columns.
+
+        The activation is computed in float32 and rounded before the product.
+        """
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """``cap * tanh(x / cap)`` of each element, in place; returns ``x``, float32, contiguous, any shape."""
 
     @abstractmethod
     def rope_and_write_kv(
@@ -100,38 +131,33 @@ class Kernels(ABC):
         metadata: AttentionMetadata,
         qk_norm: QKNorm | None,
     ) -> Tensor:
-        """Norm (if any) and rotate queries and keys, write K and V to their slots; return the queries.
+        """Norm (if ``qk_norm``) and rotate queries and keys, write K and V to their slots, return the queries.
 
         ``qkv`` is ``[T, layout.qkv_dim]`` and may be overwritten. ``cos_sin`` is float32
-        ``[max_positions, 2, rotary_dim / 2]`` (cos, then sin; any scaling of the RoPE type already applied);
-        the first ``rotary_dim`` elements of a head are rotated in halves (element ``i`` pairs with
-        ``i + rotary_dim / 2``). ``kv_layer`` is one layer's view, see :meth:`attention`. Returns
+        ``[max_positions, 2, rotary_dim / 2]`` (cosines, then sines, with the scaling of the RoPE type applied).
+        The first ``rotary_dim`` elements of a head are rotated in halves: element ``i`` pairs with
+        ``i + rotary_dim / 2``. ``kv_layer`` is one layer's view, see :meth:`attention`. Returns
         ``[T, num_heads, head_dim]``, contiguous or a view of ``qkv`` whose last two dimensions are dense.
         """
 
     @abstractmethod
     def attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         """Causal attention of each query over its request's blocks.
 
         ``q`` is ``[T, num_heads, head_dim]`` (rows may be strided). ``kv_layer`` is the strided view
         ``[blocks, 2, block_size, kv_heads, head_dim]`` of the pool (index 0 keys, 1 values; the last three
-        dimensions are dense). Query ``i`` of a request attends to positions ``0..p`` with ``p`` its own, or
-        to ``max(0, p - sliding_window + 1)..p``. Softmax in float32. Returns ``[T, num_heads, head_dim]``
-        contiguous, in ``q.dtype``.
+        dimensions are dense). A query at position ``p`` attends to positions ``0..p`` of its request, or with
+        a window to ``max(0, p - sliding_window + 1)..p``. Scores and softmax are in float32. Returns
+        ``[T, num_heads, head_dim]``, contiguous, in ``q.dtype``.
         """
 
 
 def kv_pool_shape(
     num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int, int]:
-    """The pool is block-major, so that a block with all its layers is one contiguous unit to copy."""
+    """Shape of the KV pool: block-major, so that a block with all its layers is one contiguous unit to copy."""
     return (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
 
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm
+from kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionOptions,
+    HeadLayout,
+    Kernels,
+    PackedLinear,
+    QKNorm,
+)
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
 
 
 class ReferenceLinear(PackedLinear):
-    """The weight as it came: ``[out_features, in_features]``."""
+    """The weight as it is: ``[out_features, in_features]``."""
 
     __slots__ = ("bias", "in_features", "out_features", "weight")
 
@@ -21,9 +37,9 @@ class ReferenceLinear(PackedLinear):
 
 
 class ReferenceKernels(Kernels):
-    """Every operation as one would write it on a blackboard, on any device.
+    """Every operation as its formula reads, on any device.
 
-    It does not promise determinism: torch may reduce in another order for another number of rows.
+    Determinism is not promised: torch may reduce in another order for another number of rows.
     """
 
     name = "reference"
@@ -32,7 +48,7 @@ class ReferenceKernels(Kernels):
         return ReferenceLinear(weight, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """As the interface says; at least 4 rows go in: fewer take other paths in torch, with other bits."""
+        """See the interface. Fewer than 4 rows are padded: torch has other paths for those, with other bits."""
         if not isinstance(packed, ReferenceLinear):
             raise TypeError(f"a weight packed as {type(packed).__name__} belongs to other kernels")
         rows = x.shape[0]
@@ -43,15 +59,18 @@ class ReferenceKernels(Kernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return normed.to(x.dtype) * weight
+        return (normed.to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return _ACTIVATIONS[activation](gate) * up
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
 
     def rope_and_write_kv(
         self,
@@ -77,13 +96,9 @@ class ReferenceKernels(Kernels):
         return q
 
     def attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
+        window = options.sliding_window
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         block_size = kv_layer.shape[2]
         starts = metadata.query_start.tolist()
@@ -91,18 +106,20 @@ class ReferenceKernels(Kernels):
             rows = slice(starts[r], starts[r + 1])
             num_queries = starts[r + 1] - starts[r]
             first = 0  # blocks before every query's window may be gone
-            if sliding_window is not None:
-                first = max(0, context - num_queries - sliding_window + 1) // block_size * block_size
+            if window is not None:
+                first = max(0, context - num_queries - window + 1) // block_size * block_size
             blocks = metadata.block_tables[r, first // block_size : -(-context // block_size)].long()
             k, v = kv_layer[blocks].transpose(0, 1).flatten(1, 2)[:, : context - first].float()
             k_position = torch.arange(first, context, device=q.device)
             q_position = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)
             visible = k_position <= q_position
-            if sliding_window is not None:
-                visible &= k_position > q_position - sliding_window
+            if window is not None:
+                visible &= k_position > q_position - window
             group = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))  # [heads, context, dim]
-            scores = q[rows].float().transpose(0, 1) @ k.transpose(1, 2) * scale
+            scores = q[rows].float().transpose(0, 1) @ k.transpose(1, 2) * options.scale
+            if options.soft_cap is not None:
+                scores = self.soft_cap(scores, options.soft_cap)
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
         return out

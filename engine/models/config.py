@@ -1,6 +1,7 @@
-"""What a checkpoint says about itself: its architecture and sizes, read from ``config.json``.
+"""A model's architecture and sizes, read from ``config.json``.
 
-Reading is strict: what the decoder cannot compute exactly as the checkpoint means it is refused by name.
+Reading is strict: what the decoder cannot compute exactly is refused by name. An architecture is one entry of
+:data:`FAMILIES`; ``docs/models.md`` says how to add one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.models.fields import Fields
+from kernels.interface import Activation
 
 
 class RopeType(enum.StrEnum):
@@ -44,35 +46,82 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What one architecture fixes, and what it assumes when ``config.json`` is silent."""
+class LayerNorms:
+    """The RMS norms of a layer, by name in the checkpoint; ``None`` where there is none."""
 
-    qkv_bias: bool | None  # None: as ``attention_bias`` says, and then the output projection has one, too
-    qk_norm: bool
-    head_dim: int | None = None
-    num_kv_heads: int | None = None
-    sliding_window: int | None = None  # default of the key; None where the family ignores the key
-    windows_per_layer: bool = False  # ``use_sliding_window``, ``max_window_layers``, ``layer_types``
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None  # on what attention adds to the residual
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None  # on what the MLP adds to the residual
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 2 + (self.after_attention is not None) + (self.after_mlp is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What one architecture fixes, and its defaults for keys that ``config.json`` does not have.
+
+    The decoder reads the first group. The second is what :func:`parse_model_config` starts from; where the
+    default of an optional key is ``None``, the architecture does not know the key and it is ignored.
+    """
+
+    qkv_bias: bool | None = None  # None: as ``attention_bias`` says, which covers the output projection, too
+    qk_norm: bool = False  # RMS norm of each query and key head
+    norms: LayerNorms = LayerNorms()
+    norms_add_one: bool = False  # norms multiply by 1 + weight, in float32, and round once
+    scaled_embedding: bool = False  # by sqrt(hidden_size), rounded to the model's dtype
+
+    activation_key: str = "hidden_act"
+    activation: Activation = Activation.SILU
+    head_dim: int | None = None  # None: hidden_size / heads
+    num_kv_heads: int | None = None  # None: as many as heads
     max_position: int = 32768
+    tie_word_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    sliding_window: int | None = None  # of every layer, unless one of the next two applies
+    upper_windows: bool = False  # only with ``use_sliding_window``, and from layer ``max_window_layers`` on
+    full_attention_every: int | None = None  # every n-th layer has no window, unless ``layer_types`` differs
 
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(qkv_bias=None, qk_norm=False, max_position=2048),
-    "MistralForCausalLM": Family(
-        qkv_bias=False, qk_norm=False, num_kv_heads=8, sliding_window=4096, max_position=131072
-    ),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False, sliding_window=4096, windows_per_layer=True),
-    "Qwen3ForCausalLM": Family(
-        qkv_bias=None, qk_norm=True, head_dim=128, sliding_window=4096, windows_per_layer=True
+    "LlamaForCausalLM": Family(max_position=2048),
+    "MistralForCausalLM": Family(qkv_bias=False, num_kv_heads=8, sliding_window=4096, max_position=131072),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, sliding_window=4096, upper_windows=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128, sliding_window=4096, upper_windows=True),
+    "Gemma2ForCausalLM": Family(
+        norms=LayerNorms(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        norms_add_one=True,
+        scaled_embedding=True,
+        activation_key="hidden_activation",
+        activation=Activation.GELU_TANH,
+        head_dim=256,
+        num_kv_heads=4,
+        max_position=8192,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=256.0,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        sliding_window=4096,
+        full_attention_every=2,
     ),
 }
+"""By the name of the architecture in ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything the decoder, the loader and the planner need to know about a model."""
+    """Everything that the decoder, the loader and the planner need to know about a model."""
 
-    architecture: str
+    architecture: str  # a key of FAMILIES
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -83,22 +132,38 @@ class ModelConfig:
     max_position_embeddings: int  # longest context, in tokens
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
+    activation: Activation = Activation.SILU
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention's output projection
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens; empty: full everywhere
+    query_pre_attn_scalar: float | None = None  # None: head_dim
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer in tokens; empty: no layer has one
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # of the checkpoint: "bfloat16", ...
 
+    @property
+    def family(self) -> Family:
+        """What the architecture fixes."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the dot product of a query and a key."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
+
     def window(self, layer: int) -> int | None:
-        """Sliding window of ``layer`` in tokens, its own token included; ``None`` is full attention."""
+        """Sliding window of ``layer`` in tokens, the query's own included; ``None`` is full attention."""
         return self.windows[layer] if self.windows else None
 
     @property
     def largest_window(self) -> int | None:
-        """Tokens back from which no layer looks, its own token included; ``None`` where a layer sees all."""
+        """The most tokens that any layer sees; ``None`` if a layer has full attention.
+
+        Only with a largest window can blocks be freed that it has left behind: a block holds every layer's KV.
+        """
         windows = [window for window in self.windows if window is not None]
         return max(windows) if windows and len(windows) == len(self.windows) else None
 
@@ -107,8 +172,9 @@ class ModelConfig:
         """Elements of all weights, tied ones counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        attention += self.out_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        attention += self.out_bias * self.hidden_size + self.family.qk_norm * 2 * self.head_dim
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        layer += self.family.norms.count * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
 
@@ -136,6 +202,7 @@ def parse_model_config(
     """As :func:`read_model_config`, from parsed JSON; ``where`` begins the error messages."""
     fields = Fields(raw, where)
     architecture, family = _family(fields)
+    activation = _activation(fields, family)
     _refuse_unsupported(fields)
 
     hidden_size = fields.integer("hidden_size")
@@ -171,10 +238,13 @@ def parse_model_config(
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        activation=activation,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tie_word_embeddings),
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        qk_norm=family.qk_norm,
+        query_pre_attn_scalar=_known(fields, "query_pre_attn_scalar", family.query_pre_attn_scalar),
+        attention_soft_cap=_known(fields, "attn_logit_softcapping", family.attn_logit_softcapping),
+        logit_soft_cap=_known(fields, "final_logit_softcapping", family.final_logit_softcapping),
         windows=_windows(fields, family, num_layers),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=generated.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
@@ -193,10 +263,25 @@ def _family(fields: Fields) -> tuple[str, Family]:
     return str(name), family
 
 
+def _activation(fields: Fields, family: Family) -> Activation:
+    name = fields.raw.get(family.activation_key, family.activation)
+    try:
+        return Activation(name)
+    except ValueError:
+        supported = ", ".join(repr(known.value) for known in Activation)
+        raise fields.error(
+            f"{family.activation_key} {name!r} is not supported; supported: {supported}"
+        ) from None
+
+
+def _known(fields: Fields, key: str, default: float | None) -> float | None:
+    """A number above 0 of a family that knows the key, which ``default`` says; else ``None``."""
+    return None if default is None else fields.optional_positive(key, default)
+
+
 def _refuse_unsupported(fields: Fields) -> None:
-    activation = fields.raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise fields.error(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention is not supported; only causal attention is")
     if fields.boolean("mlp_bias", False):
         raise fields.error("mlp_bias is not supported; only models without biases in the MLP are")
     quantization = fields.raw.get("quantization_config")
@@ -210,23 +295,26 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    layer_types = fields.raw.get("layer_types")
     if family.sliding_window is None:
         return ()
-    if not family.windows_per_layer:
+    layer_types = fields.raw.get("layer_types")
+    window = fields.optional_integer("sliding_window", family.sliding_window)
+    every = family.full_attention_every
+    if not family.upper_windows and every is None:
         if layer_types and len(set(layer_types)) > 1:
             raise fields.error("layer_types that differ between layers are not supported for this architecture")
-        window = fields.optional_integer("sliding_window", family.sliding_window)
         return () if window is None else (window,) * num_layers
-    window = fields.optional_integer("sliding_window", family.sliding_window)
-    if not fields.boolean("use_sliding_window", False):
+    if family.upper_windows and not fields.boolean("use_sliding_window", False):
         window = None
     if layer_types is None:
         if window is None:
             return ()
-        first = fields.count("max_window_layers", 28)
-        layer_types = ["full_attention"] * min(first, num_layers)
-        layer_types += ["sliding_attention"] * (num_layers - len(layer_types))
+        if every is not None:
+            full = [(layer + 1) % every == 0 for layer in range(num_layers)]
+        else:
+            first = fields.count("max_window_layers", 28)
+            full = [layer < first for layer in range(num_layers)]
+        layer_types = ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
     if unknown:
         raise fields.error(
@@ -267,7 +355,7 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
     if rope_type is RopeType.LINEAR:
         return RopeConfig(rope_type, theta, factor or 1.0), max_position
 
-    # A value beside the parameters goes before one among them, as in transformers.
+    # As in transformers, a value outside the parameters wins over one among them.
     outer = fields.optional_integer("original_max_position_embeddings", None)
     inner = rope.optional_integer("original_max_position_embeddings", None)
     original = outer or inner or max_position
@@ -292,7 +380,7 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.boolean("truncate", True),
     )
-    # Qwen's cards turn YaRN on without raising max_position_embeddings: the scaled length is what is meant.
+    # Qwen's model cards enable YaRN without raising max_position_embeddings; they mean the scaled length.
     return yarn, max(max_position, int(factor * original)) if outer or inner else max_position
 
 

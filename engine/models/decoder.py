@@ -1,4 +1,4 @@
-"""The decoder of the Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3) over a paged KV pool."""
+"""One decoder for every supported family; a family is data, see :mod:`engine.models.config`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engine.models.config import ModelConfig
 from engine.models.rope import rope_table
-from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm
+from kernels.interface import AttentionMetadata, AttentionOptions, HeadLayout, Kernels, PackedLinear, QKNorm
 
 
 class WeightSource(Protocol):
-    """Gives each weight once, by the name it has in a Hugging Face checkpoint."""
+    """Gives each weight once, by its name in a Hugging Face checkpoint."""
 
     def fill(self, name: str, out: Tensor) -> None:
         """Copy the weight called ``name`` into ``out``, converting its dtype; shapes must be equal."""
@@ -22,7 +22,10 @@ class WeightSource(Protocol):
 class DecoderLayer:
     """The weights of one layer: query, key and value projections fused, gate and up projections fused."""
 
-    __slots__ = ("attention_norm", "down", "gate_up", "mlp_norm", "out", "qk_norm", "qkv", "window")
+    __slots__ = (
+        *("after_attention", "after_mlp", "attention_options", "before_attention", "before_mlp"),
+        *("down", "gate_up", "out", "qk_norm", "qkv"),
+    )
 
     def __init__(self, config: ModelConfig, index: int, weights: _Weights) -> None:
         prefix = f"model.layers.{index}"
@@ -32,22 +35,31 @@ class DecoderLayer:
             config.num_heads * config.head_dim,
             config.num_kv_heads * config.head_dim,
         )
-        self.window = config.window(index)
-        self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight", hidden)
+        self.attention_options = AttentionOptions(
+            config.attention_scale, config.window(index), config.attention_soft_cap
+        )
+
+        def norm(name: str) -> Tensor:
+            return weights.norm(f"{prefix}.{name}.weight", hidden)
+
+        norms = config.family.norms
+        self.before_attention = norm(norms.before_attention)
+        self.after_attention = norm(norms.after_attention) if norms.after_attention else None
+        self.before_mlp = norm(norms.before_mlp)
+        self.after_mlp = norm(norms.after_mlp) if norms.after_mlp else None
         self.qkv = weights.linear(
             hidden,
             [(f"{attention}.q_proj", q_dim), (f"{attention}.k_proj", kv_dim), (f"{attention}.v_proj", kv_dim)],
             config.qkv_bias,
         )
         self.qk_norm: QKNorm | None = None
-        if config.qk_norm:
+        if config.family.qk_norm:
             self.qk_norm = QKNorm(
-                weights.vector(f"{attention}.q_norm.weight", config.head_dim),
-                weights.vector(f"{attention}.k_norm.weight", config.head_dim),
+                weights.norm(f"{attention}.q_norm.weight", config.head_dim),
+                weights.norm(f"{attention}.k_norm.weight", config.head_dim),
                 config.rms_norm_eps,
             )
         self.out = weights.linear(q_dim, [(f"{attention}.o_proj", hidden)], config.out_bias)
-        self.mlp_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden)
         inner = config.intermediate_size
         self.gate_up = weights.linear(
             hidden, [(f"{prefix}.mlp.gate_proj", inner), (f"{prefix}.mlp.up_proj", inner)]
@@ -58,8 +70,8 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers and output head; holds weights only, never a request's state.
 
-    A row of the result depends on that row and on the keys and values that it attends to, as the kernels
-    promise; nothing here looks at the number of rows.
+    Each row of the result depends on its own input row and on the keys and values that it attends to, as the
+    kernels promise; nothing here looks at the number of rows.
     """
 
     def __init__(
@@ -76,12 +88,14 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.layout = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
-        self.scale = config.head_dim**-0.5
         self.cos_sin = rope_table(config, device)
-        reader = _Weights(kernels, dtype, device, weights)
+        self.embedding_scale: float | None = None
+        if config.family.scaled_embedding:
+            self.embedding_scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))
+        reader = _Weights(kernels, dtype, device, weights, config.family.norms_add_one)
         self.embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, index, reader) for index in range(config.num_layers)]
-        self.norm = reader.vector("model.norm.weight", config.hidden_size)
+        self.norm = reader.norm("model.norm.weight", config.hidden_size)
         self.head: PackedLinear
         if config.tie_word_embeddings:
             self.head = kernels.pack_linear(self.embedding, None)
@@ -97,15 +111,18 @@ class Decoder:
         Args:
             token_ids: int64 ``[T]``, the new tokens of all requests, in the order of ``metadata``.
             kv_pool: ``[blocks, layers, 2, block_size, kv_heads, head_dim]`` in the model's dtype.
-            metadata: where the rows stand.
-            sample_rows: int64 ``[S]``, the rows of ``token_ids`` whose logits are wanted.
+            metadata: which request each row belongs to, and its blocks.
+            sample_rows: int64 ``[S]``, the rows of ``token_ids`` to return logits of.
 
         Returns:
-            float32 ``[S, vocab_size]``, rounded to the model's dtype on the way as transformers does.
+            float32 ``[S, vocab_size]``. The output head's are rounded to the model's dtype, as in transformers;
+            a soft cap on them is in float32.
         """
-        kernels, eps = self.kernels, self.config.rms_norm_eps
+        kernels, eps, activation = self.kernels, self.config.rms_norm_eps, self.config.activation
         residual = self.embedding[token_ids]
-        x = kernels.rms_norm(residual, self.layers[0].attention_norm, eps)
+        if self.embedding_scale is not None:
+            residual = residual * self.embedding_scale
+        x = kernels.rms_norm(residual, self.layers[0].before_attention, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             kv_layer = kv_pool[:, index]
@@ -113,33 +130,48 @@ class Decoder:
             q = kernels.rope_and_write_kv(qkv, self.layout, self.cos_sin, kv_layer, metadata, layer.qk_norm)
             if index == last and not sample_rows.numel():
                 break
-            attended = kernels.attention(q, kv_layer, metadata, self.scale, layer.window).flatten(1)
+            attended = kernels.attention(q, kv_layer, metadata, layer.attention_options).flatten(1)
             if index == last:
-                # All keys and values are written, so only the sampled rows need the rest.
+                # All keys and values are written, so only the sampled rows need what follows.
                 attended, residual = attended[sample_rows], residual[sample_rows]
             x = kernels.linear(attended, layer.out)
-            x = kernels.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
-            next_norm = self.norm if index == last else self.layers[index + 1].attention_norm
+            if layer.after_attention is not None:
+                x = kernels.rms_norm(x, layer.after_attention, eps)
+            x = kernels.add_rms_norm(x, residual, layer.before_mlp, eps)
+            x = kernels.activate_mul(kernels.linear(x, layer.gate_up), activation)
+            x = kernels.linear(x, layer.down)
+            if layer.after_mlp is not None:
+                x = kernels.rms_norm(x, layer.after_mlp, eps)
+            next_norm = self.norm if index == last else self.layers[index + 1].before_attention
             x = kernels.add_rms_norm(x, residual, next_norm, eps)
         if not sample_rows.numel():
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
-        return kernels.linear(x, self.head).float()
+        logits = kernels.linear(x, self.head).float()
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else kernels.soft_cap(logits, cap)
 
 
 class _Weights:
-    """Allocates and fills tensors in the model's dtype, and packs those that are multiplied."""
+    """Allocates and fills tensors in the model's dtype, and packs the weights of projections."""
 
     def __init__(
-        self, kernels: Kernels, dtype: torch.dtype, device: torch.device, source: WeightSource
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        source: WeightSource,
+        norms_add_one: bool,
     ) -> None:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
         self._source = source
+        self._norms_add_one = norms_add_one
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self._fill(name, self._empty(size))
+    def norm(self, name: str, size: int) -> Tensor:
+        """The weight of an RMS norm; 1 + weight is in float32, so that the kernels round once, at the end."""
+        weight = self._fill(name, self._empty(size))
+        return weight.float() + 1.0 if self._norms_add_one else weight
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self._fill(name, self._empty(rows, columns))

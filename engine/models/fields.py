@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The keys of ``raw``; one that is absent or null takes the default, or is an error where there is none."""
+    """The keys of ``raw``. An absent or null key takes the default; without a default it is an error."""
 
     raw: Mapping[str, Any]
     where: str  # begins each message
@@ -32,7 +32,7 @@ class Fields:
         return value
 
     def optional_integer(self, key: str, default: int | None) -> int | None:
-        """A positive integer; an explicit null is ``None`` whatever the default (a window can be off)."""
+        """A positive integer. An explicit null is ``None`` whatever the default: it turns a window off."""
         value = self.raw.get(key, default)
         if value is None:
             return None
@@ -59,9 +59,18 @@ class Fields:
         if value is None:
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not abs(value) <= sys.float_info.max:  # so put, NaN is refused too
+        if not number or not abs(value) <= sys.float_info.max:  # refuses NaN, too
             raise self.error(f"{self.prefix}{key} is {value!r} but must be a finite number")
         return float(value)
+
+    def optional_positive(self, key: str, default: float | None) -> float | None:
+        """A finite number above 0. An explicit null is ``None`` whatever the default: it turns a cap off."""
+        if key not in self.raw:
+            return default
+        value = self.optional_number(key)
+        if value is not None and value <= 0.0:
+            raise self.error(f"{self.prefix}{key} is {value} but must be above 0")
+        return value
 
     def boolean(self, key: str, default: bool) -> bool:
         """True or false."""

@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, parse_model_config
+
+
+def _shape(
+    architecture: str,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    context: int,
+    **more: Any,
+) -> ModelConfig:
+    """The configuration of a checkpoint whose ``config.json`` has these sizes and the keys ``more``."""
+    sizes = {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "dtype": "bfloat16",
+    }
+    return parse_model_config({**sizes, **more}, where=architecture)
 
 
 def _llama(
@@ -16,68 +43,36 @@ def _llama(
     vocab: int,
     context: int,
     *,
-    architecture: str = "LlamaForCausalLM",
-    head_dim: int | None = None,
     tied: bool = False,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
 ) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim or hidden // heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        dtype="bfloat16",
-    )
+    sizes = (layers, hidden, intermediate, heads, kv_heads, vocab, context)
+    return _shape("LlamaForCausalLM", *sizes, tie_word_embeddings=tied)
 
 
 def _mistral(layers: int, hidden: int, intermediate: int, vocab: int, context: int) -> ModelConfig:
-    return _llama(
-        layers, hidden, intermediate, 32, 8, vocab, context, architecture="MistralForCausalLM", head_dim=128
-    )
+    sizes = (layers, hidden, intermediate, 32, 8, vocab, context)
+    return _shape("MistralForCausalLM", *sizes, head_dim=128, sliding_window=None)
 
 
 def _qwen2(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, *, tied: bool = False
 ) -> ModelConfig:
-    return _llama(
-        layers,
-        hidden,
-        intermediate,
-        heads,
-        kv_heads,
-        vocab,
-        32768,
-        architecture="Qwen2ForCausalLM",
-        tied=tied,
-        qkv_bias=True,
-    )
+    sizes = (layers, hidden, intermediate, heads, kv_heads, vocab, 32768)
+    return _shape("Qwen2ForCausalLM", *sizes, tie_word_embeddings=tied)
 
 
 def _qwen3(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int = 8, *, tied: bool = False
 ) -> ModelConfig:
-    return _llama(
-        layers,
-        hidden,
-        intermediate,
-        heads,
-        kv_heads,
-        151936,
-        40960,
-        architecture="Qwen3ForCausalLM",
-        head_dim=128,
-        tied=tied,
-        qk_norm=True,
-    )
+    sizes = (layers, hidden, intermediate, heads, kv_heads, 151936, 40960)
+    return _shape("Qwen3ForCausalLM", *sizes, tie_word_embeddings=tied)
+
+
+def _gemma2(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, scalar: int
+) -> ModelConfig:
+    sizes = (layers, hidden, intermediate, heads, kv_heads, 256000, 8192)
+    return _shape("Gemma2ForCausalLM", *sizes, head_dim=head_dim, query_pre_attn_scalar=scalar)
 
 
 SHAPES: Mapping[str, ModelConfig] = {
@@ -105,5 +100,8 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64),
+    "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, 256, 256),
+    "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, 256, 256),
+    "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, 128, 144),
 }
 """By short name. ``llama-3-*`` have the 128k context of Llama 3.1 and later."""

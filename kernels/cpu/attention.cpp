@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t ITEM_ROWS = 96;          // query rows of an item, for a KV head: enough to repay a widened tile
 constexpr int64_t DIRECT_ROWS = 6;         // up to here widening in registers is cheaper than a widened copy
 constexpr int64_t WORTH_THREADS = 400000;  // multiply-adds that repay a second thread
+constexpr float LOG2_E = 1.44269504088896341f;  // the softmax is taken in powers of two, and so are scores
 
 // Some neighbouring queries of one request for some KV heads, over one split or over all.
 struct Item {
@@ -112,7 +113,7 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
         return (head * group + row % group) * call.head_dim;
     };
     const auto query_of = [&](int64_t row) { return row % head_rows / group; };
-    const vf scale = splat(call.scale * 1.44269504088896341f);  // the softmax is taken in powers of two
+    const vf scale = splat(call.scale * LOG2_E);
     for (int64_t row = 0; row < rows; ++row) {
         float* query = queries + row * dim;
         widen_row(q + (first_row + query_of(row)) * call.q_stride + place(row), query, head_dim);
@@ -325,6 +326,7 @@ static void attend(const Call& call, const void* q, const void* kv, void* out, i
     T* to = static_cast<T*>(out);
     if (call.head_dim == 64) return attend<T, 64 / UNIT>(call, queries, cache, to, num_threads);
     if (call.head_dim == 128) return attend<T, 128 / UNIT>(call, queries, cache, to, num_threads);
+    if (call.head_dim == 256) return attend<T, 256 / UNIT>(call, queries, cache, to, num_threads);
     attend<T, 0>(call, queries, cache, to, num_threads);
 }
 
@@ -332,16 +334,17 @@ static void attend(const Call& call, const void* q, const void* kv, void* out, i
 }  // namespace quire
 
 // `dtype` is 0 for bfloat16, 1 for float16, 2 for float32. Strides are in elements: of a row of `q`, of a block
-// of `kv`, and from a token's keys to its values. `window` 0 means that every earlier position is seen.
-// Returns 1 where memory ran out, else 0.
+// of `kv`, and from a token's keys to its values. `window` 0 means that every earlier position is seen, `soft_cap` 0
+// that scores have no cap. Returns 1 where memory ran out, else 0.
 extern "C" int quire_attention(int dtype, const void* q, int64_t q_stride, const void* kv, int64_t block_stride,
                                int64_t value_offset, void* out, const int32_t* query_start,
                                const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
                                int64_t num_requests, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                               int64_t block_size, int64_t window, float scale, int num_threads) {
+                               int64_t block_size, int64_t window, float scale, float soft_cap, int num_threads) {
     using namespace quire;
-    const Call call{num_requests, num_heads,    num_kv_heads, head_dim,     block_size,   query_start, context_lens,
-                    block_tables, table_stride, q_stride,     block_stride, value_offset, window,      scale};
+    const Call call{num_requests, num_heads,    num_kv_heads, head_dim,     block_size,   query_start,
+                    context_lens, block_tables, table_stride, q_stride,     block_stride, value_offset,
+                    window,       scale,        soft_cap * LOG2_E};
     return status_of([&] {
         if (dtype == 0) return attend<bf16>(call, q, kv, out, num_threads);
         if (dtype == 1) return attend<fp16>(call, q, kv, out, num_threads);

@@ -29,6 +29,7 @@ struct Call {
     int64_t q_stride, block_stride, value_offset;  // in elements
     int64_t window;                                // 0: none
     float scale;
+    float soft_cap;  // of scores in powers of two; 0: none
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t padded_dim() const { return (head_dim + UNIT - 1) / UNIT * UNIT; }
@@ -142,11 +143,13 @@ static inline void weigh(const float* weights, const S* const* values, const S* 
                                            dim, decay);
 }
 
-// The online softmax of one row over one tile: scores become weights. Not a template, so that there is one
-// compiled form of it. Returns the factor by which what was summed so far decays.
-__attribute__((noinline)) static float soften(float* scores, Range seen, float* peak, float* total) {
+// The online softmax of one row over one tile: scores, capped if `cap` is not 0, become weights. Not a template, so
+// that there is one compiled form of it. Returns the factor by which what was summed so far decays.
+__attribute__((noinline)) static float soften(float* scores, Range seen, float cap, float* peak, float* total) {
     // Whole vectors; what is skipped or not seen has weight 0, which no sum notices.
     const int64_t begin = seen.begin / LANES * LANES, end = (seen.end + LANES - 1) / LANES * LANES;
+    if (cap > 0.0f)
+        for (int64_t t = begin; t < end; t += LANES) store(scores + t, soft_cap(load(scores + t), cap));
     for (int64_t t = begin; t < seen.begin; ++t) scores[t] = NONE;
     for (int64_t t = seen.end; t < end; ++t) scores[t] = NONE;
     vf highest = load(scores + begin);
@@ -202,7 +205,7 @@ static void run_tile(const Call& call, int64_t num_rows, int64_t first_position,
 
         float decay[MAX_ROWS];
         for (int r = 0; r < rows; ++r)
-            decay[r] = soften(scores + r * TILE, seen[r], peaks + row + r, totals + row + r);
+            decay[r] = soften(scores + r * TILE, seen[r], call.soft_cap, peaks + row + r, totals + row + r);
 
         // A value that a row does not see never meets it, not even with weight 0: it may be garbage.
         const bool together = common.begin < common.end;

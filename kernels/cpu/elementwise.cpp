@@ -1,7 +1,8 @@
-// Everything of a decoder layer that is neither a product nor attention: RMS norms, SiLU, RoPE, the KV write.
+// Everything in a decoder that is neither a product nor attention: RMS norms, activations, RoPE, the KV write, the
+// cap on logits.
 //
-// Each rounds where the reference does: a norm to the tensor's type before its weight, SiLU before its product,
-// a rotation once at its end.
+// Each rounds where the reference does: a norm to its weight's type before the weight, an activation before its
+// product, a rotation once at its end.
 
 #include <cmath>
 
@@ -41,26 +42,27 @@ static float inverse_rms(const T* x, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum(even + odd) / static_cast<float>(size) + eps);
 }
 
-template <class T>
-static void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {
+// `W` is the type of the weight: that of the row, or float.
+template <class T, class W>
+static void norm_row(const T* x, const W* weight, T* y, int64_t size, float eps) {
     const vf inverse = splat(inverse_rms(x, size, eps));
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, rounded<T>(load(x + i) * inverse) * load(weight + i));
+    for (; i + LANES <= size; i += LANES) store(y + i, rounded<W>(load(x + i) * inverse) * load(weight + i));
     if (i < size) {
         const int rest = static_cast<int>(size - i);
-        store_some(y + i, rounded<T>(load_some(x + i, rest) * inverse) * load_some(weight + i, rest), rest);
+        store_some(y + i, rounded<W>(load_some(x + i, rest) * inverse) * load_some(weight + i, rest), rest);
     }
 }
 
-template <class T>
-static void rms_norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t rows, int64_t size, float eps,
+template <class T, class W>
+static void rms_norm(const T* x, int64_t x_stride, const W* weight, T* y, int64_t rows, int64_t size, float eps,
                      int num_threads) {
     for_rows(rows, threads_for(rows * size, num_threads),
              [=](int64_t r) { norm_row(x + r * x_stride, weight, y + r * size, size, eps); });
 }
 
-template <class T>
-static void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* y,
+template <class T, class W>
+static void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const W* weight, T* y,
                          int64_t rows, int64_t size, float eps, int num_threads) {
     for_rows(rows, threads_for(rows * size, num_threads), [=](int64_t r) {
         const T* from = x + r * x_stride;
@@ -73,17 +75,36 @@ static void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t resi
     });
 }
 
-template <class T>
-static void silu_mul(const T* gate_up, int64_t stride, T* y, int64_t rows, int64_t size, int num_threads) {
+// An activation is gate * sigmoid(z) with z a function of the gate, computed as gate / (1 + 2 ** power).
+struct Silu {  // z = gate
+    static vf power(vf gate) { return gate * splat(-1.4426950408889634f); }
+};
+struct GeluTanh {  // 1 + tanh(u) = 2 sigmoid(2 u), u = sqrt(2 / pi) * (gate + 0.044715 gate ** 3)
+    static vf power(vf gate) { return fma(gate * gate * gate, splat(0.044715f), gate) * splat(-2.302208198f); }
+};
+
+template <class Activation, class T>
+static void activate_mul(const T* gate_up, int64_t stride, T* y, int64_t rows, int64_t size, int num_threads) {
     for_rows(rows, threads_for(rows * size, num_threads), [=](int64_t r) {
         const T* gate = gate_up + r * stride;
         const T* up = gate + size;
         for (int64_t i = 0; i < size; i += LANES) {
             const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
             const vf g = load_some(gate + i, n);
-            const vf power = g * splat(-1.4426950408889634f), most = splat(128.0f);
-            const vf silu = g / (splat(1.0f) + exp2(power > most ? most : power));
-            store_some(y + r * size + i, rounded<T>(silu) * load_some(up + i, n), n);
+            const vf power = Activation::power(g), most = splat(128.0f);
+            const vf active = g / (splat(1.0f) + exp2(power > most ? most : power));
+            store_some(y + r * size + i, rounded<T>(active) * load_some(up + i, n), n);
+        }
+    });
+}
+
+static void cap_all(float* x, int64_t size, float cap, int num_threads) {
+    constexpr int64_t PART = 1 << 14;
+    for_rows((size + PART - 1) / PART, threads_for(size, num_threads), [=](int64_t part) {
+        const int64_t end = size < (part + 1) * PART ? size : (part + 1) * PART;
+        for (int64_t i = part * PART; i < end; i += LANES) {
+            const int n = end - i < LANES ? static_cast<int>(end - i) : LANES;
+            store_some(x + i, soft_cap(load_some(x + i, n), cap), n);
         }
     });
 }
@@ -107,9 +128,9 @@ static void rotate(const T* x, T* y, const float* cos, const float* sin, int64_t
     }
 }
 
-template <class T>
-static void rope_and_write_kv(const Rope& rope, T* qkv, int64_t qkv_stride, T* kv, const T* q_weight,
-                              const T* k_weight, float eps, int num_threads) {
+template <class T, class W>
+static void rope_and_write_kv(const Rope& rope, T* qkv, int64_t qkv_stride, T* kv, const W* q_weight,
+                              const W* k_weight, float eps, int num_threads) {
     const int64_t dim = rope.head_dim, q_dim = rope.num_heads * dim, kv_dim = rope.num_kv_heads * dim;
     const int64_t work = rope.rows * (q_dim + 2 * kv_dim);
     for_rows(rope.rows, threads_for(work, num_threads), [=](int64_t r) {
@@ -117,7 +138,7 @@ static void rope_and_write_kv(const Rope& rope, T* qkv, int64_t qkv_stride, T* k
         const float* cos = rope.cos_sin + rope.positions[r] * 2 * rope.half;
         for (int64_t h = 0; h < rope.num_heads + rope.num_kv_heads; ++h) {
             T* head = row + h * dim;
-            const T* weight = h < rope.num_heads ? q_weight : k_weight;
+            const W* weight = h < rope.num_heads ? q_weight : k_weight;
             if (weight) norm_row(head, weight, head, dim, eps);
             rotate(head, head, cos, cos + rope.half, rope.half);
         }
@@ -133,7 +154,8 @@ static void rope_and_write_kv(const Rope& rope, T* qkv, int64_t qkv_stride, T* k
 
 using namespace quire;
 
-// One C function for each kernel; `dtype` is 0 for bfloat16, 1 for float16, 2 for float32.
+// One C function for each kernel; `dtype` is 0 for bfloat16, 1 for float16, 2 for float32. `weight_dtype` is that of a
+// norm's weight: `dtype` or float32.
 #define QUIRE_FOR_DTYPE(dtype, CALL) \
     switch (dtype) {                 \
         case 0: {                    \
@@ -152,37 +174,58 @@ using namespace quire;
         }                            \
     }
 
+#define QUIRE_FOR_DTYPE_AND_WEIGHT(dtype, weight_dtype, CALL)    \
+    QUIRE_FOR_DTYPE(dtype, if (weight_dtype == 2) {              \
+        using W = float;                                         \
+        CALL;                                                    \
+    } else {                                                     \
+        using W = T;                                             \
+        CALL;                                                    \
+    })
+
 extern "C" {
 
-void quire_rms_norm(int dtype, const void* x, int64_t x_stride, const void* weight, void* y, int64_t rows,
-                    int64_t size, float eps, int num_threads) {
-    QUIRE_FOR_DTYPE(dtype, rms_norm(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight),
-                                    static_cast<T*>(y), rows, size, eps, num_threads))
+void quire_rms_norm(int dtype, const void* x, int64_t x_stride, int weight_dtype, const void* weight, void* y,
+                    int64_t rows, int64_t size, float eps, int num_threads) {
+    QUIRE_FOR_DTYPE_AND_WEIGHT(dtype, weight_dtype,
+                               rms_norm(static_cast<const T*>(x), x_stride, static_cast<const W*>(weight),
+                                        static_cast<T*>(y), rows, size, eps, num_threads))
 }
 
 void quire_add_rms_norm(int dtype, const void* x, int64_t x_stride, void* residual, int64_t residual_stride,
-                        const void* weight, void* y, int64_t rows, int64_t size, float eps, int num_threads) {
-    QUIRE_FOR_DTYPE(dtype, add_rms_norm(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
-                                        residual_stride, static_cast<const T*>(weight), static_cast<T*>(y), rows,
-                                        size, eps, num_threads))
+                        int weight_dtype, const void* weight, void* y, int64_t rows, int64_t size, float eps,
+                        int num_threads) {
+    QUIRE_FOR_DTYPE_AND_WEIGHT(dtype, weight_dtype,
+                               add_rms_norm(static_cast<const T*>(x), x_stride, static_cast<T*>(residual),
+                                            residual_stride, static_cast<const W*>(weight), static_cast<T*>(y),
+                                            rows, size, eps, num_threads))
 }
 
-void quire_silu_mul(int dtype, const void* gate_up, int64_t stride, void* y, int64_t rows, int64_t size,
-                    int num_threads) {
-    QUIRE_FOR_DTYPE(dtype, silu_mul(static_cast<const T*>(gate_up), stride, static_cast<T*>(y), rows, size,
-                                    num_threads))
+// `activation` is 0 for SiLU, 1 for GELU in its tanh approximation.
+void quire_activate_mul(int dtype, int activation, const void* gate_up, int64_t stride, void* y, int64_t rows,
+                        int64_t size, int num_threads) {
+    const auto run = [=](auto kind) {
+        using Kind = decltype(kind);
+        QUIRE_FOR_DTYPE(dtype, activate_mul<Kind>(static_cast<const T*>(gate_up), stride, static_cast<T*>(y), rows,
+                                                  size, num_threads))
+    };
+    if (activation == 0) run(Silu{});
+    else run(GeluTanh{});
 }
+
+void quire_soft_cap(float* x, int64_t size, float cap, int num_threads) { cap_all(x, size, cap, num_threads); }
 
 // `value_offset` is the distance in elements from a token's keys to its values.
 void quire_rope_and_write_kv(int dtype, void* qkv, int64_t qkv_stride, int64_t rows, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, const int64_t* positions,
                              const int64_t* slots, const float* cos_sin, int64_t half, void* kv,
-                             int64_t block_size, int64_t block_stride, int64_t value_offset, const void* q_weight,
-                             const void* k_weight, float eps, int num_threads) {
+                             int64_t block_size, int64_t block_stride, int64_t value_offset, int weight_dtype,
+                             const void* q_weight, const void* k_weight, float eps, int num_threads) {
     const Rope rope{rows,  num_heads, num_kv_heads, head_dim,   half,         positions,
                     slots, cos_sin,   block_size,   block_stride, value_offset};
-    QUIRE_FOR_DTYPE(dtype, rope_and_write_kv(rope, static_cast<T*>(qkv), qkv_stride, static_cast<T*>(kv),
-                                             static_cast<const T*>(q_weight), static_cast<const T*>(k_weight), eps,
-                                             num_threads))
+    QUIRE_FOR_DTYPE_AND_WEIGHT(dtype, weight_dtype,
+                               rope_and_write_kv(rope, static_cast<T*>(qkv), qkv_stride, static_cast<T*>(kv),
+                                                 static_cast<const W*>(q_weight), static_cast<const W*>(k_weight),
+                                                 eps, num_threads))
 }
 }

@@ -9,27 +9,41 @@ from torch import Tensor
 
 from kernels.cpu.build import load_library
 from kernels.cpu.linear import DTYPE_CODES, linear, pack_linear
-from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm
+from kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionOptions,
+    HeadLayout,
+    Kernels,
+    PackedLinear,
+    QKNorm,
+)
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
+_ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+
 # Argument types by C function, in groups: tensor or shape, ..., threads. The sources say what each one means.
 _SIGNATURES: dict[str, list[type]] = {
-    "quire_rms_norm": [_INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _FLOAT, _INT],
-    "quire_add_rms_norm": [
-        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER),
+    "quire_rms_norm": [
+        *(_INT, _POINTER, _LONG, _INT, _POINTER, _POINTER),
         *(_LONG, _LONG, _FLOAT, _INT),
     ],
-    "quire_silu_mul": [_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT],
+    "quire_add_rms_norm": [
+        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _POINTER),
+        *(_LONG, _LONG, _FLOAT, _INT),
+    ],
+    "quire_activate_mul": [_INT, _INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT],
+    "quire_soft_cap": [_POINTER, _LONG, _FLOAT, _INT],
     "quire_rope_and_write_kv": [
         *(_INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),
         *(_POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _FLOAT, _INT),
+        *(_POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER, _FLOAT, _INT),
     ],
     "quire_attention": [
         *(_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER),
         *(_POINTER, _POINTER, _POINTER, _LONG, _LONG),
-        *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _INT),
+        *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _FLOAT, _INT),
     ],
 }
 
@@ -37,9 +51,9 @@ _SIGNATURES: dict[str, list[type]] = {
 class CpuKernels(Kernels):
     """Kernels compiled for this CPU; see ``attention.cpp``, ``elementwise.cpp`` and ``gemm.cpp``.
 
-    Tensors are dense in their last dimension (in their last three for ``kv_layer``); rows may be strided. A
-    result has the same bits for any ``num_threads``, batch, chunking, block size and placement. They differ
-    between CPUs of different vector width.
+    Tensors are dense in their last dimension (``kv_layer`` in its last three); rows may be strided. The bits of
+    a result do not depend on ``num_threads``, batch, chunking, block size or placement of blocks. They differ
+    between CPUs with vectors of different width.
 
     Raises :class:`kernels.cpu.build.BuildError` where the kernels cannot be compiled.
     """
@@ -57,7 +71,8 @@ class CpuKernels(Kernels):
             function.restype = None
         self._rms_norm = self._library.quire_rms_norm
         self._add_rms_norm = self._library.quire_add_rms_norm
-        self._silu_mul = self._library.quire_silu_mul
+        self._activate_mul = self._library.quire_activate_mul
+        self._soft_cap = self._library.quire_soft_cap
         self._rope_and_write_kv = self._library.quire_rope_and_write_kv
         self._attention = self._library.quire_attention
         self._attention.restype = _INT
@@ -72,8 +87,8 @@ class CpuKernels(Kernels):
         rows, size = x.shape
         y = torch.empty((rows, size), dtype=x.dtype)
         self._rms_norm(
-            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr()),
-            *(rows, size, eps, self.num_threads),
+            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0)),
+            *(DTYPE_CODES[weight.dtype], weight.data_ptr(), y.data_ptr(), rows, size, eps, self.num_threads),
         )
         return y
 
@@ -82,18 +97,22 @@ class CpuKernels(Kernels):
         y = torch.empty((rows, size), dtype=x.dtype)
         self._add_rms_norm(
             *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
-            *(weight.data_ptr(), y.data_ptr(), rows, size, eps, self.num_threads),
+            *(DTYPE_CODES[weight.dtype], weight.data_ptr(), y.data_ptr(), rows, size, eps, self.num_threads),
         )
         return y
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, columns = gate_up.shape
         y = torch.empty((rows, columns // 2), dtype=gate_up.dtype)
-        self._silu_mul(
-            *(DTYPE_CODES[gate_up.dtype], gate_up.data_ptr(), gate_up.stride(0), y.data_ptr()),
-            *(rows, columns // 2, self.num_threads),
+        self._activate_mul(
+            *(DTYPE_CODES[gate_up.dtype], _ACTIVATION_CODES[activation]),
+            *(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, columns // 2, self.num_threads),
         )
         return y
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        self._soft_cap(x.data_ptr(), x.numel(), cap, self.num_threads)
+        return x
 
     def rope_and_write_kv(
         self,
@@ -106,27 +125,24 @@ class CpuKernels(Kernels):
     ) -> Tensor:
         rows, row_stride = qkv.shape[0], qkv.stride(0)
         block_stride, value_offset, *_ = kv_layer.stride()
-        q_weight, k_weight, eps = None, None, 0.0
+        weight_dtype, q_weight, k_weight, eps = qkv.dtype, None, None, 0.0
         if qk_norm is not None:
-            q_weight, k_weight, eps = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr(), qk_norm.eps
+            weight_dtype, eps = qk_norm.q_weight.dtype, qk_norm.eps
+            q_weight, k_weight = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr()
         self._rope_and_write_kv(
             *(DTYPE_CODES[qkv.dtype], qkv.data_ptr(), row_stride, rows),
             *(layout.num_heads, layout.num_kv_heads, layout.head_dim),
             *(metadata.positions.data_ptr(), metadata.slot_mapping.data_ptr()),
             *(cos_sin.data_ptr(), cos_sin.shape[2], kv_layer.data_ptr(), kv_layer.shape[2]),
-            *(block_stride, value_offset, q_weight, k_weight, eps, self.num_threads),
+            *(block_stride, value_offset),
+            *(DTYPE_CODES[weight_dtype], q_weight, k_weight, eps, self.num_threads),
         )
         return qkv.as_strided(
             (rows, layout.num_heads, layout.head_dim), (row_stride, layout.head_dim, 1), qkv.storage_offset()
         )
 
     def attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         shape = q.shape
         out = torch.empty(shape, dtype=q.dtype)
@@ -144,7 +160,13 @@ class CpuKernels(Kernels):
             ),
             *(out.data_ptr(), metadata.query_start.data_ptr(), metadata.context_lens.data_ptr()),
             *(tables.data_ptr(), tables.stride(0), tables.shape[0], shape[1], num_kv_heads, head_dim),
-            *(block_size, sliding_window or 0, scale, self.num_threads),
+            *(
+                block_size,
+                options.sliding_window or 0,
+                options.scale,
+                options.soft_cap or 0.0,
+                self.num_threads,
+            ),
         )
         if failed:
             raise MemoryError(f"no memory for the attention of {shape[0]} tokens")

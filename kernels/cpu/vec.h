@@ -116,6 +116,30 @@ static inline vf exp2(vf x) {
 }
 static inline float exp2(float x) { return exp2(splat(x))[0]; }
 
+// tanh(x) to a few units in the last place, also near 0. It is e / (e + 2) with e = 2 ** t - 1 and t = 2 log2(e) x:
+// exact scaling by the nearest integer of t, a Taylor series of 2 ** part - 1 for the rest. NaN stays NaN.
+static inline vf tanh(vf x) {
+    const vf most = splat(30.0f);  // from here on the result is 1
+    vf t = x * splat(2.885390081777927f);
+    t = t > most ? most : t;
+    t = t < -most ? -most : t;
+    const vf shift = splat(12582912.0f);  // as in exp2()
+    const vf shifted = t + shift, part = t - (shifted - shift);
+    vf y = splat(1.525273380e-5f);
+    y = fma(y, part, splat(1.540353039e-4f));
+    y = fma(y, part, splat(1.333355815e-3f));
+    y = fma(y, part, splat(9.618129108e-3f));
+    y = fma(y, part, splat(5.550410866e-2f));
+    y = fma(y, part, splat(2.402265070e-1f));
+    y = fma(y, part, splat(6.931471806e-1f));
+    const vf power = bit_cast<vf>((bit_cast<vi>(shifted) << 23) + 0x3f800000);
+    const vf e = fma(power, y * part, power - splat(1.0f));
+    return e / (e + splat(2.0f));
+}
+
+// cap * tanh(x / cap)
+static inline vf soft_cap(vf x, float cap) { return splat(cap) * tanh(x * splat(1.0f / cap)); }
+
 // ---- bfloat16 -----------------------------------------------------------------------------------------------
 
 static inline vu round_bits(vf x) {  // to the upper 16 bits, to nearest even

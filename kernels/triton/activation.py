@@ -1,4 +1,4 @@
-"""SiLU times up: the gate of a Llama MLP."""
+"""Gated activations of an MLP."""
 
 from __future__ import annotations
 
@@ -7,31 +7,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.interface import Activation
 from kernels.triton.jit import jit
 
 BLOCK = 1024  # columns of one program
 
 
 @jit()
-def silu_mul_kernel(
-    out: tl.tensor, gate_up: tl.tensor, row_stride: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+def activate_mul_kernel(
+    out: tl.tensor,
+    gate_up: tl.tensor,
+    row_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    GELU_TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """One program computes ``BLOCK`` columns of one row. SiLU is rounded to the dtype, then multiplied."""
+    """One program computes ``BLOCK`` columns of one row: ``gate * sigmoid(z)``, rounded to the dtype, times up.
+
+    ``z`` is the gate for SiLU. For GELU in its tanh approximation it is twice the argument of tanh, since
+    ``(1 + tanh(u)) / 2 = sigmoid(2 * u)``.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
     gate_at = gate_up + row * row_stride + columns
     gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_at + WIDTH, mask=mask, other=0.0)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
-    tl.store(out + row * WIDTH + columns, silu * up, mask=mask)
+    z = gate
+    if GELU_TANH:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    active = (gate / (1.0 + tl.exp(-z))).to(up.dtype)
+    tl.store(out + row * WIDTH + columns, active * up, mask=mask)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``[T, 2 * I] -> [T, I]``."""
+def activate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """See :meth:`kernels.interface.Kernels.activate_mul`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
-        silu_mul_kernel[grid](out, gate_up, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK, num_warps=4)
+        activate_mul_kernel[grid](
+            out,
+            gate_up,
+            gate_up.stride(0),
+            WIDTH=width,
+            GELU_TANH=activation is Activation.GELU_TANH,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
     return out

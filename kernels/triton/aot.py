@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton.activation import BLOCK, silu_mul_kernel
+from kernels.interface import Activation
+from kernels.triton import activation, soft_cap
 from kernels.triton.attention import SPLIT, tile_for
 from kernels.triton.attention_kernels import merge_splits_kernel, paged_attention_kernel
 from kernels.triton.jit import interpreting
@@ -66,6 +67,7 @@ class Variant:
     dtype: torch.dtype
     constants: Mapping[str, object]
     options: Mapping[str, int]
+    types: dict[str, str] = field(default_factory=dict)  # of arguments that differ from ARGUMENT_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +100,34 @@ class Resources:
 def variants(hip: bool, *, full: bool = False) -> list[Variant]:
     """What to compile; ``full`` takes more of the group sizes, head sizes and dtypes there are."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    cases = [(bf16, 8, 128, 0), (bf16, 1, 64, 0), (bf16, 7, 128, 0), (fp16, 4, 128, 4096), (fp32, 1, 128, 0)]
+    cases = [  # dtype, group, head size, window, soft cap
+        *((bf16, 8, 128, 0, 0.0), (bf16, 1, 64, 0, 0.0), (bf16, 7, 128, 0, 0.0), (fp16, 4, 128, 4096, 0.0)),
+        *((fp32, 1, 128, 0, 0.0), (bf16, 2, 256, 4096, 50.0), (bf16, 2, 128, 0, 50.0), (fp32, 2, 256, 0, 50.0)),
+    ]
     if full:
-        cases = [(bf16, group, head_dim, 0) for group in (1, 3, 4, 7, 8, 16) for head_dim in (64, 128)]
+        cases = [(bf16, group, head_dim, 0, 0.0) for group in (1, 3, 4, 7, 8, 16) for head_dim in (64, 128)]
         cases += [
-            (dtype, 4, head_dim, window) for dtype in ELEMENT for head_dim in (64, 256) for window in (0, 512)
+            (dtype, 4, head_dim, window, cap)
+            for dtype in ELEMENT
+            for head_dim in (64, 256)
+            for window in (0, 512)
+            for cap in (0.0, 50.0)
         ]
-        cases += [(fp32, group, 128, 0) for group in (4, 8)]
+        cases += [(dtype, 2, 128, window, 50.0) for dtype in ELEMENT for window in (0, 4096)]
+        cases += [(bf16, group, 128, 0, 50.0) for group in (1, 7, 8)]
+        cases += [(fp32, group, 128, 0, 0.0) for group in (4, 8)]
     found = []
-    for dtype, group, head_dim, window in cases:
-        found.append(_attention(dtype, group, head_dim, window, hip, short=True, partial=True))
-        found.append(_attention(dtype, group, head_dim, window, hip, short=False, partial=False))
+    for dtype, group, head_dim, window, cap in cases:
+        found.append(_attention(dtype, group, head_dim, window, hip, cap=cap, short=True, partial=True))
+        found.append(_attention(dtype, group, head_dim, window, hip, cap=cap, short=False, partial=False))
     for dtype in (bf16, fp32) if full else (bf16,):
         found.append(_attention(dtype, 4, 128, 0, hip, short=True, partial=False))
         found.append(_merge(dtype, 4, 128))
-    found += [_rope(bf16, 128, True), _rope(fp32, 64, False), _norm(bf16, 4096), _norm(fp32, 8192), _silu(bf16)]
-    return [*found, _linear("few", *FEW, hip), _linear("many", *MANY, hip)]
+    found += [_rope(bf16, 128, True), _rope(fp32, 64, False), _rope(bf16, 256, False)]
+    found += [_norm(bf16, 4096), _norm(fp32, 8192), _norm(bf16, 4608, float32_weight=True)]
+    found += [_activation(bf16, kind) for kind in Activation]
+    found += [_soft_cap(), _linear("few", *FEW, hip), _linear("many", *MANY, hip)]
+    return found
 
 
 def compile_all(target: str, *, full: bool = False) -> list[Resources]:
@@ -135,7 +149,15 @@ def compile_each(target: str, *, full: bool = False) -> Iterator[Resources]:
 
 
 def _attention(
-    dtype: torch.dtype, group: int, head_dim: int, window: int, hip: bool, *, short: bool, partial: bool
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    window: int,
+    hip: bool,
+    *,
+    cap: float = 0.0,
+    short: bool,
+    partial: bool,
 ) -> Variant:
     tile = tile_for(group, head_dim, dtype, short=short, hip=hip)
     short_query = tile_for(group, head_dim, dtype, short=True, hip=hip).block_m // group
@@ -146,6 +168,7 @@ def _attention(
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": 16,
         "WINDOW": window,
+        "SOFT_CAP": cap,
         "SPLIT": SPLIT,
         "PARTIAL": partial,
         "ORDERED": dtype == torch.float32,
@@ -155,7 +178,7 @@ def _attention(
         "BLOCK_N": tile.block_n,
         "BLOCK_D": tile.block_d,
     }
-    name += " window" if window else ""
+    name += (" window" if window else "") + (" cap" if cap else "")
     return Variant(name, paged_attention_kernel, dtype, constants, tile.options)
 
 
@@ -181,13 +204,23 @@ def _rope(dtype: torch.dtype, head_dim: int, norm: bool) -> Variant:
     return Variant(name, rope_and_write_kv_kernel, dtype, constants, {"num_warps": 4})
 
 
-def _norm(dtype: torch.dtype, width: int) -> Variant:
+def _norm(dtype: torch.dtype, width: int, *, float32_weight: bool = False) -> Variant:
     constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "ADD": True}
-    return Variant(f"add rms norm {width}", rms_norm_kernel, dtype, constants, {"num_warps": norm_warps(width)})
+    name = f"add rms norm {width}{' by fp32' if float32_weight else ''}"
+    types = {"weight": "*fp32"} if float32_weight else {}
+    return Variant(name, rms_norm_kernel, dtype, constants, {"num_warps": norm_warps(width)}, types)
 
 
-def _silu(dtype: torch.dtype) -> Variant:
-    return Variant("silu mul", silu_mul_kernel, dtype, {"WIDTH": 14336, "BLOCK": BLOCK}, {"num_warps": 4})
+def _activation(dtype: torch.dtype, kind: Activation) -> Variant:
+    gelu = kind is Activation.GELU_TANH
+    constants = {"WIDTH": 14336, "GELU_TANH": gelu, "BLOCK": activation.BLOCK}
+    name = f"{'gelu' if gelu else 'silu'} mul"
+    return Variant(name, activation.activate_mul_kernel, dtype, constants, {"num_warps": 4})
+
+
+def _soft_cap() -> Variant:
+    constants = {"CAP": 30.0, "BLOCK": soft_cap.BLOCK}
+    return Variant("soft cap", soft_cap.soft_cap_kernel, torch.float32, constants, {"num_warps": 4})
 
 
 def _linear(kind: str, block_m: int, block_n: int, num_warps: int, hip: bool) -> Variant:
@@ -214,7 +247,8 @@ def compile_variant(variant: Variant, target: str) -> Any:
         if name in variant.constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = f"*{element}" if name in ELEMENT_POINTERS else ARGUMENT_TYPES.get(name, "i32")
+        types = ARGUMENT_TYPES | variant.types
+        signature[name] = types.get(name, f"*{element}" if name in ELEMENT_POINTERS else "i32")
         # What a launch finds out: torch's memory and a model's strides are multiples of 16.
         if not parameter.do_not_specialize and signature[name] != "fp32":
             aligned[(parameter.num,)] = [["tt.divisibility", 16]]

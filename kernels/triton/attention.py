@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.interface import AttentionMetadata
+from kernels.interface import AttentionMetadata, AttentionOptions
 from kernels.triton.attention_kernels import merge_splits_kernel, paged_attention_kernel
 
 SPLIT = 512
@@ -58,7 +58,9 @@ def tile_for(group: int, head_dim: int, dtype: torch.dtype, *, short: bool, hip:
         block_n //= 2
     num_warps = 4 if short and not full else 8
     num_stages = (1 if hip else 2) if full else 3 if short and not hip else 2
-    max_registers = 128 if full and not hip else None
+    max_registers = (
+        128 if full and not hip and block_d <= 128 else None
+    )  # with wider heads the limit causes spills
     return Tile(block_m, block_n, block_d, num_warps, num_stages, max_registers)
 
 
@@ -66,8 +68,7 @@ def attention(
     q: Tensor,
     kv_layer: Tensor,
     metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
+    options: AttentionOptions,
     target_programs: int,
 ) -> Tensor:
     """See :meth:`kernels.interface.Kernels.attention`; ``target_programs`` fill the device.
@@ -79,7 +80,7 @@ def attention(
     out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    step = _Step(q, kv_layer, metadata, scale, sliding_window, out)
+    step = _Step(q, kv_layer, metadata, options, out)
     step.launch_short(target_programs)
     if metadata.max_query_len > step.short_query:
         step.launch_long()
@@ -94,13 +95,13 @@ class _Step:
         q: Tensor,
         kv_layer: Tensor,
         metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        options: AttentionOptions,
         out: Tensor,
     ) -> None:
         self.q, self.kv_layer, self.metadata, self.out = q, kv_layer, metadata, out
-        self.scale = scale * math.log2(math.e)
-        self.window = sliding_window or 0
+        self.scale = options.scale * math.log2(math.e)  # the softmax is in powers of two, and so are scores
+        self.soft_cap = (options.soft_cap or 0.0) * math.log2(math.e)
+        self.window = options.sliding_window or 0
         self.head_dim = q.shape[2]
         self.kv_heads = kv_layer.shape[3]
         self.group = q.shape[1] // self.kv_heads
@@ -166,6 +167,7 @@ class _Step:
             HEAD_DIM=self.head_dim,
             BLOCK_SIZE=self.kv_layer.shape[2],
             WINDOW=self.window,
+            SOFT_CAP=self.soft_cap,
             SPLIT=SPLIT,
             PARTIAL=partial is not None,
             ORDERED=self.q.dtype == torch.float32,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from kernels.triton.jit import jit
+from kernels.triton.soft_cap import capped
 
 
 @jit()
@@ -34,6 +35,7 @@ def attend(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -63,6 +65,8 @@ def attend(
             v_mask = v_mask & (d < HEAD_DIM)[None, :]
         k = tl.load(keys + slot[None, :] + d[:, None], mask=k_mask, other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
+        if SOFT_CAP > 0:
+            scores = capped(scores, SOFT_CAP)
         behind = rows_at[:, None] - at[None, :]
         # As an unsigned number a key ahead of its row is far behind it: one comparison for both ends.
         seen = behind.to(tl.uint32, bitcast=True) < WINDOW if WINDOW > 0 else behind >= 0
@@ -165,6 +169,7 @@ def paged_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     PARTIAL: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -174,7 +179,9 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid ``(tiles, kv_heads, sharers)``. ``scale`` includes ``log2(e)``; ``WINDOW`` 0 is none.
+    """Grid ``(tiles, kv_heads, sharers)``.
+
+    ``scale`` and ``SOFT_CAP`` include ``log2(e)``; 0 is no ``WINDOW``, and no ``SOFT_CAP``.
 
     With ``PARTIAL`` the ``sharers`` take turns at the splits and leave ``acc`` of each in ``partial_acc``
     ``[tiles, kv_heads, num_splits, partial_rows, HEAD_DIM]`` and ``top`` and ``total`` in ``partial_stats``
@@ -217,7 +224,7 @@ def paged_attention_kernel(
             acc, top, total = attend(
                 q_tile, rows_at, keys, values, table, lower, upper, needed_from,
                 kv_block_stride, kv_token_stride, scale,
-                HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+                HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             partial_at = ((tile + split) * partial_rows + m)[:, None] * HEAD_DIM + d[None, :]
             tl.store(partial_acc + partial_at, acc, mask=tile_mask)
@@ -235,7 +242,7 @@ def paged_attention_kernel(
                 acc_s, top_s, total_s = attend(
                     q_tile, rows_at, keys, values, table, lower, upper, needed_from,
                     kv_block_stride, kv_token_stride, scale,
-                    HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+                    HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 acc, top, total = merge(acc, top, total, acc_s, top_s[:, None], total_s[:, None])
             divisor = total
@@ -243,7 +250,7 @@ def paged_attention_kernel(
             acc, top, total = attend(
                 q_tile, rows_at, keys, values, table, start, stop, needed_from,
                 kv_block_stride, kv_token_stride, scale,
-                HEAD_DIM, BLOCK_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
+                HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             divisor = total[:, None]
         out_row = ((first + token).to(tl.int64) * tl.num_programs(1) * GROUP + head) * HEAD_DIM

@@ -10,18 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import AttentionMetadata, HeadLayout, Kernels, PackedLinear, QKNorm
-from kernels.triton.activation import silu_mul
+from kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionOptions,
+    HeadLayout,
+    Kernels,
+    PackedLinear,
+    QKNorm,
+)
+from kernels.triton.activation import activate_mul
 from kernels.triton.attention import attention
 from kernels.triton.jit import interpreting
 from kernels.triton.kv_write import rope_and_write_kv
 from kernels.triton.linear import linear
 from kernels.triton.norm import rms_norm
+from kernels.triton.soft_cap import soft_cap
 
 
 @dataclass(slots=True)
 class PlainLinear(PackedLinear):
-    """The weight as the checkpoint has it: cuBLAS and hipBLASLt want no other layout."""
+    """The weight as in the checkpoint: cuBLAS and hipBLASLt need no other layout."""
 
     weight: Tensor
     bias: Tensor | None
@@ -82,9 +91,13 @@ class TritonKernels(Kernels):
         with self._on_device():
             return rms_norm(x, weight, eps, residual)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def activate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         with self._on_device():
-            return silu_mul(gate_up)
+            return activate_mul(gate_up, activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        with self._on_device():
+            return soft_cap(x, cap)
 
     def rope_and_write_kv(
         self,
@@ -99,12 +112,7 @@ class TritonKernels(Kernels):
             return rope_and_write_kv(qkv, layout, cos_sin, kv_layer, metadata, qk_norm)
 
     def attention(
-        self,
-        q: Tensor,
-        kv_layer: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
+        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         with self._on_device():
-            return attention(q, kv_layer, metadata, scale, sliding_window, self._target_programs)
+            return attention(q, kv_layer, metadata, options, self._target_programs)

@@ -68,8 +68,8 @@ def rope_and_write_kv_kernel(
             tl.load(k_weight + partner, mask=d < HEAD_DIM, other=0.0),
         )
         # Rounded where the unfused sequence of operations rounds.
-        x = ((x * scale).to(raw.dtype) * own).to(raw.dtype).to(tl.float32)
-        y = ((y * scale).to(raw.dtype) * other).to(raw.dtype).to(tl.float32)
+        x = ((x * scale).to(own.dtype) * own).to(raw.dtype).to(tl.float32)
+        y = ((y * scale).to(own.dtype) * other).to(raw.dtype).to(tl.float32)
 
     angle = cos_sin + tl.load(positions + token) * ROTARY_DIM + tl.where(d < HALF, d, d - HALF)
     cos = tl.load(angle, mask=rotated, other=1.0)

@@ -23,7 +23,10 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """One program a row. With ``ADD`` the sum is rounded to the residual's dtype before it is normed."""
+    """One program a row. With ``ADD`` the sum is rounded to the residual's dtype before it is normed.
+
+    The normed row is rounded to the weight's dtype before the product, and the product to the row's.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -34,8 +37,8 @@ def rms_norm_kernel(
         tl.store(residual_at, summed, mask=mask)
         values = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
-    normed = (values * scale).to(x.dtype.element_ty)
-    tl.store(out + row * WIDTH + columns, normed * tl.load(weight + columns, mask=mask, other=0.0), mask=mask)
+    normed = (values * scale).to(weight.dtype.element_ty) * tl.load(weight + columns, mask=mask, other=0.0)
+    tl.store(out + row * WIDTH + columns, normed.to(x.dtype.element_ty), mask=mask)
 
 
 def norm_warps(width: int) -> int:
@@ -44,7 +47,7 @@ def norm_warps(width: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """``[T, H] -> [T, H]``; a ``residual`` becomes ``residual + x`` in place and is what is normed."""
+    """``[T, H] -> [T, H]``. With a ``residual``, it becomes ``residual + x`` in place and is normed."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows == 0:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engine.kv.kv_cache import KVCache
 from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
+from kernels.interface import AttentionOptions
 from kernels.registry import get_kernels
 from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
 from loadtests.report import Figure, print_figures, print_table
@@ -122,7 +123,7 @@ def attention(requests: int, context: int, queries: int, limits: Limits) -> tupl
     pool = torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_()
     q = torch.randn(requests * queries, HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
     name = f"decode, {requests} x {context}" if queries == 1 else f"prefill, {context}"
-    call = partial(get_kernels("triton", DEVICE).attention, q, pool, metadata, SCALE, None)
+    call = partial(get_kernels("triton", DEVICE).attention, q, pool, metadata, AttentionOptions(SCALE))
     ours, result = seconds(call), call()
     gathered = pool[metadata.block_tables.long()]
     del pool, call

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.cpu import CpuKernels
-from kernels.interface import AttentionMetadata, kv_pool_shape
+from kernels.interface import AttentionMetadata, AttentionOptions, kv_pool_shape
 from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
 from loadtests.report import Figure, add_arguments, finish, print_table, save
 from loadtests.stats import by_turns
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
 SCALE = HEAD_DIM**-0.5
+OPTIONS = AttentionOptions(SCALE)
 MAPS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # in and out: QKV, output, gate and up, down
 LINEAR_ROWS = (1, 8, 32, 256)
 # In float32 the peer is a vendor's tuned library, which does not keep a row's bits from batch to batch.
@@ -112,12 +113,12 @@ def attention_calls(kernels: CpuKernels, requests: int, context: int, queries: i
     for block in pool:
         block.normal_()
     q = torch.randn(requests * queries, HEADS, HEAD_DIM).bfloat16()
-    ours = kernels.attention(q, pool[:, 0], metadata, SCALE, None)
+    ours = kernels.attention(q, pool[:, 0], metadata, OPTIONS)
     if not torch.allclose(ours.float(), gather_and_sdpa(q, pool[:, 0], metadata).float(), atol=0.05):
         raise SystemExit(f"attention of {queries} queries over {context}: the kernel and torch disagree")
     layers = [pool[:, layer] for layer in range(LAYERS)]
     return (
-        lambda: [kernels.attention(q, layer, metadata, SCALE, None) for layer in layers],
+        lambda: [kernels.attention(q, layer, metadata, OPTIONS) for layer in layers],
         lambda: [gather_and_sdpa(q, layer, metadata) for layer in layers],
     )
 

@@ -32,7 +32,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
 }
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2")
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -50,8 +50,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
     }
     if family == "Mistral":
         options["sliding_window"] = None
-    if family == "Qwen3":
+    if family in ("Qwen3", "Gemma2"):
         options["head_dim"] = 12
+    if family == "Gemma2":
+        options |= {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
+        options["layer_types"] = ["full_attention"] * changes.get("num_hidden_layers", 2)
     return getattr(transformers, f"{family}Config")(**{**options, **changes})
 
 
@@ -66,7 +69,7 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
-                weight.normal_(1.0, 0.2)
+                weight.normal_(0.0 if family == "Gemma2" else 1.0, 0.2)
             elif weight.ndim == 1 or "embed" in name:
                 weight.normal_(0.0, 0.5)
             else:

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 from triton_interpreter_cases import LONG, MIXED, Batch
 
 import kernels.triton.attention as triton_attention
-from kernels.interface import AttentionMetadata, HeadLayout, QKNorm
+from kernels.interface import Activation, AttentionMetadata, HeadLayout, QKNorm
 from kernels.reference import ReferenceKernels
 from kernels.triton import TritonKernels
 
@@ -70,25 +70,33 @@ def check(batch: Batch) -> None:
 
 
 LAYOUTS = [
-    (2, 2, 64, 16, None),
-    (6, 2, 64, 16, None),
-    (4, 1, 24, 5, None),
-    (4, 1, 16, 1, 7),
-    (2, 1, 128, 32, 40),
-    (20, 1, 80, 8, None),
-    (32, 8, 128, 16, None),
-    (14, 2, 128, 64, None),
-    (8, 1, 256, 16, None),
-    (8, 4, 96, 16, 33),
+    (2, 2, 64, 16, None, None),
+    (6, 2, 64, 16, None, None),
+    (4, 1, 24, 5, None, None),
+    (4, 1, 16, 1, 7, None),
+    (2, 1, 128, 32, 40, None),
+    (20, 1, 80, 8, None, None),
+    (32, 8, 128, 16, None, None),
+    (14, 2, 128, 64, None, None),
+    (8, 1, 256, 16, None, None),
+    (8, 4, 96, 16, 33, None),
+    (8, 4, 256, 16, 33, 50.0),
+    (8, 4, 128, 16, None, 1.5),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), LAYOUTS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "cap"), LAYOUTS)
 def test_attention_of_a_mixed_step(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    cap: float | None,
 ) -> None:
-    check(Batch(MIXED, HeadLayout(heads, kv_heads, head_dim), dtype, block_size, window))
+    check(Batch(MIXED, HeadLayout(heads, kv_heads, head_dim), dtype, block_size, window, cap))
 
 
 # Decode and prefill around the edges of tiles and splits, and far into long contexts.
@@ -97,9 +105,9 @@ FAR = [(new, max(new, context)) for new, context in FAR]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 600])
-def test_attention_over_long_contexts(dtype: torch.dtype, window: int | None) -> None:
-    check(Batch(FAR, HeadLayout(8, 2, 128), dtype, 16, window))
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (600, None), (600, 1.5)])
+def test_attention_over_long_contexts(dtype: torch.dtype, window: int | None, cap: float | None) -> None:
+    check(Batch(FAR, HeadLayout(8, 2, 128), dtype, 16, window, cap))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,11 +123,11 @@ def test_attention_of_any_step(dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (100, None), (100, 1.5)])
 def test_how_many_programs_share_the_splits_changes_no_bit(
-    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = on_gpu(Batch(FAR, HeadLayout(6, 2, 64), dtype, window=window))
+    batch = on_gpu(Batch(FAR, HeadLayout(6, 2, 64), dtype, window=window, cap=cap))
     expected = batch.attention(KERNELS)
     for programs in (1, 7, 100_000):
         monkeypatch.setattr(KERNELS, "_target_programs", programs)
@@ -129,12 +137,12 @@ def test_how_many_programs_share_the_splits_changes_no_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, None), (50, 1.5)])
 @pytest.mark.parametrize("lengths", [LONG, FAR], ids=["short", "far"])
 def test_attention_of_a_request_does_not_depend_on_the_others(
-    dtype: torch.dtype, window: int | None, lengths: list[tuple[int, int]]
+    dtype: torch.dtype, window: int | None, cap: float | None, lengths: list[tuple[int, int]]
 ) -> None:
-    batch = on_gpu(Batch(lengths, HeadLayout(8, 2, 64), dtype, window=window))
+    batch = on_gpu(Batch(lengths, HeadLayout(8, 2, 64), dtype, window=window, cap=cap))
     together = batch.attention(KERNELS)
     for r in range(len(lengths)):
         begin, end = batch.metadata.query_start[r : r + 2].tolist()
@@ -142,11 +150,14 @@ def test_attention_of_a_request_does_not_depend_on_the_others(
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("window", [None, 77])
-def test_in_float32_the_chunking_changes_no_bit(group: int, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (77, None), (77, 1.5)])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_in_float32_the_chunking_changes_no_bit(
+    group: int, head_dim: int, window: int | None, cap: float | None
+) -> None:
     """The last rows of a prompt, whichever kind of tile computes them and however many rows come along."""
-    layout = HeadLayout(2 * group, 2, 128)
-    batch = on_gpu(Batch([(700, 1300)], layout, torch.float32, window=window))
+    layout = HeadLayout(2 * group, 2, head_dim)
+    batch = on_gpu(Batch([(700, 1300)], layout, torch.float32, window=window, cap=cap))
     whole = batch.attention(KERNELS)
     for rows in (1, 2, 5, 64, 333):
         assert torch.equal(batch.last(rows).attention(KERNELS), whole[700 - rows :]), rows
@@ -156,22 +167,24 @@ def test_in_float32_the_chunking_changes_no_bit(group: int, window: int | None) 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim", "norm"),
     [
-        (9, 3, 64, 64, False),
-        (4, 2, 24, 16, True),
-        (8, 8, 16, 16, True),
-        (3, 1, 32, 8, False),
-        (32, 8, 128, 128, True),
+        (9, 3, 64, 64, None),
+        (4, 2, 24, 16, "same dtype"),
+        (8, 8, 16, 16, "float32"),
+        (3, 1, 32, 8, None),
+        (32, 8, 128, 128, "same dtype"),
+        (8, 4, 256, 256, None),
     ],
 )
 def test_rope_and_write_kv(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: str | None
 ) -> None:
     layout = HeadLayout(heads, kv_heads, head_dim)
     batch = Batch([(1, 30), (7, 7), (3, 21)], layout, dtype, block_size=5)
     gpu = on_gpu(batch)
     angles = torch.randn(32, rotary_dim // 2)
     cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1)
-    weights = torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)
+    kind = torch.float32 if norm == "float32" else dtype
+    weights = torch.randn(head_dim).to(kind), torch.randn(head_dim).to(kind)
 
     def run(kernels: Any, one: Batch) -> tuple[Tensor, Tensor]:
         device = one.pool.device
@@ -192,9 +205,10 @@ def test_rope_and_write_kv(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [576, 64, 100, 4096])
-def test_norms(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("float32_weight", [False, True])
+def test_norms(dtype: torch.dtype, width: int, float32_weight: bool) -> None:
     x = torch.randn(5, 2 * width).to(dtype)[:, :width]
-    weight = torch.randn(width).to(dtype)
+    weight = torch.randn(width).to(torch.float32 if float32_weight else dtype)
     close(KERNELS.rms_norm(x.cuda(), weight.cuda(), 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     residual = torch.randn(5, width).to(dtype)
     on_device = residual.cuda()
@@ -205,10 +219,23 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1536, 10])
-def test_silu_mul(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activate_mul(dtype: torch.dtype, width: int, activation: Activation) -> None:
     gate_up = (10 * torch.randn(3, 2 * width)).to(dtype)
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
-    close(KERNELS.silu_mul(gate_up.cuda()), REFERENCE.silu_mul(gate_up))
+    # In float32 torch's GELU keeps few digits of gates around -5: it adds 1 to a tanh near -1.
+    exact = gate_up.double() if dtype == torch.float32 else gate_up
+    close(KERNELS.activate_mul(gate_up.cuda(), activation), REFERENCE.activate_mul(exact, activation).to(dtype))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(cap: float) -> None:
+    x = torch.randn(17, 5000) * cap
+    x[0, :5] = torch.tensor([0.0, 1e-30, -1e-6, 1e9, float("-inf")])
+    exact = cap * (x.double() / cap).tanh()
+    whole = KERNELS.soft_cap(x.cuda(), cap)
+    torch.testing.assert_close(whole.cpu().double(), exact, atol=1e-35, rtol=2e-6)
+    assert torch.equal(KERNELS.soft_cap(x[3:4, 70:200].cuda().contiguous(), cap), whole[3:4, 70:200])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 import kernels.triton.attention as triton_attention
-from kernels.interface import AttentionMetadata, HeadLayout, QKNorm, kv_pool_shape
+from kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionOptions,
+    HeadLayout,
+    QKNorm,
+    kv_pool_shape,
+)
 from kernels.reference import ReferenceKernels
 from kernels.triton import TritonKernels
 
@@ -56,6 +63,7 @@ class Batch:
         dtype: torch.dtype,
         block_size: int = 16,
         window: int | None = None,
+        cap: float | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(7)
         blocks = [-(-context // block_size) for _, context in lengths]
@@ -63,7 +71,8 @@ class Batch:
         self.pool = torch.randn(shape, generator=generator).to(dtype)
         self.pool[0] = float("nan")
         self.kv_layer = self.pool[:, 1]
-        self.layout, self.window, self.dtype = layout, window, dtype
+        self.layout, self.dtype = layout, dtype
+        self.options = AttentionOptions(layout.head_dim**-0.5, window, cap)
         scattered = (torch.randperm(sum(blocks), generator=generator) + 1).int().split(blocks)
         tables = torch.zeros((len(lengths), max(blocks) + 2), dtype=torch.int32)
         positions, slots, starts = [], [], [0]
@@ -89,7 +98,7 @@ class Batch:
         self.q = self.qkv.unflatten(-1, (-1, layout.head_dim))[:, : layout.num_heads]
 
     def attention(self, kernels: ReferenceKernels | TritonKernels) -> Tensor:
-        return kernels.attention(self.q, self.kv_layer, self.metadata, self.layout.head_dim**-0.5, self.window)
+        return kernels.attention(self.q, self.kv_layer, self.metadata, self.options)
 
     def only(self, r: int) -> Batch:
         """The same request, cache and table without the others."""
@@ -129,14 +138,16 @@ MIXED = [(1, 1), (3, 70), (30, 41), (1, 33), (1, 100)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "window"),
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "cap"),
     [
-        (2, 2, 64, 16, None),
-        (6, 2, 64, 16, None),
-        (4, 1, 24, 5, None),
-        (4, 1, 16, 1, 7),
-        (2, 1, 128, 32, 40),
-        (20, 1, 80, 8, None),
+        (2, 2, 64, 16, None, None),
+        (6, 2, 64, 16, None, None),
+        (4, 1, 24, 5, None, None),
+        (4, 1, 16, 1, 7, None),
+        (2, 1, 128, 32, 40, None),
+        (20, 1, 80, 8, None, None),
+        (4, 2, 256, 16, None, 50.0),
+        (6, 2, 16, 4, 7, 1.5),
     ],
 )
 def test_attention_of_a_mixed_step(
@@ -147,21 +158,35 @@ def test_attention_of_a_mixed_step(
     head_dim: int,
     block_size: int,
     window: int | None,
+    cap: float | None,
 ) -> None:
-    batch = Batch(MIXED, HeadLayout(heads, kv_heads, head_dim), dtype, block_size, window)
+    batch = Batch(MIXED, HeadLayout(heads, kv_heads, head_dim), dtype, block_size, window, cap)
     close(batch.attention(triton_kernels), batch.attention(REFERENCE))
 
 
 LONG = [(1, 200), (1, 20), (2, 129), (1, 64), (4, 130), (9, 100)]
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float32, 100), (torch.float16, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "cap"),
+    [
+        (torch.float32, None, None),
+        (torch.float32, 100, None),
+        (torch.float16, 3, None),
+        (torch.float32, None, 1.5),
+        (torch.float16, 100, 1.5),
+    ],
+)
 def test_splits(
-    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int | None
+    triton_kernels: TritonKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    window: int | None,
+    cap: float | None,
 ) -> None:
     """Right, and the same bits however many programs share the splits and requests share the memory."""
     monkeypatch.setattr(triton_attention, "SPLIT", 64)
-    batch = Batch(LONG, HeadLayout(3, 1, 32), dtype, window=window)
+    batch = Batch(LONG, HeadLayout(3, 1, 32), dtype, window=window, cap=cap)
     results = []
     for programs in (1, 1000):
         triton_kernels._target_programs = programs
@@ -183,28 +208,28 @@ def test_splits(
         assert torch.equal(other, results[0])
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, None), (50, 1.5)])
 def test_attention_of_a_request_does_not_depend_on_the_others(
-    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, window: int | None
+    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, window: int | None, cap: float | None
 ) -> None:
     monkeypatch.setattr(triton_attention, "SPLIT", 64)
-    batch = Batch(LONG, HeadLayout(3, 1, 32), torch.float32, window=window)
+    batch = Batch(LONG, HeadLayout(3, 1, 32), torch.float32, window=window, cap=cap)
     together = batch.attention(triton_kernels)
     for r in range(len(LONG)):
         begin, end = batch.metadata.query_start[r : r + 2].tolist()
         assert torch.equal(batch.only(r).attention(triton_kernels), together[begin:end])
 
 
-@pytest.mark.parametrize("window", [None, 77])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (77, None), (None, 1.5)])
 def test_in_float32_the_chunking_changes_no_bit(
-    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, window: int | None
+    triton_kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, window: int | None, cap: float | None
 ) -> None:
     """The last rows of a prompt, in whichever launch they are, over several splits.
 
     Whole tiles only: NumPy's products, unlike a GPU's, depend on a row's place in its tile.
     """
     monkeypatch.setattr(triton_attention, "SPLIT", 64)
-    batch = Batch([(16, 140)], HeadLayout(4, 1, 32), torch.float32, window=window)
+    batch = Batch([(16, 140)], HeadLayout(4, 1, 32), torch.float32, window=window, cap=cap)
     whole = batch.attention(triton_kernels)
     for rows in (4, 8):
         assert torch.equal(batch.last(rows).attention(triton_kernels), whole[16 - rows :]), rows
@@ -213,7 +238,13 @@ def test_in_float32_the_chunking_changes_no_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim", "norm"),
-    [(9, 3, 64, 64, False), (4, 2, 24, 16, True), (8, 8, 16, 16, True), (3, 1, 32, 8, False)],
+    [
+        (9, 3, 64, 64, None),
+        (4, 2, 24, 16, "same dtype"),
+        (8, 8, 16, 16, "same dtype"),
+        (4, 2, 16, 16, "float32"),
+        (3, 1, 32, 8, None),
+    ],
 )
 def test_rope_and_write_kv(
     triton_kernels: TritonKernels,
@@ -222,13 +253,14 @@ def test_rope_and_write_kv(
     kv_heads: int,
     head_dim: int,
     rotary_dim: int,
-    norm: bool,
+    norm: str | None,
 ) -> None:
     layout = HeadLayout(heads, kv_heads, head_dim)
     batch = Batch([(1, 30), (7, 7), (3, 21)], layout, dtype, block_size=5)
     angles = torch.randn(32, rotary_dim // 2)
     cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1)
-    qk_norm = QKNorm(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6) if norm else None
+    kind = torch.float32 if norm == "float32" else dtype
+    qk_norm = QKNorm(torch.randn(head_dim).to(kind), torch.randn(head_dim).to(kind), 1e-6) if norm else None
     pools, queries = [], []
     for kernels in (triton_kernels, REFERENCE):
         pool = batch.pool.clone()
@@ -245,9 +277,10 @@ def test_rope_and_write_kv(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [576, 64, 100])
-def test_norms(triton_kernels: TritonKernels, dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("float32_weight", [False, True])
+def test_norms(triton_kernels: TritonKernels, dtype: torch.dtype, width: int, float32_weight: bool) -> None:
     x = torch.randn(5, 2 * width).to(dtype)[:, :width]
-    weight = torch.randn(width).to(dtype)
+    weight = torch.randn(width).to(torch.float32 if float32_weight else dtype)
     close(triton_kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     residuals = [torch.randn(5, width, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in range(2)]
     actual = triton_kernels.add_rms_norm(x, residuals[0], weight, 1e-5)
@@ -257,10 +290,26 @@ def test_norms(triton_kernels: TritonKernels, dtype: torch.dtype, width: int) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1536, 10])
-def test_silu_mul(triton_kernels: TritonKernels, dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activate_mul(
+    triton_kernels: TritonKernels, activation: Activation, dtype: torch.dtype, width: int
+) -> None:
     gate_up = (10 * torch.randn(3, 2 * width)).to(dtype)
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
-    close(triton_kernels.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
+    # In float32 torch's GELU keeps few digits of gates around -5: it adds 1 to a tanh near -1.
+    exact = gate_up.double() if dtype == torch.float32 else gate_up
+    close(triton_kernels.activate_mul(gate_up, activation), REFERENCE.activate_mul(exact, activation).to(dtype))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(triton_kernels: TritonKernels, cap: float) -> None:
+    x = torch.randn(3, 700) * cap
+    x[0, :5] = torch.tensor([0.0, 1e-30, -1e-6, 1e9, float("-inf")])
+    x[1] = cap * torch.linspace(0.2, 0.3, 700)  # where the series meets the powers
+    exact = cap * (x.double() / cap).tanh()
+    capped = triton_kernels.soft_cap(x, cap)
+    assert capped is x
+    torch.testing.assert_close(capped.double(), exact, atol=1e-35, rtol=1e-6)
 
 
 def test_linear(triton_kernels: TritonKernels) -> None:
@@ -283,9 +332,10 @@ def test_a_product_in_float32_of_any_number_of_rows(triton_kernels: TritonKernel
 def test_no_rows(triton_kernels: TritonKernels) -> None:
     batch = Batch([(1, 1)], HeadLayout(2, 1, 16), torch.float32)
     empty = torch.empty(0, 2, 16)
-    assert triton_kernels.attention(empty, batch.kv_layer, batch.metadata, 1.0, None).shape == (0, 2, 16)
+    assert triton_kernels.attention(empty, batch.kv_layer, batch.metadata, batch.options).shape == (0, 2, 16)
     assert triton_kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
-    assert triton_kernels.silu_mul(torch.empty(0, 8)).shape == (0, 4)
+    assert triton_kernels.activate_mul(torch.empty(0, 8), Activation.SILU).shape == (0, 4)
+    assert triton_kernels.soft_cap(torch.empty(0, 8), 30.0).shape == (0, 8)
 
 
 def test_only_the_cpu_is_interpreted() -> None:

@@ -50,9 +50,12 @@ def test_variants(variant: str, kernels_name: str, tmp_path: Path) -> None:
     check(tmp_path, family, kernels_name, **changes)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_float32(dtype: torch.dtype, kernels_name: str, tmp_path: Path) -> None:
-    model = save_tiny(tmp_path, "Qwen3")
+def test_half_precision_stays_near_float32(
+    dtype: torch.dtype, family: str, kernels_name: str, tmp_path: Path
+) -> None:
+    model = save_tiny(tmp_path, family)
     decoder = load_model(tmp_path, get_kernels(kernels_name, "cuda"), dtype, "cuda")
     sequence = torch.arange(24)
     logits = PagedRun(decoder, [sequence]).step([24]).cpu()

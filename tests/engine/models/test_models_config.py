@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from model_checkpoints import FAMILIES, ROPES, tiny_config
 
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, RopeType, parse_model_config, read_model_config
+from kernels.interface import Activation
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,7 +38,7 @@ def test_defaults_where_the_file_is_silent() -> None:
     assert config.windows == ()
     assert config.dtype is None
     assert parse("Qwen3").head_dim == 128
-    assert parse("Qwen3").qk_norm
+    assert parse("Qwen3").family.qk_norm
     assert parse("Qwen2").qkv_bias
     assert not parse("Qwen2").out_bias
     assert parse("Mistral").window(3) == 4096
@@ -50,6 +52,52 @@ def test_agrees_with_transformers_about_its_own_defaults(family: str) -> None:
     assert config.head_dim == (getattr(theirs, "head_dim", None) or 12)
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.windows == ()
+    assert config.activation == getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert config.attention_soft_cap == getattr(theirs, "attn_logit_softcapping", None)
+    assert config.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
+    assert config.attention_scale == getattr(theirs, "query_pre_attn_scalar", config.head_dim) ** -0.5
+
+
+def test_gemma2_as_released() -> None:
+    """The keys of google/gemma-2-2b-it, and the same where the file is silent and transformers has defaults."""
+    keys = {
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "eos_token_id": [1, 107],
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+    }
+    config = parse("Gemma2", **keys)
+    assert config.tie_word_embeddings
+    assert config.activation is Activation.GELU_TANH
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
+    assert config.attention_scale == 1 / 16
+    assert config.windows == (4096, None) * 13
+    assert config.largest_window is None  # some layers see all, so no block may go
+    assert config.eos_token_ids == (1, 107)
+    sizes = {key: keys[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    sizes |= {key: keys[key] for key in ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")}
+    silent = parse("Gemma2", **sizes)
+    ids = {"bos_token_id": 2, "eos_token_ids": (1, 107), "dtype": "bfloat16"}
+    assert dataclasses.replace(silent, **ids) == config
+    uncapped = parse("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=None)
+    assert (uncapped.attention_soft_cap, uncapped.logit_soft_cap, uncapped.windows) == (None, None, ())
+    assert parse(attn_logit_softcapping=50.0).attention_soft_cap is None  # Llama has no such key
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
@@ -79,6 +127,9 @@ def test_windows() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     mixed = parse("Qwen3", use_sliding_window=True, sliding_window=16, layer_types=kinds)
     assert [mixed.window(layer) for layer in range(4)] == [16, None, 16, None]
+    assert parse("Gemma2", sliding_window=16).windows == (16, None, 16, None)
+    assert parse("Gemma2", sliding_window=16, layer_types=kinds[::-1]).windows == (None, 16, None, 16)
+    assert parse("Gemma2", layer_types=["sliding_attention"] * 4).largest_window == 4096
     assert parse(sliding_window=16).windows == ()  # Llama has no such key
 
 
@@ -95,6 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not supported"),
     "no architecture": ({"architectures": None}, "architecture unnamed is not supported"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "both directions": ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     "bias in the MLP": ({"mlp_bias": True}, "mlp_bias is not supported"),
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
     "code": ({"auto_map": {"AutoModel": "modeling.Model"}}, "auto_map"),
@@ -116,6 +168,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zero": ({"num_hidden_layers": 0}, "num_hidden_layers is 0 but must be"),
     "end token": ({"eos_token_id": "x"}, "eos_token_id is 'x' but must be"),
 }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.0 but must be above 0"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0 but must be above 0"),
+        ({"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar is '256' but must be a finite number"),
+        (
+            {"hidden_activation": "gelu"},
+            "hidden_activation 'gelu' is not supported; supported: 'silu', 'gelu_py",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic' is not supported"),
+    ],
+)
+def test_gemma2_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse("Gemma2", **changes)
 
 
 @pytest.mark.parametrize("name", REFUSED)

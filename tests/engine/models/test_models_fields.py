@@ -22,6 +22,15 @@ def test_numbers(text: str, value: float) -> None:
     assert Fields(json.loads(f'{{"x": {text}}}'), "config.json").number("x") == value
 
 
+def test_positive_numbers() -> None:
+    assert Fields({}, "x").optional_positive("cap", 30.0) == 30.0
+    assert Fields({"cap": None}, "x").optional_positive("cap", 30.0) is None
+    assert Fields({"cap": 1}, "x").optional_positive("cap", 30.0) == 1.0
+    for wrong in (0, -1.5):
+        with pytest.raises(ConfigError, match=r"x: cap is .* but must be above 0"):
+            Fields({"cap": wrong}, "x").optional_positive("cap", None)
+
+
 def test_absent_numbers() -> None:
     assert Fields({"x": None}, "config.json").optional_number("x") is None
     assert Fields({}, "config.json").number("x", 2.0) == 2.0

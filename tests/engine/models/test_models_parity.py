@@ -96,6 +96,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "windows on every other layer": (
+        "Gemma2",
+        {"sliding_window": 7, "num_hidden_layers": 3, "layer_types": None},
+    ),
+    "caps as released": (
+        "Gemma2",
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 12},
+    ),
+    "tight caps": ("Gemma2", {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}),
+    "no caps": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "wide heads": ("Gemma2", {"head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}),
+    "biases and untied": ("Gemma2", {"attention_bias": True, "tie_word_embeddings": False}),
+    "another activation": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
 }
 
 
@@ -126,9 +139,12 @@ def test_a_step_that_samples_nothing_still_writes_the_cache(kernels: Kernels, tm
     torch.testing.assert_close(run.step([1])[0], expect(model, sequence)[-1], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_float32(dtype: torch.dtype, kernels: Kernels, tmp_path: Path) -> None:
-    model = save_tiny(tmp_path, "Qwen3")
+def test_half_precision_stays_near_float32(
+    dtype: torch.dtype, family: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    model = save_tiny(tmp_path, family)
     decoder = load_model(tmp_path, kernels, dtype, "cpu")
     assert decoder.dtype == dtype
     sequence = torch.arange(24)
