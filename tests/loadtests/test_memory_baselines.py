@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from loadtests.experiments.memory.constants import StepCost
+from loadtests.experiments.memory.allocators import Allocator, BuddyAllocator, FirstFitAllocator
 from loadtests.experiments.memory.contiguous import Reservation, simulate_contiguous
 from loadtests.experiments.memory.jobs import Job
 from loadtests.experiments.memory.measure import Meter, Result, Split
-from loadtests.experiments.memory.static_batches import simulate_static
+from loadtests.experiments.simulated_replica import StepCost
 
 SECOND = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # every step takes a second
 
 
-def job(name: str, prompt: int, output: int, arrival: float = 0.0, width: int = 1) -> Job:
-    return Job(name, arrival, tuple(range(prompt)), output, width)
+def job(name: str, prompt: int, output: int, arrival: float = 0.0) -> Job:
+    return Job(name, arrival, tuple(range(prompt)), output)
 
 
-def run(jobs: list[Job], reservation: Reservation, slots: int, saturated: bool = False) -> Result:
-    meter = Meter(reservation.value, 0, saturated, slots)
-    return simulate_contiguous(jobs, reservation, SECOND, meter, slots)
+def run(
+    jobs: list[Job],
+    reservation: Reservation,
+    slots: int,
+    saturated: bool = False,
+    allocator: Callable[[int], Allocator] = BuddyAllocator,
+    cost: StepCost = SECOND,
+) -> Result:
+    meter = Meter(0, saturated, slots)
+    return simulate_contiguous(jobs, reservation, allocator(slots), cost, meter)
 
 
 def parts(split: Split) -> tuple[float, float, float, float]:
@@ -42,6 +51,17 @@ def test_oracle_by_hand() -> None:
     assert parts(result.split) == (8, 4, 0, 4)
     assert result.token_share == pytest.approx(100 * 8 / 12)
     assert result.latency == 1.0  # 3 seconds for 3 tokens
+
+
+def test_first_fit_wastes_no_slots_by_rounding() -> None:
+    # 6 slots each: the buddy allocator rounds them to 8 and fits two into 18, first fit three.
+    jobs = [job(name, 3, 3) for name in "abc"]
+    by_buddies, first_fit = (
+        run(jobs, Reservation.ORACLE, 18, allocator=allocator)
+        for allocator in (BuddyAllocator, FirstFitAllocator)
+    )
+    assert (by_buddies.batch, first_fit.batch) == (1.5, 3)
+    assert first_fit.split.external == 0
 
 
 def test_pow2_by_hand() -> None:
@@ -79,12 +99,6 @@ def test_only_saturated_steps_are_measured() -> None:
     assert result.throughput == 1 / 4
 
 
-def test_every_sequence_has_a_run_of_its_own() -> None:
-    result = run([job("a", 4, 4, width=2), job("b", 4, 4)], Reservation.ORACLE, 16)
-    assert result.steps == 8
-    assert result.split.tokens == (2 * (4 + 5 + 6 + 7) + 4 + 5 + 6 + 7) / 8
-
-
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"runs of 35 slots"):
         run([job("a", 10, 25)], Reservation.ORACLE, 32)
@@ -98,26 +112,6 @@ def test_idle_time_passes() -> None:
 
 def test_cost_of_a_step_counts_prompts_rows_and_context() -> None:
     cost = StepCost(1.0, 0.1, 0.01, 0.001, 0.0, 0.0)
-    result = simulate_contiguous([job("a", 10, 3)], Reservation.ORACLE, cost, Meter("o", 0, False, 16), 16)
+    result = run([job("a", 10, 3)], Reservation.ORACLE, 16, cost=cost)
     # the prompt, then two decodes that read 10 and 11 tokens
     assert result.seconds == pytest.approx((1.0 + 1.0) + (1.01 + 0.010) + (1.01 + 0.011))
-
-
-def test_static_batches_by_hand() -> None:
-    # two seats of 8 slots; "a" and "b" end together after b's 4 outputs, then "c" runs alone.
-    jobs = [job("a", 3, 2), job("b", 2, 4), job("c", 3, 1)]
-    result = simulate_static(jobs, SECOND, Meter("static", 0, False, 17), 17, 8)
-    assert result.steps == 5
-    # tokens of requests that still make some: 3 + 2, 4 + 3, then b: 4, 5, then c: 3
-    assert result.split.tokens == (5 + 7 + 4 + 5 + 3) / 5
-    # used later: a 5 - 3, b 6 - 2; 1, 3; 2; 1; c 1
-    assert result.split.reserved == (6 + 4 + 2 + 1 + 1) / 5
-    assert result.split.external == pytest.approx((1 + 1 + 1 + 1 + 9) / 5)
-    assert result.batch == (2 + 2 + 1 + 1 + 1) / 5
-    assert result.latency == pytest.approx((4 / 2 + 4 / 4 + 5 / 1) / 3)
-
-
-def test_static_batches_pad_and_run_ended_rows() -> None:
-    cost = StepCost(1.0, 0.1, 0.01, 0.001, 0.0, 0.0)
-    result = simulate_static([job("a", 3, 1), job("b", 2, 3)], cost, Meter("static", 0, False, 16), 16, 8)
-    assert result.seconds == pytest.approx((1 + 0.1 * 6) + (1.02 + 0.001 * 6) + (1.02 + 0.001 * 8))

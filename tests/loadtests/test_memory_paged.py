@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.scheduling.recovery import RecoveryMode
-from loadtests import memory
-from loadtests.experiments.memory import constants, findings, saturation
-from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, StepCost, Truth
-from loadtests.experiments.memory.contiguous import Reservation
-from loadtests.experiments.memory.findings import PAGED, Findings, Plot, Table
+from loadtests.experiments.memory import command as memory
+from loadtests.experiments.memory import contiguous_runs
+from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, RecoveryLoad, Truth
+from loadtests.experiments.memory.contiguous_runs import filled, run_saturation, sustained
 from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
-from loadtests.experiments.memory.latency import sustained
-from loadtests.experiments.memory.measure import Meter
-from loadtests.experiments.memory.paged import Machine, Memory, simulate_paged
+from loadtests.experiments.memory.measure import Meter, Result
+from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.plots import draw
 from loadtests.experiments.memory.recovery_runs import run_mode
-from loadtests.experiments.memory.saturation import filled
+from loadtests.experiments.memory.systems import MAX, ORACLE, ORACLE_FIRST_FIT, PAGED, SYSTEMS, simulate
+from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
+from loadtests.findings import Findings, Plot, Table
 
-SECOND = StepCost(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+SECOND = StepCost(1.0, 0.0, 0.0, 0.0)
 
 
 def job(number: int, prompt: int, output: int, arrival: float = 0.0) -> Job:
     return Job(f"job-{number}", arrival, own_tokens(number, prompt), output)
 
 
+def paged(jobs: list[Job], slots: int, block_size: int, cost: StepCost = SECOND) -> Result:
+    replica = SimulatedReplica(paged_config(slots, block_size, cost, slots))
+    result = simulate_paged(jobs, replica, Meter(slots=slots))
+    assert not replica.scheduler.has_work()
+    return result
+
+
 def test_one_request_by_hand() -> None:
     # blocks of 4: 3, 4, 5, 6 tokens stored in 1, 1, 2, 2 blocks
-    scheduler, _ = Memory(16, 4).scheduler(16)
-    meter = Meter(PAGED, 0, False, 16)
-    result = simulate_paged([job(0, 3, 4)], scheduler, Machine(SECOND, 4), meter, 4)
+    result = paged([job(0, 3, 4)], 16, 4)
     assert result.steps == 4
     assert result.split.tokens == (3 + 4 + 5 + 6) / 4
     assert result.split.internal == (1 + 0 + 3 + 2) / 4
@@ -43,27 +49,18 @@ def test_one_request_by_hand() -> None:
 
 def test_two_requests_wait_for_blocks() -> None:
     # 4 blocks of 2; each request grows to 3 blocks, so the second one is preempted or waits, and both end.
-    scheduler, _ = Memory(8, 2).scheduler(8)
-    jobs = [job(0, 2, 4), job(1, 2, 4)]
-    result = simulate_paged(jobs, scheduler, Machine(SECOND, 2), Meter(PAGED, 0, False, 8), 2)
+    result = paged([job(0, 2, 4), job(1, 2, 4)], 8, 2)
     assert 4 < result.steps <= 8
-    assert scheduler.stats().running == scheduler.stats().waiting == 0
 
 
-def test_machine_takes_the_time_of_its_constants() -> None:
-    cost = StepCost(1.0, 0.1, 0.01, 0.001, 0.0, 0.0)
-    scheduler, _ = Memory(64, 4).scheduler(64)
-    result = simulate_paged([job(0, 10, 3)], scheduler, Machine(cost, 4), Meter(PAGED, 0, False, 64), 4)
+def test_steps_take_the_time_of_their_constants() -> None:
+    result = paged([job(0, 10, 3)], 64, 4, StepCost(1.0, 0.1, 0.01, 0.001))
     assert result.seconds == pytest.approx((1.0 + 1.0) + (1.01 + 0.010) + (1.01 + 0.011))
 
 
 def test_noise_has_mean_one_and_is_repeatable() -> None:
-    jobs = [job(0, 1, 1_000)]
-    seconds = []
-    for _ in range(2):
-        scheduler, _ = Memory(2_048).scheduler()
-        machine = Machine(SECOND, noise=0.3, seed=4)
-        seconds.append(simulate_paged(jobs, scheduler, machine, Meter(PAGED, 0, False)).seconds)
+    config = replace(paged_config(2_048, cost=SECOND), noise=0.3, seed=4)
+    seconds = [simulate_paged([job(0, 1, 1_000)], SimulatedReplica(config), Meter()).seconds for _ in range(2)]
     assert seconds[0] == seconds[1] != 1_000
     assert seconds[0] == pytest.approx(1_000, rel=0.04)
 
@@ -76,24 +73,25 @@ def test_bound_of_the_block_size_by_hand() -> None:
 
 def test_paged_beats_the_baselines_at_saturation() -> None:
     jobs = make_jobs(SHAREGPT, 8.0, 150, 3)
-    results = {system: findings.simulate(system, jobs, lambda: None) for system in findings.SYSTEMS}
-    paged = results[PAGED]
-    assert paged.token_share > 96
-    assert paged.batch > 1.9 * results[Reservation.ORACLE.value].batch
-    assert paged.batch > 4 * results[Reservation.MAX.value].batch
+    results = {system: simulate(system, jobs) for system in SYSTEMS}
+    best = results[PAGED]
+    assert best.token_share > 96
+    assert best.batch > 1.9 * results[ORACLE].batch
+    assert 1.4 < best.batch / results[ORACLE_FIRST_FIT].batch < best.batch / results[ORACLE].batch
+    assert best.batch > 4 * results[MAX].batch
     for result in results.values():
         assert sum(result.split.percent()) == pytest.approx(100)
         assert min(result.split.percent()) >= 0
 
 
 def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (constants, saturation):
-        monkeypatch.setattr(module, "SATURATION_JOBS", {SHAREGPT.name: 120, ALPACA.name: 800})
-    found = saturation.run_saturation()
+    monkeypatch.setattr(contiguous_runs, "SATURATION_JOBS", {SHAREGPT.name: 120, ALPACA.name: 800})
+    found = run_saturation()
     bars = {figure.name for figure in found.figures if figure.bar is not None}
     assert f"{SHAREGPT.name}: tokens/allocated" in bars
-    assert f"{ALPACA.name}: tokens/allocated, of the bound" in bars
-    assert len(bars) == 7
+    assert f"{ALPACA.name}: tokens/allocated, of the bound of blocks of 16" in bars
+    assert f"{SHAREGPT.name}: average batch over {ORACLE_FIRST_FIT}" in bars
+    assert len(bars) == 9
     assert any("(20.4)" in row[1] for row in found.tables[0].rows)
 
 
@@ -105,8 +103,8 @@ def test_sustained_rate_is_interpolated() -> None:
 
 @pytest.mark.parametrize("copy", [0.01, 1_000.0])
 def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
-    load = constants.RecoveryLoad("small", SHAREGPT, 60, 4_000)
-    runs = {mode: run_mode(load, GPU_LIKE, Truth("t", copy=copy), mode, lambda: None) for mode in RecoveryMode}
+    load = RecoveryLoad("small", SHAREGPT, 60, 4_000)
+    runs = {mode: run_mode(load, GPU_LIKE, Truth("t", copy=copy), mode) for mode in RecoveryMode}
     seconds = {mode: result.seconds for mode, (result, _) in runs.items()}
     assert all(result.preemptions > 5 for result, _ in runs.values())
     swaps_better = seconds[RecoveryMode.SWAP] < seconds[RecoveryMode.RECOMPUTE]

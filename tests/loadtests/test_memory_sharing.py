@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.experiments.memory.beams import Parents, load_parents, save_parents
-from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, WIDTHS
+from loadtests.experiments.memory.beams import Parents, load_parents
+from loadtests.experiments.memory.constants import ALPACA, WIDTHS
 from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
 from loadtests.experiments.memory.measure import Meter
-from loadtests.experiments.memory.paged import PAGED, Machine, Memory, simulate_paged
+from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.sharing import SharingMeter, perfect_beam_blocks, perfect_blocks
+from loadtests.experiments.simulated_replica import SimulatedReplica
 
 
 def random_parents(width: int, steps: int, seed: int) -> Parents:
@@ -66,13 +67,12 @@ def test_blocks_of_beams_by_brute_force(width: int, block_size: int) -> None:
 
 def shared(jobs: list[Job], block_size: int = 16, prefix: int = 0) -> SharingMeter:
     meter = SharingMeter({job.name: job for job in jobs}, block_size, prefix)
-    scheduler, _ = Memory(block_size=block_size).scheduler()
-    machine = Machine(GPU_LIKE, block_size)
-    result = simulate_paged(jobs, scheduler, machine, Meter(PAGED, 0, False), block_size, meter)
+    replica = SimulatedReplica(paged_config(block_size=block_size))
+    result = simulate_paged(jobs, replica, Meter(), meter)
     assert result.preemptions == 0
     assert meter.skipped == 0
-    scheduler.check()
-    assert scheduler.stats().referenced_blocks == 0
+    replica.check()
+    assert replica.scheduler.stats().referenced_blocks == 0
     return meter
 
 
@@ -99,9 +99,9 @@ def test_beams_go_on_as_recorded() -> None:
     other = Job("a", 0.0, job.prompt, 50, 4, ((0, 1, 2, 3),))
     follows = SharingMeter({"a": job}, 4)
     compared = SharingMeter({"a": other}, 4)
-    scheduler, _ = Memory(block_size=4).scheduler()
+    replica = SimulatedReplica(paged_config(block_size=4))
     for meter in (follows, compared):
-        simulate_paged([job], scheduler, Machine(GPU_LIKE, 4), Meter(PAGED, 0, False), 4, meter)
+        simulate_paged([job], replica, Meter(), meter)
     assert follows.saved == pytest.approx(follows.possible)
     assert compared.saved > compared.possible + 10
 
@@ -112,11 +112,10 @@ def test_prefixes_are_shared_whole() -> None:
     assert meter.saved == pytest.approx(meter.possible, rel=0.01)
 
 
-def test_parents_are_kept_in_a_file(tmp_path: Path) -> None:
+def test_recorded_parents_are_read_step_by_step(tmp_path: Path) -> None:
     path = tmp_path / "beams.json"
-    searches = {width: [random_parents(width, 9, seed) for seed in range(3)] for width in WIDTHS}
-    save_parents(searches, "a test", path)
-    assert {width: load_parents(width, path) for width in WIDTHS} == searches
+    path.write_text('{"parents": {"2": ["0001", "1100"]}}')
+    assert load_parents(2, path) == [((0, 0), (0, 1)), ((1, 1), (0, 0))]
     with pytest.raises(ValueError, match=r"no search with 3 beams"):
         load_parents(3, path)
 

@@ -6,7 +6,9 @@ with PagedAttention" (SOSP 2023): OPT-13B on one A100 with 40 GB.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from loadtests.experiments.simulated_replica import StepCost
 
 POOL_SLOTS = 15_700
 """Tokens whose K and V fit the memory: 12 GB at 800 KB a token (section 6.1)."""
@@ -58,31 +60,6 @@ TRANSLATION = Lengths("translation", 30, 30, 0.0, ())
 WIDTHS = (2, 4, 6)
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds that a step takes: a constant, and so much for each unit of work."""
-
-    base: float
-    prefill_token: float
-    decode_row: float
-    context_token: float  # K and V of one token read
-    swapped_block: float  # one block of 16 tokens copied to the host or back
-    swap_call: float  # a step that copies anything at all
-
-    def step(self, prefill: int, rows: int, context: int) -> float:
-        """Seconds for ``prefill`` prompt tokens and ``rows`` decodes that read ``context`` tokens of KV."""
-        return self.base + self.prefill_token * prefill + self.decode_row * rows + self.context_token * context
-
-    def scaled(self, prefill: float, copy: float) -> StepCost:
-        """The same machine with prompts and copies that take so many times as long."""
-        return replace(
-            self,
-            prefill_token=self.prefill_token * prefill,
-            swapped_block=self.swapped_block * copy,
-            swap_call=self.swap_call * copy,
-        )
-
-
 GPU_LIKE = StepCost(
     base=24e-3,
     prefill_token=0.17e-3,
@@ -132,7 +109,7 @@ PUBLISHED_SAVING = {
 PUBLISHED_PREFIX_GAIN = {80: 1.67, 341: 3.58}
 """Throughput over Orca (Oracle) with that shared prefix (figure 16)."""
 
-PUBLISHED_RATE_GAIN = {"Orca Oracle": "1.7 to 2.7", "Orca Max": "2.7 to 8", "static batches": "up to 22"}
+PUBLISHED_RATE_GAIN = {"Orca Oracle": "1.7 to 2.7", "Orca Max": "2.7 to 8"}
 """Request rate over these baselines at about the same latency, ShareGPT, over the models (section 6.2)."""
 
 SATURATION_RATE = 4.0

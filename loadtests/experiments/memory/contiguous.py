@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from loadtests.experiments.memory.buddy import BuddyAllocator
-from loadtests.experiments.memory.constants import MAX_LENGTH, POOL_SLOTS, StepCost
+from loadtests.experiments.memory.allocators import Allocator, BuddyAllocator
+from loadtests.experiments.memory.constants import MAX_LENGTH
 from loadtests.experiments.memory.jobs import Job
 from loadtests.experiments.memory.measure import Meter, Result
+from loadtests.experiments.simulated_replica import StepCost
 
 
 class Reservation(enum.Enum):
@@ -30,25 +31,18 @@ class Reservation(enum.Enum):
 
 
 def simulate_contiguous(
-    jobs: Sequence[Job],
-    reservation: Reservation,
-    cost: StepCost,
-    meter: Meter,
-    slots: int = POOL_SLOTS,
-    progress: Callable[[], object] = lambda: None,
+    jobs: Sequence[Job], reservation: Reservation, allocator: Allocator, cost: StepCost, meter: Meter
 ) -> Result:
     """Run ``jobs`` (in order of arrival), in their order: one that finds no free run blocks those behind it.
 
     A request starts in any step; its prompt runs whole in its first one, together with the others' decodes.
-    A request for several sequences reserves a run for each, and its prompt, computed once, is stored in each.
     """
-    buddy = BuddyAllocator(slots)
     waiting: deque[Job] = deque()
-    running: list[tuple[int, int, Job, list[int], int]] = []  # (last step, tie, job, runs, slots reserved)
+    running: list[tuple[int, int, Job, int, int]] = []  # last step, tie, job, first slot, slots reserved
     arrivals = deque(jobs)
     now = 0.0
     step = 0
-    rows = stored = needed = reserved = batch = 0
+    rows = stored = needed = reserved = 0
     while arrivals or waiting or running:
         while arrivals and arrivals[0].arrival <= now:
             waiting.append(arrivals.popleft())
@@ -57,17 +51,16 @@ def simulate_contiguous(
         while waiting:
             job = waiting[0]
             size = reservation.slots(job)
-            runs = _allocate(buddy, size, job.width)
-            if runs is None:
+            run = allocator.allocate(size)
+            if run is None:
                 break
             waiting.popleft()
-            heapq.heappush(running, (step + job.output, step * 2**20 + started, job, runs, size))
+            heapq.heappush(running, (step + job.output, step * 2**20 + started, job, run, size))
             started += 1
             prefill += len(job.prompt)
-            stored += job.width * len(job.prompt)
-            needed += job.width * job.total
-            reserved += job.width * size
-            batch += 1
+            stored += len(job.prompt)
+            needed += job.total
+            reserved += size
         if not running:
             if waiting:
                 size = reservation.slots(waiting[0])
@@ -82,34 +75,16 @@ def simulate_contiguous(
             tokens=stored,
             reserved=needed - stored,
             internal=reserved - needed,
-            allocated=reserved,
-            batch=batch,
+            batch=len(running),
             waiting=bool(waiting),
         )
         step += 1
-        rows = sum(entry[2].width for entry in running) if started else rows
         while running and running[0][0] == step:
-            _, _, job, runs, size = heapq.heappop(running)
-            for run in runs:
-                buddy.release(run)
-            rows -= job.width
-            stored -= job.width * (job.total - 1)
-            needed -= job.width * job.total
-            reserved -= job.width * size
-            batch -= 1
+            _, _, job, run, size = heapq.heappop(running)
+            allocator.release(run)
+            stored -= job.total - 1
+            needed -= job.total
+            reserved -= size
             meter.end(job, now)
-            progress()
+        rows = len(running)
     return meter.result(now)
-
-
-def _allocate(buddy: BuddyAllocator, size: int, count: int) -> list[int] | None:
-    """``count`` runs of ``size`` slots, or none at all."""
-    runs: list[int] = []
-    for _ in range(count):
-        run = buddy.allocate(size)
-        if run is None:
-            for taken in runs:
-                buddy.release(taken)
-            return None
-        runs.append(run)
-    return runs

@@ -6,13 +6,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from loadtests.arrivals import poisson
 from loadtests.experiments.memory.constants import MAX_LENGTH, SIGMA, Lengths
 
-VOCABULARY = 2**62
-"""Token ids only have to differ: every prompt draws from a range of its own."""
-
-_OWN_TOKENS = 2**40  # first id of the ranges that belong to single requests
+_OWN_TOKENS = 2**40
+"""First id of the ranges that belong to single requests: token ids only have to differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,6 @@ def draw_lengths(
     return drawn
 
 
-def poisson_arrivals(rate: float, count: int, rng: random.Random) -> list[float]:
-    """Arrival times in seconds of a Poisson process with ``rate`` requests per second."""
-    now = 0.0
-    times = []
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        times.append(now)
-    return times
-
-
 def make_jobs(
     lengths: Lengths,
     rate: float,
@@ -90,7 +80,7 @@ def make_jobs(
     """
     rng = random.Random(seed)
     drawn = draw_lengths(lengths, count, rng, MAX_LENGTH - prefix)
-    arrivals = poisson_arrivals(rate, count, rng)
+    arrivals = list(islice(poisson(rate, math.inf, rng), count))
     common = tuple(range(1, prefix + 1))
     jobs = []
     for number, ((prompt, output), arrival) in enumerate(zip(drawn, arrivals, strict=True)):

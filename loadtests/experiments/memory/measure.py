@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from loadtests.experiments.memory.constants import POOL_SLOTS
 from loadtests.experiments.memory.jobs import Job
+from loadtests.stats import mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,6 @@ class Split:
     reserved: float  # will hold one of the request that they belong to
     internal: float  # belong to a request that will never use them
     external: float  # belong to nobody who could use them: rounding, and free runs that are too short
-
-    @property
-    def allocated(self) -> float:
-        """Slots that belong to a request, without the rounding of the allocator."""
-        return self.tokens + self.reserved + self.internal
 
     def percent(self) -> tuple[float, float, float, float]:
         """The four parts, in percent of their sum."""
@@ -36,7 +32,6 @@ class Result:
     requests of the time from arrival to end over the number of output tokens, in seconds.
     """
 
-    system: str
     split: Split
     batch: float
     token_share: float
@@ -56,46 +51,25 @@ class Meter:
     requests wait (the system is saturated), or all steps if ``saturated`` is false.
     """
 
-    system: str
-    warm_up: int
-    saturated: bool = True
+    warm_up: int = 0
+    saturated: bool = False
     slots: int = POOL_SLOTS
-    _time: float = 0.0
-    _tokens: float = 0.0
-    _reserved: float = 0.0
-    _internal: float = 0.0
-    _allocated: float = 0.0
-    _rows: float = 0.0
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # seconds, then seconds times each part
     _ended: int = 0
     _ended_in_window: int = 0
     _open: bool = False
     _latencies: list[float] = field(default_factory=list)
-    _now: float = 0.0
     _steps: int = 0
 
     def step(
-        self,
-        seconds: float,
-        *,
-        tokens: int,
-        reserved: int,
-        internal: int,
-        allocated: int,
-        batch: int,
-        waiting: bool,
+        self, seconds: float, *, tokens: int, reserved: int, internal: int, batch: int, waiting: bool
     ) -> None:
-        """Account for one step; ``allocated`` slots belong to requests, ``batch`` requests ran."""
-        self._now += seconds
+        """Account for one step in which ``batch`` requests ran; memory in slots."""
         self._steps += 1
         self._open = self._ended >= self.warm_up and (waiting or not self.saturated)
-        if not self._open:
-            return
-        self._time += seconds
-        self._tokens += seconds * tokens
-        self._reserved += seconds * reserved
-        self._internal += seconds * internal
-        self._allocated += seconds * allocated
-        self._rows += seconds * batch
+        if self._open:
+            parts = (1, tokens, reserved, internal, batch)
+            self._sums = [total + seconds * part for total, part in zip(self._sums, parts, strict=True)]
 
     def end(self, job: Job, now: float) -> None:
         """Account for a request that ended at ``now``."""
@@ -109,17 +83,16 @@ class Meter:
         Raises:
             ValueError: no step was measured.
         """
-        if not self._time:
-            raise ValueError(f"{self.system}: no request ever waited after the first {self.warm_up} had ended")
-        time = self._time
-        used = (self._tokens + self._reserved + self._internal) / time
-        split = Split(self._tokens / time, self._reserved / time, self._internal / time, self.slots - used)
+        time = self._sums[0]
+        if not time:
+            raise ValueError(f"no request ever waited after the first {self.warm_up} had ended")
+        tokens, reserved, internal, batch = (total / time for total in self._sums[1:])
+        allocated = tokens + reserved + internal
         return Result(
-            self.system,
-            split,
-            batch=self._rows / time,
-            token_share=100 * self._tokens / self._allocated,
-            latency=sum(self._latencies) / len(self._latencies),
+            Split(tokens, reserved, internal, self.slots - allocated),
+            batch=batch,
+            token_share=100 * tokens / allocated,
+            latency=mean(self._latencies),
             throughput=self._ended_in_window / time,
             seconds=now,
             steps=self._steps,

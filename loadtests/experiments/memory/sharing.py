@@ -96,10 +96,6 @@ class SharingMeter:
             -(-tokens // self.block_size) for group in covered.values() for tokens in group
         )
 
-    def forget(self, job: Job) -> None:
-        """Drop what is kept for a job that has ended."""
-        self._beams.pop(job.name, None)
-
     def _prefix_blocks(self, covered: dict[str, list[int]]) -> int:
         return perfect_blocks(
             self.prefix, [tokens for group in covered.values() for tokens in group], self.block_size

