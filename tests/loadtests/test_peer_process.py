@@ -1,4 +1,4 @@
-"""Peers in processes of their own: what they answer counts, and what ends early is an error that names its log."""
+"""Peers in processes of their own: answers count; one that ends early is an error that names its log."""
 
 from __future__ import annotations
 
