@@ -28,29 +28,29 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What one turn of the engine's loop has brought about: taking in what was queued, and a step."""
+    """The results of one turn of the engine's loop, which handles the inbox and runs a step."""
 
     deltas: list[TokenDelta]
-    taken: list[str]  # ids of the requests that were taken in; ``load`` counts them
-    kv: KvBatch | None  # what has become findable, or not any more
+    added: list[str]  # ids of the requests that were added, or refused; ``load`` counts them
+    kv: KvBatch | None  # blocks that can be found now, and those that no longer can
     load: EngineLoad
 
 
 @dataclass(frozen=True, slots=True)
 class _Reset:
-    """Somebody wants the prefix cache to be empty."""
+    """A call to empty the prefix cache."""
 
     done: Future[int] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """Somebody wants to know what is findable."""
+    """A call for a snapshot of all blocks that can be found."""
 
     done: Future[KvSnapshot | None] = field(default_factory=Future)
 
 
-_Item = Request | str | _Reset | _Snapshot | None  # to be added, id to be aborted, ..., stop
+_Item = Request | str | _Reset | _Snapshot | None  # add, abort that id, ..., stop
 
 
 class EngineThread:
@@ -77,9 +77,9 @@ class EngineThread:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()  # guards _live between callers; the loop only ever discards
         self._live: set[str] = set()
-        self._taken: deque[_Item] = deque()  # from the inbox, not dealt with yet
-        self._wanted: list[_Snapshot] = []  # dealt with, not answered yet
-        self._closed = threading.Event()  # nobody empties the inbox any more
+        self._pending: deque[_Item] = deque()  # received, not handled yet
+        self._snapshots: list[_Snapshot] = []  # handled, not answered yet
+        self._closed = threading.Event()  # the inbox is not read any more
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
         self._load: EngineLoad | None = None
@@ -134,7 +134,7 @@ class EngineThread:
         self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request, in whatever state; an unknown or finished one is ignored. Never raises."""
+        """End a request in any state; an unknown or finished one is ignored. Never raises."""
         self._inbox.put(request_id)
 
     def reset_prefix_cache(self) -> Future[int]:
@@ -191,8 +191,8 @@ class EngineThread:
 
     def _ask(self, wanted: _Reset | _Snapshot) -> None:
         self._inbox.put(wanted)
-        if self._closed.is_set():  # perhaps only since the caller looked: then nobody else empties the inbox
-            _refuse(self._take(wait=False))
+        if self._closed.is_set():  # perhaps only since the caller checked: then the loop reads it no more
+            _refuse(self._receive(wait=False))
 
     def _main(self) -> None:
         try:
@@ -208,17 +208,17 @@ class EngineThread:
                 self._on_death(error)
         finally:
             self._loaded.set()
-            # Nobody may wait for an answer of a thread that has ended.
+            # No call may wait for an answer of a thread that has ended.
             self._closed.set()
-            _refuse([*self._wanted, *self._taken, *self._take(wait=False)])
+            _refuse([*self._snapshots, *self._pending, *self._receive(wait=False)])
 
     def _loop(self, engine: Engine) -> None:
         while True:
             deltas: list[TokenDelta] = []
-            taken: list[str] = []
-            self._taken = self._take(wait=not engine.has_work())
-            while self._taken:
-                item = self._taken[0]
+            added: list[str] = []
+            self._pending = self._receive(wait=not engine.has_work())
+            while self._pending:
+                item = self._pending[0]
                 match item:
                     case None:
                         return
@@ -227,11 +227,11 @@ class EngineThread:
                     case _Reset():
                         _resolve(item.done, engine.reset_prefix_cache())
                     case _Snapshot():
-                        self._wanted.append(item)
+                        self._snapshots.append(item)
                     case _:
-                        taken.append(item.request_id)
+                        added.append(item.request_id)
                         deltas += _add(engine, item)
-                self._taken.popleft()
+                self._pending.popleft()
             events = engine.kv_events
             if events is None or not events.pending:
                 self._answer(engine)  # a step may be long
@@ -242,9 +242,9 @@ class EngineThread:
             self._stats, self._load = engine.stats(), engine.load.read()
             batch = None if events is None else events.drain()
             self._answer(engine)
-            self._on_outputs(StepOutputs(deltas, taken, batch, self._load))
+            self._on_outputs(StepOutputs(deltas, added, batch, self._load))
 
-    def _take(self, wait: bool) -> deque[_Item]:
+    def _receive(self, wait: bool) -> deque[_Item]:
         """All that is queued; at least one item if ``wait``."""
         items = deque([self._inbox.get()] if wait else [])
         with contextlib.suppress(Empty):
@@ -253,12 +253,12 @@ class EngineThread:
         return items
 
     def _answer(self, engine: Engine) -> None:
-        """Give those who wait for a snapshot the one of now."""
-        if self._wanted:
+        """Answer the calls that wait for a snapshot."""
+        if self._snapshots:
             snapshot = None if engine.kv_events is None else engine.kv_events.snapshot()
-            for wanted in self._wanted:
+            for wanted in self._snapshots:
                 _resolve(wanted.done, snapshot)
-            self._wanted.clear()
+            self._snapshots.clear()
 
 
 def _refuse(items: Iterable[_Item]) -> None:
@@ -268,7 +268,7 @@ def _refuse(items: Iterable[_Item]) -> None:
 
 
 def _resolve(done: Future[_Result], result: _Result) -> None:
-    """Answer whoever asked, unless they have given up: a cancelled future takes no result."""
+    """Answer a call, unless it was canceled: such a future takes no result."""
     if done.set_running_or_notify_cancel():
         done.set_result(result)
 

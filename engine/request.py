@@ -48,7 +48,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks for. Nobody changes it; the scheduler's :class:`Sequence` is what lives and grows.
+    """What a caller asks for. Immutable: the scheduler's :class:`Sequence` holds what changes.
 
     A request that moved here from another replica carries the tokens generated so far at the end of
     ``token_ids`` and their number in ``generated_before``: positions, ``max_tokens``, ``min_tokens`` and random
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much
 class TokenDelta:
-    """What one step made for one sequence of a request. Nobody changes it.
+    """What one step generated for one sequence of a request. Treat as frozen.
 
     ``index`` is the offset of the first token in the sequence's whole output (tokens made on earlier
     replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token;
@@ -138,7 +138,7 @@ def validate(
 
 
 def _check_beams_fit(prompt: int, longest: int, width: int, limits: ModelLimits) -> None:
-    """Beams go on in lockstep: all of them must fit at once, sharing no more than the prompt's full blocks."""
+    """Beams advance in lockstep: all must fit at once, sharing no more than the full blocks of the prompt."""
     shared = prompt // limits.block_size
     needed = shared + width * (-(-longest // limits.block_size) - shared)
     if needed > limits.num_blocks:

@@ -110,7 +110,7 @@ class ChannelHub:
     def on_step(self, outputs: StepOutputs) -> None:
         """Distribute the outputs of one engine step."""
         self._load = outputs.load
-        for engine_id in outputs.taken:
+        for engine_id in outputs.added:
             attempt = self._attempts.get(engine_id)
             if attempt is not None:
                 channel = attempt.channel

@@ -16,12 +16,12 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
     """Start waiting sequences while tokens, sequence slots and blocks last.
 
     A bounded number of sequences that do not fit is passed over. Returns how many waiting sequences no newcomer
-    can overtake, for want of a slot or of blocks. Those left for want of tokens do not count, nor those that
+    can overtake, for lack of slots or blocks; sequences left for lack of tokens do not count, nor those that
     are passed over.
     """
     pool, waiting, reserve = state.pool, state.waiting, state.reserve
     position = misses = deferred = 0
-    kept = 0  # blocks for preempted sequences that were passed over: nobody behind them may take those
+    withheld = 0  # blocks for preempted sequences that were passed over: later ones must leave them
     reserved: int | None = None  # blocks for the growth of running sequences; a bound until ``exact``
     exact = False
     held: dict[PrefixNode, int] = {}
@@ -38,14 +38,15 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
                 return 0
         else:
             fits = (
-                state.num_seqs + sequence.num_seqs <= state.max_num_seqs and needed + kept <= pool.num_available
+                state.num_seqs + sequence.num_seqs <= state.max_num_seqs
+                and needed + withheld <= pool.num_available
             )
             if fits and plan.chunks:  # while nothing runs, nothing is reserved
                 if reserved is None:
                     reserved = reserve.upper_bound(plan.prefilling, state.num_seqs)
-                if not exact and needed + reserved + kept > pool.num_available:
+                if not exact and needed + reserved + withheld > pool.num_available:
                     reserved, exact = reserve.blocks(state.running), True
-                fits = needed + reserved + kept <= pool.num_available
+                fits = needed + reserved + withheld <= pool.num_available
             if fits or not state.running:
                 _start(state, position, plan)
                 held.clear()
@@ -59,7 +60,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
                 return len(waiting) - position
             passed.append(sequence)
         if sequence.state is not SequenceState.WAITING:
-            kept += _blocks_in_all(state, sequence)
+            withheld += _blocks_in_all(state, sequence)
         position += 1
     return len(waiting) - position if state.num_seqs >= state.max_num_seqs else 0
 

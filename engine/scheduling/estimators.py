@@ -1,4 +1,4 @@
-"""Running figures of what steps measure: the cost of a unit of work, of a call by its size, and a median."""
+"""Running estimates of measured costs: of a unit of work, of a call by its size, and a running median."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ STALE = 64
 
 _MEMORY = 16.0  # typical measurements over which a cost is averaged
 _CALIBRATION = 1.0  # what a calibration counts for, in typical measurements
-_DOUBTED = 0.5  # what a stale average still counts for
+_STALE_WEIGHT = 0.5  # what a stale average still counts for
 _LARGEST = 4.0  # a measurement counts for at most this many typical ones
-_SLOWEST = 4.0  # a measurement is taken to be at most this many times slower than the average
+_SLOWEST = 4.0  # a measurement is cut to at most this many times the average
 _RECENT = 32  # measurements whose median is the likely cost
 _ENOUGH = 8  # fewer of them say less than the average
 _LINE_FADES = 1.0 / 64.0  # what each measurement takes from the weight of those before, for the fixed part
 _LINE_PRIOR = 1.0  # measurements that the calibrated fixed part is worth, at each of two sizes
-_LINE_CUT = 2.0  # a measurement is taken to be at most so many times off the likely cost, for the fixed part
-_MOST_FIXED = 4.0  # the fixed part is at most so many typical calls without it
+_LINE_CUT = 2.0  # a measurement is cut to at most this factor off the likely cost, for the fixed part
+_MAX_FIXED = 4.0  # the fixed part is at most this many typical calls without it
 
 
 class RunningMedian:
@@ -53,7 +53,7 @@ class UnitCost:
     is equally long for small and large requests. Averaging seconds, not rates, bounds what a measurement that
     was too fast can do; one that was too slow is cut off.
 
-    What most measurements are near is the median, ``likely``: a few slow steps raise the average above it.
+    Most measurements are near the median, ``likely``: a few slow steps raise the average above it.
 
     Args:
         rate: units a second as calibrated, 0 where unknown.
@@ -95,7 +95,7 @@ class UnitCost:
         if units <= 0 or seconds <= 0:
             return
         if self.is_stale(decisions):
-            self._weight = min(self._weight, _DOUBTED)
+            self._weight = min(self._weight, _STALE_WEIGHT)
         self.last_seen = decisions
         size = min(units / self.typical, _LARGEST) if self.typical else 1.0
         self.typical += (units - self.typical) * (size / (_MEMORY + size) if self.typical else 1.0)
@@ -152,7 +152,7 @@ class CallCost:
     say nothing of the fixed part, and the calibrated one stays.
 
     Args:
-        rate: units a second beside the fixed part, as calibrated; 0 where unknown.
+        rate: units a second without the fixed part, as calibrated; 0 where unknown.
         call_seconds: the fixed part, as calibrated; it means nothing without ``rate``.
         refit: ``False`` keeps the fixed part as it is, for measurements that do not show it.
     """
@@ -165,7 +165,7 @@ class CallCost:
 
     @property
     def rate(self) -> float:
-        """Units a second beside the fixed part, 0 where unknown."""
+        """Units a second without the fixed part, 0 where unknown."""
         return self._unit.rate
 
     @property
@@ -178,15 +178,15 @@ class CallCost:
         return self._unit.is_stale(decisions)
 
     def mean(self, units: float) -> float | None:
-        """What such a call takes on average; nothing if it has nothing to do; ``None`` where unknown."""
+        """Mean seconds of such a call; 0 for no units; ``None`` where unknown."""
         return self._cost(units, self._unit.seconds)
 
     def likely(self, units: float) -> float | None:
-        """What such a call takes most of the time."""
+        """Median seconds of such a call."""
         return self._cost(units, self._unit.likely)
 
     def measure(self, units: int, seconds: float, decisions: int) -> None:
-        """Refine all that is believed; a call without time or units says nothing."""
+        """Refine all estimates; a call without time or units says nothing."""
         if units <= 0 or seconds <= 0:
             return
         self._unit.measure(units + self._fixed, seconds, decisions)
@@ -194,7 +194,7 @@ class CallCost:
             return
         unit = self._unit.likely
         assert unit is not None, "it was measured"
-        # In units, not seconds: when all was believed to be faster than it is, that must not weigh more.
+        # In units, not seconds: a time at which all seemed faster than it is must not weigh more.
         expected = units + self._fixed
         measured = min(max(seconds / unit, expected / _LINE_CUT), expected * _LINE_CUT)
         self._line.fade(_LINE_FADES)
@@ -205,8 +205,8 @@ class CallCost:
         for size in (typical / 2.0, typical * 2.0):
             line.add(size, level * (size + self._calibrated), _LINE_PRIOR * (size + self._fixed) ** -2)
         intercept, slope = line.solve()
-        most = _MOST_FIXED * typical
-        fixed = min(max(intercept, 0.0) / slope, most) if slope > 0 else most
+        largest = _MAX_FIXED * typical
+        fixed = min(max(intercept, 0.0) / slope, largest) if slope > 0 else largest
         self._unit.enlarge((typical + self._fixed) / (typical + fixed))  # a typical call is as dear as before
         self._fixed = fixed
 

@@ -48,7 +48,7 @@ def preempt(state: SchedulerState, position: int, plan: StepPlan) -> None:
 
 
 def _victim_for(state: SchedulerState, sequence: Sequence, plan: StepPlan) -> int:
-    """The position of the last running sequence: whoever came last loses its blocks first."""
+    """The position of the last running sequence: the youngest loses its blocks first."""
     position = len(state.running) - 1
     if state.running[position] is sequence and not plan.chunks:
         # All before it are held beams that wait for this one: they can wait without blocks.

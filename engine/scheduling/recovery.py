@@ -1,4 +1,4 @@
-"""What to do with the KV of a request that loses its blocks: copy it out and back in, or compute it again."""
+"""Chooses how a preempted sequence gets its KV back: swap it out and in, or recompute it."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ _KEPT_LESSONS = 32  # whose median is the typical survival
 
 
 class Recovery(enum.StrEnum):
-    """How a preempted request gets its KV back."""
+    """How a preempted sequence gets its KV back."""
 
-    RECOMPUTE = "recompute"  # run its tokens again; what survives in the prefix cache is found there
-    SWAP = "swap"  # copy its blocks to the host and back; what survives is not copied back
+    RECOMPUTE = "recompute"  # run its tokens once more, except those whose blocks are still cached
+    SWAP = "swap"  # copy its blocks to the host and back, except those that are still cached
 
 
 class RecoveryMode(enum.StrEnum):
     """The option ``recovery``."""
 
-    AUTO = "auto"  # whatever is expected to take less time
+    AUTO = "auto"  # the one that is expected to take less time
     SWAP = "swap"  # whenever the host pool has room
     RECOMPUTE = "recompute"
 
 
 @dataclass(slots=True)
 class Rates:
-    """How fast KV comes and goes; 0 where it is not known."""
+    """Speeds of computing and copying KV; 0 where unknown."""
 
     prefill: float = 0.0  # tokens a second, once a step has begun
     swap_out: float = 0.0  # blocks a second, once a copy has begun
     swap_in: float = 0.0  # blocks a second, likewise
-    out_call: float = 0.0  # seconds of a swap-out beside those of its blocks
-    in_call: float = 0.0  # seconds of a swap-in beside those of its blocks
+    out_call: float = 0.0  # seconds of a swap-out, in addition to those of its blocks
+    in_call: float = 0.0  # seconds of a swap-in, in addition to those of its blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """What a request that is about to lose its blocks has."""
+    """A sequence that is about to lose its blocks."""
 
-    tokens: int  # whose KV is computed
+    tokens: int  # with computed KV
     blocks: int  # that hold them
-    to_copy: int  # of the blocks, those that a swap must copy to the host; the others are there
+    to_copy: int  # of the blocks, those that are not on the host yet
     findable: int  # leading blocks that the prefix index knows
-    held: int  # of the findable ones, those that other requests hold, too, so that they surely survive
+    held: int  # of the findable ones, those that other sequences hold, too: they survive
     swappable: bool  # the host pool has room
 
 
@@ -66,10 +66,10 @@ class Decision:
     findable: int
     held: int
     fallback: bool = False  # a swap was wanted but the host pool was full
-    trial: bool = False  # the dearer way, taken to measure it
+    trial: bool = False  # the costlier recovery, chosen to measure it
     outcome: float = 0.0
     ended: bool = False
-    taught: bool = False  # what became of its findable blocks is known
+    survival_known: bool = False  # whether its findable blocks survived has been learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RecoveryStats:
     median_ratio: dict[Recovery, float | None]  # outcome / estimate, of at most 512 that finished last
     median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same; may be inf
     rates: Rates
-    survival: float  # mean share of the findable blocks that nobody else holds that is found again
+    survival: float  # mean share of the findable blocks held by no other sequence that survive
 
     @property
     def pending(self) -> int:
@@ -95,26 +95,26 @@ class RecoveryStats:
 
 
 class RecoveryPolicy:
-    """Chooses a recovery for each preempted request, and learns from what the choices cost.
+    """Chooses a recovery for each preempted sequence, and learns from what the choices cost.
 
-    The expected cost of a swap is the time to copy out what is not on the host and to copy in what will not be
-    found again in the prefix index; that of a recompute is the time to run the tokens that will not be found.
-    All three have a fixed part: that of a copy, and that of a step, most of which few tokens pay, many share.
-    Rates start from a calibration and follow what steps measure, and the share of the findable blocks that
-    survives until the request comes back follows what is found then. Mostly all survive or none: the mean, that
-    decides what costs less in the long run, is hardly ever what happens, and a few slow steps raise the mean
-    cost. So a decision's ``estimate`` takes medians, of survival and of costs.
+    The expected cost of a swap is the time to copy out the blocks that are not on the host and to copy in those
+    that will no longer be cached; that of a recompute is the time to run the tokens that will not be cached.
+    All three have a fixed part: that of a copy, and that of a step. Rates start from a calibration and follow
+    what steps measure; the share of findable blocks that survive until the sequence resumes follows what is
+    found then. Usually all survive or none, and a few slow steps raise the mean cost. So the mean decides,
+    because it is what counts in the long run, but a decision's ``estimate`` takes the medians of survival and
+    of costs.
 
-    What is never chosen is never measured. So the dearer alternative is tried now and then: when its rate was
-    not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and so many
-    decisions have gone by that trials cost no more than 1/64 of the expected time (the first trial of each kind
-    waits for :data:`STALE` decisions only). Survival needs no trials: both ways teach it.
+    A recovery that is never chosen is never measured. So the costlier one is tried now and then: when its rate
+    was not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and
+    enough decisions have passed that trials cost at most 1/64 of the expected time (the first trial of each
+    kind waits for :data:`STALE` decisions only). Survival needs no trials: both recoveries show it.
 
     Args:
-        block_size: tokens of one KV block.
-        rates: calibrated at start; an unknown swap rate makes ``auto`` recompute.
-        refit_calls: whether the seconds of copies show their fixed parts. ``False`` where they are a pace times
-            blocks: a line through them would lose what the calibration found.
+        block_size: tokens of one KV block. rates: calibrated at start; an unknown swap rate makes ``auto``
+        recompute. refit_calls: whether measured copies include their fixed parts. ``False`` where they are a
+        time per block
+            multiplied by blocks: fitting them would lose the calibrated fixed part.
     """
 
     def __init__(self, mode: RecoveryMode, block_size: int, rates: Rates, *, refit_calls: bool = True) -> None:
@@ -128,7 +128,7 @@ class RecoveryPolicy:
         self._survival = _SURVIVAL_START
         self._lessons = 0
         self._typical = RunningMedian(_KEPT_LESSONS)
-        self._allowance = 0.0  # seconds that the next trial may cost more than the cheaper way
+        self._allowance = 0.0  # seconds that the next trial may cost beyond the cheaper recovery
         self._last_trial = 0
         self._tried: set[Recovery] = set()
         self._total = 0
@@ -142,14 +142,15 @@ class RecoveryPolicy:
 
     @property
     def rates(self) -> Rates:
-        """What is believed now."""
-        out, back = self._out, self._in
-        return Rates(self._prefill.rate, out.rate, back.rate, out.call_seconds, back.call_seconds)
+        """The present estimates."""
+        return Rates(
+            self._prefill.rate, self._out.rate, self._in.rate, self._out.call_seconds, self._in.call_seconds
+        )
 
     def choose(self, victim: Victim) -> Decision:
-        """Decide how a request recovers; called while it still holds its blocks.
+        """Decide how a sequence recovers; called while it still holds its blocks.
 
-        A full host pool is no error: it makes a wanted swap a recompute, with ``fallback`` set.
+        If the host pool is full, a wanted swap becomes a recompute with ``fallback`` set.
         """
         estimates = self._expected(victim)
         wanted = self._wanted(victim, estimates)
@@ -177,25 +178,25 @@ class RecoveryPolicy:
             trial=trial,
         )
 
-    def resumed(self, decision: Decision, kept: int) -> None:
-        """Learn that ``kept`` leading blocks were still in the prefix index at re-admission.
+    def resumed(self, decision: Decision, found: int) -> None:
+        """Learn that ``found`` leading blocks were still in the prefix index at re-admission.
 
-        Or earlier, once nothing is left but what others hold: who waits longest loses most, and if it taught
-        only at its return, survival would be believed to be that of those who come back soon. Each decision
-        teaches once.
+        Called earlier once only blocks held by other sequences are left: sequences that wait longest lose most,
+        and learning from them only at their return would favor those that return soon. Each decision counts
+        once.
         """
         unheld = decision.findable - decision.held
-        if unheld < 1 or decision.taught:
+        if unheld < 1 or decision.survival_known:
             return
-        decision.taught = True
-        survived = min(max((kept - decision.held) / unheld, 0.0), 1.0)
+        decision.survival_known = True
+        survived = min(max((found - decision.held) / unheld, 0.0), 1.0)
         self._lessons += 1
         self._typical.add(survived)
         step = max(_SURVIVAL_STEP, 1.0 / (self._lessons + 1))
         self._survival += (survived - self._survival) * step
 
     def spent(self, decision: Decision, seconds: float) -> None:
-        """Add to what ``decision`` has cost."""
+        """Add to the cost of ``decision``."""
         decision.outcome += seconds
 
     def done(self, decision: Decision) -> None:
@@ -251,18 +252,24 @@ class RecoveryPolicy:
         )
 
     def _expected(self, victim: Victim) -> dict[Recovery, float | None]:
-        """What each way costs on average: what a choice goes by."""
-        kept = victim.held + self._survival * (victim.findable - victim.held)
-        out, back = self._out.mean(victim.to_copy), self._in.mean(victim.blocks - kept)
-        return _costs(out, back, self._prefill.mean(victim.tokens - kept * self._block_size))
+        """The mean cost of each recovery, which decides."""
+        found = victim.held + self._survival * (victim.findable - victim.held)
+        return _costs(
+            self._out.mean(victim.to_copy),
+            self._in.mean(victim.blocks - found),
+            self._prefill.mean(victim.tokens - found * self._block_size),
+        )
 
     def _likely(self, victim: Victim) -> dict[Recovery, float | None]:
-        """What each way costs most of the time: outcomes have long tails, so that is less than the average."""
+        """The median cost of each recovery; costs have long tails, so it is below the mean."""
         typical = self._typical.value
         survival = self._survival if typical is None else typical
-        kept = victim.held + survival * (victim.findable - victim.held)
-        out, back = self._out.likely(victim.to_copy), self._in.likely(victim.blocks - kept)
-        return _costs(out, back, self._prefill.likely(victim.tokens - kept * self._block_size))
+        found = victim.held + survival * (victim.findable - victim.held)
+        return _costs(
+            self._out.likely(victim.to_copy),
+            self._in.likely(victim.blocks - found),
+            self._prefill.likely(victim.tokens - found * self._block_size),
+        )
 
     def _wanted(self, victim: Victim, estimates: dict[Recovery, float | None]) -> Recovery:
         if not victim.blocks or self.mode is RecoveryMode.RECOMPUTE:
@@ -274,7 +281,7 @@ class RecoveryPolicy:
         return Recovery.SWAP if cheaper else Recovery.RECOMPUTE
 
     def _is_trial_due(self, victim: Victim, best: Recovery, estimates: dict[Recovery, float | None]) -> bool:
-        """Whether to measure the dearer alternative now; also sets aside what it may cost."""
+        """Whether to measure the costlier recovery now; also adds to what a trial may cost."""
         other = _other(best)
         low, high = estimates[best], estimates[other]
         if low is None or high is None:
@@ -303,6 +310,8 @@ def _other(recovery: Recovery) -> Recovery:
     return Recovery.SWAP if recovery is Recovery.RECOMPUTE else Recovery.RECOMPUTE
 
 
-def _costs(out: float | None, back: float | None, again: float | None) -> dict[Recovery, float | None]:
-    swap = None if out is None or back is None else out + back
-    return {Recovery.SWAP: swap, Recovery.RECOMPUTE: again}
+def _costs(
+    swap_out: float | None, swap_in: float | None, recompute: float | None
+) -> dict[Recovery, float | None]:
+    swap = None if swap_out is None or swap_in is None else swap_out + swap_in
+    return {Recovery.SWAP: swap, Recovery.RECOMPUTE: recompute}

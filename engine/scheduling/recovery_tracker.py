@@ -126,7 +126,7 @@ class RecoveryTracker:
         """Let the preempted sequences that were checked least recently teach the policy what they have lost."""
         for _ in range(min(_CHECKED, len(self._watched))):
             decision, first = self._watched.popleft()
-            if decision.taught or decision.ended:
+            if decision.survival_known or decision.ended:
                 continue
             if first.block < 0:  # forgotten, or hollow
                 self._policy.resumed(decision, decision.held)

@@ -10,14 +10,14 @@ from engine.scheduling.recovery import RecoveryStats
 
 @dataclass(slots=True)  # not frozen: one is made in each step, and that would cost four times as much
 class SchedulerStats:
-    """Gauges of now and totals since the start; blocks and tokens. Nobody changes it."""
+    """Gauges of now and totals since the start; blocks and tokens. Treat as frozen."""
 
     referenced_blocks: int
     cached_blocks: int
     free_blocks: int
     running: int
     waiting: int  # never admitted yet
-    preempted: int  # admitted before, waiting to compute their KV again
+    preempted: int  # admitted before, waiting to recompute their KV
     swapped: int  # admitted before, waiting with their KV in host blocks
     prompt_tokens: int  # of admitted requests
     generated_tokens: int
@@ -29,6 +29,8 @@ class SchedulerStats:
     copied_blocks: int  # by copy-on-write
     recovery: RecoveryStats
     finished: dict[FinishReason, int]  # sequences
-    arrived_tokens: float = 0.0  # of prompts that ever came, without what their prefixes are expected to spare
-    remaining_output: float = 0.0  # tokens that a running sequence is expected to get still
-    running_limit: int = 0  # tokens that the running sequences may come to together
+    arrived_tokens: float = (
+        0.0  # of all prompts so far, without the tokens that prefix reuse is expected to save
+    )
+    remaining_output: float = 0.0  # tokens that a running sequence is expected to generate yet
+    running_limit: int = 0  # tokens that the running sequences may reach together

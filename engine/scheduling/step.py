@@ -31,7 +31,7 @@ class StepTiming:
 class StepPlan:
     """One step, prefill and decode mixed: the oldest running sequence first, then those admitted now.
 
-    ``schedule()`` fills it in; afterwards nobody changes it.
+    ``schedule()`` fills it in; it is read-only afterwards.
     """
 
     token_budget: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.request import FinishReason, Request
 from engine.scheduling.sequence import Sequence
 
-KEPT = 64
+WINDOW = 64
 """Roughly how many of the latest requests the averages remember."""
 
 FIRST_OUTPUT = 256.0
@@ -23,8 +23,8 @@ class WorkloadStats:
     def __init__(self) -> None:
         self.arrived_tokens = 0.0  # prompt tokens to compute, estimated, of all requests so far
         self.prompt_tokens = 0  # of admitted requests
-        self.query_tokens = 0  # of those, looked up
-        self.hit_tokens = 0  # of those, found
+        self.query_tokens = 0  # of these, looked up in the prefix index
+        self.hit_tokens = 0  # of these, found there
         self._recent_queries = self._recent_hits = 0.0  # tokens, fading
         self._mean_output, self._mean_square = FIRST_OUTPUT, 2.0 * FIRST_OUTPUT**2
         self._outputs = 1
@@ -52,15 +52,15 @@ class WorkloadStats:
             return
         self.query_tokens += tokens
         self.hit_tokens += hit
-        kept = 1.0 - 1.0 / KEPT
-        self._recent_queries = kept * self._recent_queries + tokens
-        self._recent_hits = kept * self._recent_hits + hit
+        decay = 1.0 - 1.0 / WINDOW
+        self._recent_queries = decay * self._recent_queries + tokens
+        self._recent_hits = decay * self._recent_hits + hit
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence has ended; outputs that clients or errors cut short say nothing of lengths."""
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         length = float(max(sequence.num_generated, 1))
-        self._outputs = min(self._outputs + 1, KEPT)
+        self._outputs = min(self._outputs + 1, WINDOW)
         self._mean_output += (length - self._mean_output) / self._outputs
         self._mean_square += (length**2 - self._mean_square) / self._outputs

@@ -70,7 +70,7 @@ def test_batches_and_keys_of_a_request(observed: Observed) -> None:
     request = replace(make_request("a", PROMPT, max_tokens=4), namespace=space)
     observed.thread.submit(request)
     observed.until_ended("a")
-    assert [name for out in observed.outputs for name in out.taken] == ["a"]
+    assert [name for out in observed.outputs for name in out.added] == ["a"]
     for batch in observed.batches:
         follower.follow(batch)
     scheme = observed.thread.key_scheme

@@ -206,7 +206,7 @@ def test_survival_follows_what_is_found_of_the_blocks_that_nobody_held() -> None
     for mode in (RecoveryMode.SWAP, RecoveryMode.RECOMPUTE):
         chooser = policy(mode=mode)
         for _ in range(50):
-            chooser.resumed(chooser.choose(victim(findable=10, held=2)), kept=4)
+            chooser.resumed(chooser.choose(victim(findable=10, held=2)), found=4)
         assert chooser.stats().survival == pytest.approx(0.25, abs=0.02)
         for kept in (0, 100):  # holders let go of theirs, or others computed more: a probability stays one
             for _ in range(100):
@@ -216,8 +216,8 @@ def test_survival_follows_what_is_found_of_the_blocks_that_nobody_held() -> None
 
 def test_a_request_without_unheld_findable_blocks_teaches_nothing_about_survival() -> None:
     chooser = policy()
-    chooser.resumed(chooser.choose(victim(findable=4, held=4)), kept=4)
-    chooser.resumed(chooser.choose(victim()), kept=0)
+    chooser.resumed(chooser.choose(victim(findable=4, held=4)), found=4)
+    chooser.resumed(chooser.choose(victim()), found=0)
     assert chooser.stats().survival == 0.5
 
 

@@ -7,7 +7,7 @@ from kv_simulation import KVSimulation, add, make_request, make_scheduler
 
 from engine.request import FinishReason, Request
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.workload_stats import FIRST_OUTPUT, KEPT, WorkloadStats
+from engine.scheduling.workload_stats import FIRST_OUTPUT, WINDOW, WorkloadStats
 
 
 def run(scheduler: Scheduler, model: KVSimulation, request: Request) -> None:
@@ -73,14 +73,14 @@ def test_remaining_output_before_any_has_ended() -> None:
 
 def test_of_equally_long_outputs_half_remains() -> None:
     workload = WorkloadStats()
-    for _ in range(10 * KEPT):
+    for _ in range(10 * WINDOW):
         ended(workload, 100)
     assert workload.remaining_output == pytest.approx(50, rel=0.01)
 
 
 def test_of_unequal_outputs_more_remains() -> None:
     workload = WorkloadStats()
-    for number in range(10 * KEPT):
+    for number in range(10 * WINDOW):
         ended(workload, 10 if number % 2 else 190)
     # One in two has 190 tokens, but 95 % of those that run at some moment do.
     assert workload.remaining_output == pytest.approx((10**2 + 190**2) / (2 * 200), rel=0.05)
