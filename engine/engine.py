@@ -57,8 +57,8 @@ class EngineStats:
 class Engine:
     """One model on one device, driven by calls of :meth:`step`. Not thread-safe: one thread owns it.
 
-    ``offline`` takes a larger default token budget: throughput before the latency of a single step. Otherwise
-    ``kv_events`` records what becomes findable, if prefixes are cached at all.
+    ``offline`` takes a larger default token budget: throughput before the latency of a single step. Otherwise,
+    with prefix caching, ``kv_events`` records the blocks that become findable.
 
     Raises:
         ConfigError: the model cannot be served with these options.
@@ -119,7 +119,7 @@ class Engine:
         return KeyScheme(*self.runner.model_key)
 
     def abort(self, request_id: str) -> list[TokenDelta]:
-        """End a request in whatever state; its blocks are free at once. Empty if there is none such."""
+        """End a request in any state; its blocks are free at once. Empty if there is no such request."""
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> int:

@@ -20,10 +20,10 @@ STEP_SECONDS = 0.1
 MIN_BUDGET, MAX_BUDGET = 32, 2048
 GPU_BUDGET = 2048
 OFFLINE_CPU_BUDGET = 512
-"""Offline nobody waits for a single step; larger chunks prefill faster."""
+"""Offline, no client waits for a single step; larger chunks prefill faster."""
 
 DECODE_SHARE = 0.75
-"""Most of a calibrated budget that decoding requests may take, so that prompts always get on."""
+"""Maximum share of a calibrated budget for decoding sequences, so that prompts always advance."""
 
 CPU_TRIAL_TOKENS = 256
 """Of a prompt that is as long as any that a CPU's rate depends on."""
@@ -40,7 +40,7 @@ _SWAP_SECONDS = 0.15  # after which no trial is begun
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured at start."""
+    """Figures measured at startup."""
 
     prefill_rate: float  # tokens per second
     token_budget: int  # tokens per step that take about STEP_SECONDS
@@ -48,10 +48,10 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """What copying blocks to the host or back takes."""
+    """The cost of copying blocks to the host or back."""
 
     rate: float  # blocks a second, once a call has begun
-    call_seconds: float  # of a call beside those of its blocks
+    call_seconds: float  # of a call, in addition to those of its blocks
 
 
 def calibrate(
@@ -99,10 +99,10 @@ def swap_costs(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -
         ValueError: the cache has no host blocks.
     """
     block_bytes = cache.pool[0].numel() * cache.pool.element_size()
-    most = min(cache.num_blocks, cache.host_blocks, max(_SWAP_BYTES // block_bytes, 2))
-    if not most:
+    many = min(cache.num_blocks, cache.host_blocks, max(_SWAP_BYTES // block_bytes, 2))
+    if not many:
         raise ValueError("a cache without host blocks cannot swap")
-    cache.pool[:most].zero_()  # so that the pages exist
+    cache.pool[:many].zero_()  # so that the pages exist
     cpu = cache.pool.device.type == "cpu"
     elsewhere = np.ones(_CACHE_BYTES if cpu else 1, dtype=np.uint8)
 
@@ -115,7 +115,7 @@ def swap_costs(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -
         pairs = [(block, blocks - 1 - block) for block in range(blocks)]
         return Transfers(swap_out=pairs), Transfers(swap_in=pairs)
 
-    trials = [transfers for blocks in (1, most) for transfers in both_ways(blocks)]
+    trials = [transfers for blocks in (1, many) for transfers in both_ways(blocks)]
     swap(trials[2])  # the first one makes the host's pages
     least = [math.inf] * len(trials)
     start = clock()
@@ -125,7 +125,7 @@ def swap_costs(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -
             least[number] = min(least[number], _timed(swap, transfers, clock))
         if clock() - start > _SWAP_SECONDS:
             break
-    return _copy_cost(most, least[0], least[2]), _copy_cost(most, least[1], least[3])
+    return _copy_cost(many, least[0], least[2]), _copy_cost(many, least[1], least[3])
 
 
 def _copy_cost(blocks: int, one: float, all_of_them: float) -> CopyCost:

@@ -50,16 +50,16 @@ def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
     Fewer where fewer are allowed: a logit of minus infinity forbids its token.
     """
     rows, vocab = logits.shape
-    most = min(max(counts), vocab)
-    # As many groups as are wanted have a maximum that reaches ``least``: no token below it is among the best,
-    # and only those groups need a closer look.
-    size = GROUP if vocab >= 4 * GROUP * most else 1
+    largest = min(max(counts), vocab)
+    # As many groups as tokens are wanted have a maximum of at least ``least``: no token below it is among the
+    # best, and only those groups have to be searched.
+    size = GROUP if vocab >= 4 * GROUP * largest else 1
     if vocab % size:
         logits = torch.nn.functional.pad(logits, (0, -vocab % size), value=-math.inf)
     grouped = logits.view(rows, size, -1)
     maxima = grouped.amax(dim=1)
-    places = torch.tensor([[min(count, most) - 1] for count in counts], device=logits.device)
-    least = maxima.topk(most, dim=1).values.gather(1, places)
+    places = torch.tensor([[min(count, largest) - 1] for count in counts], device=logits.device)
+    least = maxima.topk(largest, dim=1).values.gather(1, places)
     row, group = (maxima >= least).nonzero(as_tuple=True)
     values = grouped[row, :, group]
     pair, place = (values >= least[row]).nonzero(as_tuple=True)

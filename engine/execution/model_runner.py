@@ -174,8 +174,8 @@ class ModelRunner:
         A long prompt, and the first and last token of the longest sequence; for a start with an empty pool.
         Then the output head for more rows than any kernel takes to be few: each of these steps samples one.
         """
-        most = min(self.max_model_len, self.memory.tokens)
-        for tokens, start in ((min(most, 256), 0), (1, 0), (1, most - 1)):
+        longest = min(self.max_model_len, self.memory.tokens)
+        for tokens, start in ((min(longest, 256), 0), (1, 0), (1, longest - 1)):
             self.forward_alone([0] * tokens, self.kv_cache, start)
         rows = torch.zeros((_MANY_ROWS, self.model.hidden_size), dtype=self.dtype, device=self.device)
         self.decoder.kernels.linear(rows, self.decoder.head)

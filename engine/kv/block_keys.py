@@ -43,7 +43,8 @@ def root_key(model_revision: str, dtype: str, block_size: int, namespace: CacheN
 def block_keys(root: int, token_ids: Sequence[int], block_size: int) -> list[int]:
     """Return the 64-bit key of each full block of ``token_ids``, first to last; a partial last block has none.
 
-    ``root`` is a key of :func:`root_key`, or the key of the block before ``token_ids[0]`` to go on from there.
+    ``root`` is a key of :func:`root_key`, or the key of the block before ``token_ids[0]`` to continue from
+    there.
 
     Raises:
         ValueError: a token id is negative or needs more than 32 bits.

@@ -1,4 +1,4 @@
-"""Physical KV blocks: who holds them, and in which order they are used again."""
+"""Physical KV blocks: their reference counts, and the order in which they are reused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockPool:
     A block is in exactly one of three states:
 
     - *referenced*: held by one or more block tables;
-    - *cached*: held by none, but *keyed*: its contents can be found again;
+    - *cached*: held by none, but *keyed*: the prefix index can find its contents;
     - *free*: held by none and not keyed.
 
     Free blocks are handed out first, then cached blocks, least recently used first; handing out a cached block
@@ -54,12 +54,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds and that hold nothing worth finding."""
+        """Blocks that no table holds and whose contents cannot be found."""
         return self._num_free
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds but that can be found again."""
+        """Blocks that no table holds but whose contents can be found."""
         return self._num_cached
 
     @property
@@ -81,7 +81,7 @@ class BlockPool:
         return self._generations[block]
 
     def is_keyed(self, block: int) -> bool:
-        """Whether the contents of ``block`` can be found again."""
+        """Whether the contents of ``block`` can be found."""
         return bool(self._keyed[block])
 
     def blocks_for(self, tokens: int) -> int:
@@ -96,7 +96,7 @@ class BlockPool:
         """
         if count > self._num_free + self._num_cached:
             return None
-        taken: list[int] = []
+        blocks: list[int] = []
         references, keyed, num_blocks = self._references, self._keyed, self.num_blocks
         last = num_blocks if after is None else after
         for _ in range(count):
@@ -112,10 +112,10 @@ class BlockPool:
                 keyed[block] = 0
                 if self.on_evict is not None:
                     self.on_evict(block)
-            taken.append(block)
+            blocks.append(block)
             last = block
-        taken.sort()
-        return taken
+        blocks.sort()
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of ``blocks``, which must be referenced or cached, or ``NO_BLOCK``.
@@ -137,8 +137,8 @@ class BlockPool:
     def release(self, table: Sequence[int]) -> None:
         """Drop one reference to each block of ``table``, the last block first.
 
-        So the end of a sequence is evicted before its beginning, which more requests can use. Entries that are
-        ``NO_BLOCK`` are passed over.
+        So the end of a sequence is evicted before its beginning, which more requests can use. ``NO_BLOCK``
+        entries are skipped.
 
         Raises:
             InvariantError: a block is released more often than it is held.
@@ -168,7 +168,7 @@ class BlockPool:
         """Mark a referenced block as findable.
 
         Raises:
-            InvariantError: nobody holds the block.
+            InvariantError: no table holds the block.
         """
         if not self._references[block]:
             raise InvariantError(f"block {block} was keyed but nobody holds it")

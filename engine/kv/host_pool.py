@@ -1,4 +1,4 @@
-"""Host blocks that swapped-out KV waits in: who holds them, and which siblings share one copy."""
+"""Host blocks with swapped-out KV: their reference counts, and which sequences share one copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostPool:
     """Reference counts and the free queue of ``num_blocks`` host blocks with ids ``0..num_blocks - 1``.
 
     A host block is either free or *referenced*: held by one or more host tables. A referenced one is known by
-    its :data:`Content`, so that whoever swaps the same contents out later takes a reference instead of a copy.
+    its :data:`Content`, so that swapping the same contents out later takes a reference instead of a copy.
     Every call either succeeds whole or changes nothing, and costs O(1) for each block that it touches.
 
     Args:
@@ -42,7 +42,7 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no table holds."""
         return self._num_free
 
     @property
@@ -54,8 +54,8 @@ class HostPool:
         """How many host tables hold ``block``."""
         return self._references[block]
 
-    def plan(self, blocks: Sequence[Content]) -> int:
-        """Return how many host blocks swapping ``blocks`` out would take and fill; the others are here."""
+    def num_to_copy(self, blocks: Sequence[Content]) -> int:
+        """How many host blocks swapping ``blocks`` out would take and fill; the other contents are here."""
         return len({content for content in blocks if content not in self._places})
 
     def swap_out(self, blocks: Sequence[Content]) -> tuple[list[int], list[tuple[int, int]]] | None:
@@ -68,7 +68,7 @@ class HostPool:
             The host table in the order of ``blocks``, and the copies still to be made as pairs of device and
             host block.
         """
-        if self.plan(blocks) > self._num_free:
+        if self.num_to_copy(blocks) > self._num_free:
             return None
         table: list[int] = []
         copies: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ class HostPool:
             self._references[block] += 1
 
     def release(self, table: Sequence[int]) -> None:
-        """Drop one reference to each block of ``table``; what nobody holds any more is forgotten.
+        """Drop one reference to each block of ``table``; contents that no table holds are forgotten.
 
         Raises:
             InvariantError: a block is released more often than it is held.

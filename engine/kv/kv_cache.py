@@ -60,8 +60,8 @@ class KVCache:
         """Carry out ``transfers``; return the seconds of swap-out and swap-in.
 
         On a GPU nothing waits here: steps begun later see the results, and the seconds are those that earlier
-        copies took for as many blocks (0 before there are any). Whoever writes device blocks by other means
-        than this calls :meth:`before_writing` first; ``written`` are those that will be written soonest.
+        copies took for as many blocks (0 before there are any). Any other write to device blocks needs a call
+        of :meth:`before_writing` first; ``written`` are the blocks that will be written soonest.
 
         Raises:
             InvariantError: a transfer names a block that does not exist; nothing is copied.
@@ -76,7 +76,7 @@ class KVCache:
         return out, self._swap_in(transfers.swap_in)
 
     def before_writing(self, blocks: Iterable[int]) -> None:
-        """To be called before work is queued that writes device ``blocks``: they may be on their way out."""
+        """Call before queueing work that writes device ``blocks``: a swap-out may still read them."""
         if self._stream is not None:
             self._stream.before_writing(blocks)
 

@@ -1,7 +1,7 @@
-"""What has become findable in a replica's KV memory and what not any more, by the keys that routers know.
+"""KV events: the blocks that became findable in a replica, and those that no longer are, by their block keys.
 
-The prefix index reports each change as it happens; once a step the changes are drained as a batch. Whoever has
-a snapshot and all later batches knows the resident keys exactly; a digest in each batch proves it.
+The prefix index reports each change as it happens; once a step the changes are drained as a batch. A snapshot
+and all later batches give the resident keys exactly; a digest in each batch proves it.
 """
 
 from __future__ import annotations

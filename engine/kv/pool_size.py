@@ -20,17 +20,17 @@ CPU_SHARE_OF_ALL = 0.5
 """... the share of all pools on the machine together ..."""
 
 CPU_CEILING = 4 << 30
-"""... and the most that one pool takes, in bytes."""
+"""... and the maximum for one pool, in bytes."""
 
 CPU_LIMIT = 0.8
 """Largest share of the free memory that explicit sizes, or one sequence of the maximum length for each engine,
 may take on a machine."""
 
 SWAP_SHARE = 0.25
-"""Share of the free RAM that all engines together take by default beside their GPUs for swapping ..."""
+"""Share of the free RAM that all engines with GPUs together take by default as swap space ..."""
 
 SWAP_CEILING = 4 << 30
-"""... and the most that one takes, in bytes."""
+"""... and the maximum for one engine, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +187,12 @@ def cgroup_available(root: Path = Path("/")) -> int:
 
 def _left_in(group: Path, limit: str, usage: str, reclaimable: str) -> int:
     try:
-        most = (group / limit).read_text().strip()
+        maximum = (group / limit).read_text().strip()
         used = int((group / usage).read_text())
         stat = (group / "memory.stat").read_text()
     except (OSError, ValueError):
         return 1 << 62
-    if most == "max" or int(most) >= 1 << 60:
+    if maximum == "max" or int(maximum) >= 1 << 60:
         return 1 << 62
     cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{reclaimable} ")), 0)
-    return max(int(most) - used + cache, 0)
+    return max(int(maximum) - used + cache, 0)

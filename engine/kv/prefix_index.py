@@ -9,7 +9,7 @@ from engine.kv.prefix_node import DEAD, HOLLOW, ROOT, IndexObserver, PrefixNode,
 
 __all__ = ["HOLLOW_PER_BLOCK", "PrefixIndex", "PrefixNode"]
 
-HOLLOW_PER_BLOCK = 4  # most nodes without a block for each block of the pool: bounds a windowed model's trees
+HOLLOW_PER_BLOCK = 4  # maximum of hollow nodes per block of the pool: bounds a windowed model's trees
 
 
 class PrefixIndex:
@@ -21,7 +21,7 @@ class PrefixIndex:
     with everything below it when the pool evicts it (blocks below it could not be found any more: they become
     free). Its memory is bounded by the pool: one node for each keyed block; a root goes with its last child.
 
-    A block computed twice maps to one node, which points to the first copy while anybody holds that one; the
+    A block computed twice maps to one node, which points to the first copy while a table holds that one; the
     second request keeps its own, unkeyed. Once the first is merely cached, the node moves to the copy in use.
 
     **Sliding windows.** If no layer sees more than ``window`` tokens (a position sees itself and the
@@ -71,8 +71,8 @@ class PrefixIndex:
         """Find the longest run of whole blocks that holds the first tokens, at most ``max_tokens``.
 
         ``hint`` is what an earlier call returned for the same root and a beginning of the same tokens: the walk
-        goes on from there while it is alive. The hit has ``node.depth`` blocks; ``None`` is no hit. With a
-        window only those must be there that the token after it can see. Not even the order of eviction changes.
+        continues from there while it is alive. The hit has ``node.depth`` blocks; ``None`` is no hit. With a
+        window, only the blocks that the token after it can see must be there. The order of eviction stays.
         """
         if self.window is not None:
             return self._match_in_window(root, token_ids, max_tokens, hint)
@@ -282,7 +282,7 @@ class PrefixIndex:
                 self._num_nodes -= 1
                 if self._observer is not None:
                     self._observer.removed(node)
-            # Whoever still keeps the node sees that it is dead; no link keeps the rest of the tree in memory.
+            # References from outside see that the node is dead; no link keeps the rest of the tree in memory.
             node.block = DEAD
             node.parent = node.sibling = None
             node.children = {}

@@ -29,7 +29,7 @@ class PrefixNode:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.sibling: PrefixNode | None = None  # next child of the same parent with an equal key
         self.children: dict[int, PrefixNode] = {}
-        self.block_key: int | None = None  # its name in other processes, once somebody wanted to know
+        self.block_key: int | None = None  # the key that names it in other processes, once computed
 
     @property
     def alive(self) -> bool:

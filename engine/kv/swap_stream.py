@@ -1,4 +1,4 @@
-"""Copies between a GPU's blocks and the host's, beside the computation."""
+"""Copies between a GPU's blocks and the host's, concurrent with the computation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SwapStream:
     """One CUDA stream that carries every swap of a KV cache, both ways.
 
     On one stream swaps follow each other, so a host block is read only after it was written, and written again
-    only after it was read. What else needs an order is fenced by events. A swap waits for the steps and copies
-    before it. What comes after a swap-in on the compute stream waits for it. A swap-out only reads device
-    blocks: those who write one of them later must say so to :meth:`before_writing`, and wait for no other. The
-    host waits for nobody.
+    only after it was read. Events fence the rest: a swap waits for the steps and copies before it, and work
+    queued after a swap-in on the compute stream waits for it. A swap-out only reads device blocks: a later
+    write to one of them must be announced to :meth:`before_writing` and waits for that block alone. The host
+    never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,9 +116,9 @@ class Moment(Protocol):
 
 
 class CopyClock:
-    """What a block's copy takes, from events that the device has passed: asking never waits.
+    """Seconds of copies, from events that the device has passed: reading it never waits.
 
-    It tells a pace times blocks, so that its answers do not show what a copy takes beside its blocks.
+    It returns the time per block multiplied by blocks, so its figures do not show the fixed part of a copy.
     """
 
     def __init__(self) -> None:

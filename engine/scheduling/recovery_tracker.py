@@ -134,7 +134,7 @@ class RecoveryTracker:
                 self._watched.append((decision, first))
 
     def _victim(self, sequence: Sequence, blocks: list[int], contents: Contents) -> Victim:
-        to_copy = self._host.plan(contents)
+        to_copy = self._host.num_to_copy(contents)
         findable = sequence.indexed if sequence.node is not None and sequence.node.alive else 0
         held = sum(block != NO_BLOCK and self._pool.references(block) > 1 for block in blocks[:findable])
         return Victim(

@@ -127,8 +127,8 @@ KV: list[Fault] = [
     ),
     Fault(
         "engine/kv/host_pool.py",
-        "        if self.plan(blocks) > self._num_free:",
-        "        if self.plan(blocks) >= self._num_free:",
+        "        if self.num_to_copy(blocks) > self._num_free:",
+        "        if self.num_to_copy(blocks) >= self._num_free:",
         _HOST,
         "the last free host block is never used",
     ),
@@ -183,8 +183,8 @@ KV: list[Fault] = [
     ),
     Fault(
         "engine/kv/pool_size.py",
-        "    return max(int(most) - used + cache, 0)",
-        "    return max(int(most) - used, 0)",
+        "    return max(int(maximum) - used + cache, 0)",
+        "    return max(int(maximum) - used, 0)",
         _SIZE,
         "page cache that can be reclaimed counts as used",
     ),

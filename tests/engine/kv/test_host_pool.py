@@ -34,9 +34,9 @@ def test_equal_contents_are_shared_and_only_the_rest_is_copied() -> None:
     pool = HostPool(8)
     first, _ = swap_out(pool, contents(7, 3))
     sibling = [*contents(7, 3), *contents(9, fill=4)]
-    assert pool.plan(sibling) == 1
+    assert pool.num_to_copy(sibling) == 1
     assert swap_out(pool, sibling) == ([0, 1, 2], [(9, 2)])
-    assert pool.plan(sibling) == 0
+    assert pool.num_to_copy(sibling) == 0
     assert [pool.references(block) for block in range(3)] == [2, 2, 1]
     pool.check([first, [0, 1, 2]])
 
@@ -44,15 +44,15 @@ def test_equal_contents_are_shared_and_only_the_rest_is_copied() -> None:
 def test_another_generation_or_another_fill_is_other_contents() -> None:
     pool = HostPool(8)
     swap_out(pool, contents(7, generation=1, fill=4))
-    assert pool.plan(contents(7, generation=2, fill=4)) == 1
-    assert pool.plan(contents(7, generation=1, fill=5)) == 1
+    assert pool.num_to_copy(contents(7, generation=2, fill=4)) == 1
+    assert pool.num_to_copy(contents(7, generation=1, fill=5)) == 1
     assert swap_out(pool, contents(7, generation=1, fill=5)) == ([1], [(7, 1)])
     pool.check([[0], [1]])
 
 
 def test_equal_contents_in_one_call_take_one_block() -> None:
     pool = HostPool(1)
-    assert pool.plan(contents(7, 7)) == 1
+    assert pool.num_to_copy(contents(7, 7)) == 1
     assert swap_out(pool, contents(7, 7)) == ([0, 0], [(7, 0)])
     pool.check([[0, 0]])
     pool.release([0, 0])
@@ -64,9 +64,9 @@ def test_contents_are_forgotten_with_the_last_reference() -> None:
     table, _ = swap_out(pool, contents(7, 3))
     pool.share(table)
     pool.release(table)
-    assert pool.plan(contents(7, 3)) == 0
+    assert pool.num_to_copy(contents(7, 3)) == 0
     pool.release(table)
-    assert pool.plan(contents(7, 3)) == 2
+    assert pool.num_to_copy(contents(7, 3)) == 2
     assert pool.num_free == 4
     pool.check([])
 
@@ -96,7 +96,7 @@ def test_nothing_but_the_empty_table_fits_a_pool_without_blocks() -> None:
     pool = HostPool(0)
     assert pool.swap_out(contents(1)) is None
     assert pool.swap_out([]) == ([], [])
-    assert (pool.plan(contents(1)), pool.num_free, pool.num_used) == (1, 0, 0)
+    assert (pool.num_to_copy(contents(1)), pool.num_free, pool.num_used) == (1, 0, 0)
     pool.check([[]])
     with pytest.raises(ConfigError, match="swap_space"):
         HostPool(-1)
@@ -236,7 +236,7 @@ def test_any_sequence_of_calls_keeps_what_each_table_holds(
     for name, argument in operations:
         before = [pool.references(block) for block in range(size)]
         if isinstance(argument, list):
-            needed, room = pool.plan(argument), pool.num_free
+            needed, room = pool.num_to_copy(argument), pool.num_free
             result = pool.swap_out(argument)
             if result is None:
                 assert needed > room
