@@ -9,6 +9,7 @@ import pytest
 
 from loadtests.experiments.routing.approximate import ApproximateIndex
 from loadtests.experiments.routing.arms import Arm
+from loadtests.experiments.routing.command import main
 from loadtests.experiments.routing.constants import (
     BLOCK_SIZE,
     COST,
@@ -22,7 +23,6 @@ from loadtests.experiments.routing.fleet import Fleet
 from loadtests.experiments.routing.runs import Run, Summary, merge, simulate
 from loadtests.experiments.routing.scenarios import SCENARIOS
 from loadtests.experiments.routing.workloads import Conversations, burst, shared, unshared
-from loadtests.routing import main
 
 SMALL = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
 FULL = Load(replicas=3, blocks=600, rate=200.0, warm_up=0.0, seconds=5.4)

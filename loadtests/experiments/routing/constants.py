@@ -66,7 +66,6 @@ SHARED = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_0
 Its working set, 1.8 million tokens, is 73 % of eight times 308 thousand, the KV memory of the published fleet.
 """
 
-SHORT = Shape(groups=150, system=6_000, questions=5, question=100, output=1_000)
 EQUAL = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000, zipf=0.0)
 """As published: every system prompt is as popular as any other."""
 
