@@ -1,4 +1,4 @@
-"""Attention and its friends behind one interface; see :mod:`kernels.interface`."""
+"""Attention and the other operations of a decoder, behind one interface: :mod:`kernels.interface`."""
 
 from kernels.interface import (
     Activation,

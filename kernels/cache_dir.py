@@ -1,4 +1,4 @@
-"""Where Quire keeps what it makes or fetches once for a machine."""
+"""Where Quire keeps what it builds or downloads once per machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: the definition of right, and what runs where nothing faster can."""
+"""The kernels in plain torch: the definition of right, and the fallback where nothing faster runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose an implementation by name or by device."""
+"""Chooses an implementation by name or by device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ NAMES = ("auto", "reference", "cpu", "triton")
 
 
 def available(device: torch.device) -> list[str]:
-    """Names that can run on ``device``, best first (``cpu`` may still fall back where no compiler is)."""
+    """Names that can run on ``device``, best first; ``cpu`` also needs a C++ compiler."""
     return ["triton", "reference"] if device.type == "cuda" else ["cpu", "reference"]
 
 
 def get_kernels(name: str = "auto", device: torch.device | str = "cpu", num_threads: int = 1) -> Kernels:
     """The kernels called ``name`` for ``device``; ``auto`` takes the best one.
 
-    ``num_threads`` is how many threads the CPU kernels use. ``auto`` on a CPU without a C++ compiler warns
-    once and returns ``reference``. Raises ``ValueError`` for an unknown name, one that cannot run there, or one
-    that cannot be had: no C++ compiler, or no Triton.
+    ``num_threads`` is the threads of the CPU kernels. Without a C++ compiler, ``auto`` on a CPU warns once
+    and returns ``reference``. Raises ``ValueError`` for an unknown name, for one that cannot run on ``device``,
+    and for one that is unavailable: no C++ compiler, or no Triton.
     """
     device = torch.device(device)
     if name not in NAMES:

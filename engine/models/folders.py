@@ -1,4 +1,4 @@
-"""Where model folders lie on this machine; knows paths only, downloads nothing."""
+"""Finds model folders on this machine; downloads nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_bundled(model: str) -> bool:
 
 
 def bundled_folder() -> Path:
-    """Where the bundled model's converted folder lies once it has been pulled."""
+    """Where the bundled model's converted folder is, once it has been pulled."""
     return cache_root() / "models" / f"{BUNDLED_NAME}-{BUNDLED_VERSION}"
 
 

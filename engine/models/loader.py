@@ -1,4 +1,4 @@
-"""Load a folder of safetensors into a decoder, by strict rules."""
+"""Loads a folder of safetensors into a decoder. Loading is strict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.interface import SUPPORTED_DTYPES, Kernels
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Tables that older checkpoints store though they follow from the configuration.
+# Tables that older checkpoints store, although they follow from the configuration.
 _IGNORABLE = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -71,7 +71,7 @@ def resolve_dtype(
 
 
 class Checkpoint:
-    """The tensors of one folder; each is given once, and :meth:`finish` reports those that nobody took."""
+    """The tensors of one folder; :meth:`finish` reports those that were not used."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder = folder
@@ -190,8 +190,8 @@ def weight_files(folder: Path) -> list[Path]:
 def model_revision(folder: str | Path) -> str:
     """A short name of the model's exact contents, for prefix caches: 16 hexadecimal digits.
 
-    Hashes ``config.json`` and of each weight file its size, its header and samples spread over its data, so
-    it is cheap, equal on every node and, unlike a path or a time, tells a fine-tuned model from its base.
+    Hashes ``config.json`` and, of each weight file, size, header and samples spread over its data. It is
+    cheap, equal on every node and, unlike a path or a time, tells a fine-tuned model from its base.
     """
     folder = Path(folder)
     digest = hashlib.blake2b(digest_size=8)

@@ -1,7 +1,7 @@
 """Compile the C++ kernels once for this machine, and load them.
 
 All ``*.cpp`` of this folder become one shared library with a plain C interface. It is kept in the user's cache
-folder under a name made from what it depends on: sources, flags and CPU (and CXX, if set).
+folder under a hash of what it depends on: sources, flags, CPU and CXX.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def find_compilers() -> list[list[str]]:
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels, built first if this machine has no copy yet (some seconds, once).
+    """The compiled kernels, built first if this machine has no copy yet, which takes some seconds.
 
-    Needs a compiler only then, and takes the first one that can compile them. Processes that ask at the same
-    time build one after the other, and all but the first find it done. Raises :class:`BuildError`.
+    Only a build needs a compiler; the first one that can compile the sources does it. While one process builds,
+    others wait for its library. Raises :class:`BuildError`.
     """
     sources = sorted(SOURCE_FOLDER.glob("*.cpp"))
     folder = cache_root() / "kernels"
@@ -102,7 +102,7 @@ def _key(sources: list[Path]) -> str:
 
 
 def _cpu_flags() -> str:
-    """What ``native`` means here, so that a cache folder shared by unlike machines serves each its own."""
+    """What ``native`` means here: machines with different CPUs may share a cache folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         wanted = ("flags", "Features", "model name", "CPU implementer", "CPU part")
@@ -112,7 +112,7 @@ def _cpu_flags() -> str:
 
 
 def _build(sources: list[Path], target: Path) -> None:
-    """Compile with the first compiler that can."""
+    """Compile with the first compiler that succeeds."""
     refused = []
     for compiler in find_compilers():
         try:

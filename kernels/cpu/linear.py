@@ -40,7 +40,7 @@ class _Descriptor(ctypes.Structure):
 
 
 class PanelLinear(PackedLinear):
-    """A weight in the panels of ``gemm.cpp``, in its own dtype, and its bias in float32."""
+    """A weight in panels for ``gemm.cpp``, in its own dtype, and its bias in float32."""
 
     __slots__ = ("_bias", "_buffer", "_descriptor", "address", "dtype", "in_features", "out_features")
 
@@ -94,8 +94,8 @@ class OneDnnLinear(PackedLinear):
 def prefers_onednn(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies ``dtype`` in hardware that our kernel does not use.
 
-    Only bf16: float32 promises its bits, which oneDNN does not. Chosen by the CPU's flags, not by timing, so
-    that equal machines give equal bits.
+    Only bf16: float32 promises its bits, and oneDNN does not. The CPU's flags decide, not a timing, so that
+    equal machines give equal bits.
     """
     if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -103,9 +103,9 @@ def prefers_onednn(dtype: torch.dtype) -> bool:
 
 
 def try_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear | None:
-    """Pack for oneDNN and test the result; ``None`` where torch refuses or the answers are not good enough.
+    """Pack for oneDNN and test the result; ``None`` if torch refuses, or if the test fails.
 
-    The test holds it to ``F.linear`` and to equal bits for a row alone, among few and among many.
+    The test compares with ``F.linear``, and the bits of a row alone, among few and among many.
     """
     try:
         packed = OneDnnLinear(weight, bias)
@@ -145,7 +145,7 @@ def linear(lib: ctypes.CDLL, x: Tensor, packed: PackedLinear, num_threads: int) 
     """``[T, K] -> [T, N]``: ``x @ weight.T + bias``, accumulated in float32, in ``x.dtype``, dense.
 
     Rows of ``x`` may be strided. Raises ``ValueError`` for an ``x`` of another dtype or width than the weight,
-    ``MemoryError`` where the scratch memory cannot be had.
+    and ``MemoryError`` if there is no scratch memory.
     """
     rows, depth = x.shape
     if not isinstance(packed, PanelLinear | OneDnnLinear):

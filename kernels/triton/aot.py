@@ -1,4 +1,4 @@
-"""Compile the kernels ahead of time, without a GPU, and say what each takes of one.
+"""Compiles the kernels ahead of time, without a GPU, and reports the resources that each one needs.
 
 ``python -m kernels.triton.aot`` prints a table for every target and exits with 1 if a kernel spills registers
 or needs more shared memory than the target has; ``--full`` compiles more variants.
@@ -72,7 +72,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one compiled variant takes of a target."""
+    """Resources of a target that one compiled variant needs."""
 
     target: str
     name: str
@@ -98,7 +98,7 @@ class Resources:
 
 
 def variants(hip: bool, *, full: bool = False) -> list[Variant]:
-    """What to compile; ``full`` takes more of the group sizes, head sizes and dtypes there are."""
+    """What to compile; ``full`` adds group sizes, head sizes and dtypes."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     cases = [  # dtype, group, head size, window, soft cap
         *((bf16, 8, 128, 0, 0.0), (bf16, 1, 64, 0, 0.0), (bf16, 7, 128, 0, 0.0), (fp16, 4, 128, 4096, 0.0)),

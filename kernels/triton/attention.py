@@ -1,4 +1,4 @@
-"""Paged attention of one step: which tiles, which launches, and whether splits get programs of their own."""
+"""Paged attention of one step: its tiles, its launches, and how programs share the splits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ SPLIT = 512
 """Tokens of one split. Fixed, so that a row's result does not depend on how many programs worked on it."""
 
 PARTIAL_BYTES = 128 * 2**20
-"""Most memory for the results of splits; a step that needs more goes through its requests in groups of
-4 or more."""
+"""Limit on the memory for results of splits; with more, a step takes its requests in groups of 4 or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Tile:
     block_d: int  # head size, padded to a power of two
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # a lane; left alone, the compiler may spill to fit more programs
+    max_registers: int | None = None  # of a lane; without it the compiler may spill to fit more programs
 
     @property
     def options(self) -> dict[str, int]:
@@ -73,8 +72,8 @@ def attention(
 ) -> Tensor:
     """See :meth:`kernels.interface.Kernels.attention`; ``target_programs`` fill the device.
 
-    Requests whose new tokens fit one small tile (decode) are launched first, then those with more (prefill).
-    Which of the two a request is in, and how its keys are cut, depends on that request alone.
+    Requests whose new tokens fit one small tile (decode) are launched first, then the others (prefill). A
+    request's launch, and how its keys are cut, depend on that request alone.
     """
     tokens, num_heads, head_dim = q.shape
     out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)

@@ -11,8 +11,8 @@ import triton
 def jit(*, varying: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """``triton.jit`` for a kernel whose ``varying`` integer arguments change from step to step.
 
-    Triton compiles a kernel anew when an integer argument becomes 1 or stops being a multiple of 16. That is
-    welcome for strides, which never change, and a stall of a second in the middle of serving for the rest.
+    Triton compiles a kernel again when an integer argument becomes 1 or stops being a multiple of 16. That
+    helps for strides, which never change; for other arguments it would stall serving for a second.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

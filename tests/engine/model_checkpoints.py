@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.decoder import Decoder
 from kernels.interface import AttentionMetadata, kv_pool_shape
 
@@ -32,11 +33,23 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
 }
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 12},
+    "Gemma2": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 9,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+}
+"""For each family what its tiny configuration has that others' have not."""
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """A transformers configuration of two or three layers; full attention unless ``changes`` say otherwise."""
+    """A transformers configuration of two layers; no window hides anything unless ``changes`` say otherwise."""
     options: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -48,14 +61,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "rms_norm_eps": 1e-5,
         "rope_parameters": dict(ROPES["default"]),
     }
-    if family == "Mistral":
-        options["sliding_window"] = None
-    if family in ("Qwen3", "Gemma2"):
-        options["head_dim"] = 12
-    if family == "Gemma2":
-        options |= {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
-        options["layer_types"] = ["full_attention"] * changes.get("num_hidden_layers", 2)
-    return getattr(transformers, f"{family}Config")(**{**options, **changes})
+    return getattr(transformers, f"{family}Config")(**{**options, **FAMILIES[family], **changes})
 
 
 def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
@@ -69,7 +75,7 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
-                weight.normal_(0.0 if family == "Gemma2" else 1.0, 0.2)
+                weight.normal_(0.0 if ARCHITECTURES[f"{family}ForCausalLM"].norms_add_one else 1.0, 0.2)
             elif weight.ndim == 1 or "embed" in name:
                 weight.normal_(0.0, 0.5)
             else:

@@ -41,7 +41,7 @@ def test_bytes_of_a_token_are_those_of_the_pool(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_exactly(family: str, tmp_path: Path) -> None:
-    bias = {"attention_bias": True} if family in ("Llama", "Qwen3", "Gemma2") else {}
+    bias = {"attention_bias": True} if ARCHITECTURES[f"{family}ForCausalLM"].qkv_bias is None else {}
     model = save_tiny(tmp_path, family, tie_word_embeddings=family == "Qwen2", **bias)
     assert read_model_config(tmp_path).num_parameters == sum(p.numel() for p in model.parameters())
 

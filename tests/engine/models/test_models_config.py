@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from model_checkpoints import FAMILIES, ROPES, tiny_config
+from tiny_engines import TINY_MODELS
 
 from engine.errors import ConfigError
+from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.config import ModelConfig, RopeType, parse_model_config, read_model_config
 from kernels.interface import Activation
 
@@ -51,11 +53,18 @@ def test_agrees_with_transformers_about_its_own_defaults(family: str) -> None:
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or 12)
     assert config.rms_norm_eps == theirs.rms_norm_eps
-    assert config.windows == ()
+    kinds = getattr(theirs, "layer_types", None) or []
+    windows = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert config.windows == (windows if any(windows) else ())
     assert config.activation == getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert config.attention_soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert config.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
     assert config.attention_scale == getattr(theirs, "query_pre_attn_scalar", config.head_dim) ** -0.5
+
+
+def test_every_family_is_tested() -> None:
+    assert {f"{family}ForCausalLM" for family in FAMILIES} == set(ARCHITECTURES)
+    assert {family for family, _ in TINY_MODELS.values()} == set(FAMILIES)
 
 
 def test_gemma2_as_released() -> None:
