@@ -160,7 +160,7 @@ class ScalingOptions(Group):
         0.05, "Target time per output token, in seconds", policy=True, ge=0.0001, le=MAX_SCALING_S
     )
     scaling_reserve: float = option(
-        1.0,
+        0.5,
         "Engines beyond the need, which absorb bursts while others start",
         policy=True,
         ge=0,
@@ -169,10 +169,11 @@ class ScalingOptions(Group):
     occupancy_target: float = option(
         0.7, "Target share of referenced blocks for `scaling_policy=occupancy`", policy=True, ge=0.01, le=1
     )
-    scale_down_after_s: float = option(
-        300.0,
+    scale_down_after_s: float | None = option(
+        None,
         "Stop an engine once the need has been lower for this long, in seconds; the last one, once it has had "
-        "no work for twice as long",
+        "no work for twice as long. `auto`: twice the measured startup time, at least 60; the last one, after "
+        "600",
         policy=True,
         ge=0.1,
         le=MAX_SCALING_S,

@@ -68,13 +68,13 @@ def autoscaling_config(options: ScalingOptions) -> AutoscalingConfig:
 
 def policy_kwargs(options: ScalingOptions) -> dict[str, float | bool]:
     """What ``ScalingConfig`` is made of."""
-    return {
+    window_s = options.scale_down_after_s
+    windows = {} if window_s is None else {"down_window_s": window_s, "zero_after_s": 2.0 * window_s}
+    return windows | {
         "ttft_target_s": options.ttft_target_s,
         "tpot_target_s": options.tpot_target_s,
         "reserve": options.scaling_reserve,
         "occupancy_target": options.occupancy_target,
-        "down_window_s": options.scale_down_after_s,
-        "zero_after_s": 2.0 * options.scale_down_after_s,
         "startup_s": options.startup_s,
         "report_interval_s": report_interval_s(options),
         "shadow": options.scaling_shadow,

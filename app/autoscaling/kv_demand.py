@@ -1,151 +1,223 @@
-"""How many replicas KV demand needs.
+"""The autoscaling rule: how many replicas the demand for KV blocks needs.
 
-Demand is counted in KV blocks: those referenced, those that waiting and preempted sequences still lack, and a
-share of what the running ones will grow by. It can exceed the pool, so unlike occupancy it does not saturate.
-Two rates guard what a stock of blocks cannot see: uncached prompt tokens against what the fleet prefills, and
-the time of a decode step against its target. The largest need wins. Up at once, counted against the target and
-not against what runs already; down by the largest need of a window, a little at a time.
+::
+
+    demand   = referenced blocks + blocks that waiting sequences lack + 1/4 of their expected growth
+               + queued requests x mean blocks of a request
+    forecast = demand + its slope x startup time          (only if the rise exceeds 3 standard deviations)
+
+    need     = max of   KV        forecast / (0.75 x pool)
+                        slots     sequences x forecast / demand / (0.75 x max_num_seqs)
+                        prefill   arriving uncached prompt tokens per second / (0.60 x prefill rate)
+                        backlog   running x backlog seconds / (1/4 TTFT target), above 1/8; at most 2 x running
+                        decode    running x step time / (0.9 x TPOT target), above 0.9 of it
+
+    up       target = ceil(need + reserve), at once; at most double or 4 more, whichever is larger
+    down     target = ceil(largest need of the scale-down window, at the lower marks 0.70 and 0.40, + reserve);
+             at most a tenth of the fleet, or one replica, every 10 s
+    window   2 x startup time
+
+Demand counts what is missing, too, so unlike occupancy it exceeds 1 and does not saturate. KV is a stock and
+prefill is a rate: a fleet can run out of compute while its memory is nearly empty, hence the other needs. The
+target, not the number of running replicas, is compared with the need, so replicas that start are not requested
+twice. The window follows the measured startup time because that is what a stopped replica costs to get back: an
+idle one is worth keeping for about as long (the ski-rental rule), and twice as long allows for the latency of
+requests that wait for it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ROUNDING, ScalingState
-from app.autoscaling.snapshot import Decision, Snapshot
+from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
 
 __all__ = ["ScalingState", "decide"]
 
 _HEAVY_TAIL = 2.0
-"""Variance of requests' sizes: the mean of squares over the square of the mean."""
-_MOST = 1e6
-"""Replicas; beyond it a figure is an error."""
+"""Variance of the requests' sizes: the mean of squares over the square of the mean."""
+_MAX_NEED = 1e6
+"""Replicas; beyond it an input is wrong."""
+_BACKLOG_SHARE = 0.125
+"""Of the TTFT target: a smaller backlog is no need."""
+_BACKLOG_TARGET = 0.25
+"""Of the TTFT target: the backlog of each replica that the fleet aims at."""
+_STEP_SHARE = 0.9
+"""Of the TPOT target: shorter steps are no need."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Load of all running replicas, capacity of one; silent replicas count as the mean of the others."""
+
+    held: float  # blocks that are referenced or that waiting sequences lack
+    growth: float  # blocks
+    sequences: float
+    arrived: float  # uncached prompt tokens since the last decision
+    backlog_s: float  # seconds of prefill that wait at a replica, without the largest backlog
+    idle: bool
+    pool: float  # blocks of one replica
+    slots: float  # sequence slots of one replica; 0 if unknown
+    prefill_rate: float  # tokens/s of one replica
+    step_s: float  # mean
+    slowest_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Replicas for each kind of demand at the upper marks, and for their largest at the lower marks."""
+
+    kv: float
+    prefill: float
+    decode: float
+    lower: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.kv, self.prefill, self.decode)
+
+    @property
+    def reason(self) -> str:
+        return "kv" if self.largest == self.kv else "prefill" if self.largest == self.prefill else "decode"
 
 
 def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
     """Decide how many replicas there should be; changes nothing but ``state``. O(replicas)."""
-    now, target = snapshot.now, snapshot.target
-    low, high = snapshot.minimum, snapshot.most
+    now, target, limit = snapshot.now, snapshot.target, snapshot.most
     unknown = state.hold_or_start(snapshot, config)
     if unknown is not None:
         return unknown
 
-    stats = snapshot.replicas.values()
-    demand, growth, pool, sequences, backlog, largest, rate, slowest, step, seats = _sums(stats, config)
-    # Replicas without a report are taken to be like the others.
-    reporting = len(stats)
-    scale = snapshot.running / reporting
-    demand, sequences = demand * scale, sequences * scale
-    size = pool / reporting
-    each = (demand + growth * scale) / max(sequences, 1.0)
-    demand += growth * scale * config.growth_share + snapshot.queued * each
-    arrived = _arrived(snapshot, state, now) * scale
-    per_second = _rate_of_arrivals(state, config, now, arrived)
-    start = state.startup_s(config)
-    forecast = _forecast(state, config, now, demand, each, size, start)
-
-    capacity = rate / reporting
-    # Without the largest: one long prompt keeps one replica busy however many there are.
-    shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
-    seconds = _over(shared, capacity)
-    need_kv = _over(forecast, size * config.kv_high)
-    # Short sequences run out of seats before they run out of blocks.
-    seated = sequences + snapshot.queued
-    need_kv = max(need_kv, _over(seated * max(_over(forecast, demand), 1.0), seats * config.kv_high))
-    need_prefill = _over(per_second, capacity * config.prefill_high)
-    if seconds > 0.125 * config.ttft_target_s:
-        need_prefill = max(need_prefill, snapshot.running * min(2.0, seconds / (0.25 * config.ttft_target_s)))
-    need_decode = 0.0
-    if step > 0.9 * config.tpot_target_s:
-        need_decode = snapshot.running * _over(step, 0.9 * config.tpot_target_s)
-    need = max(need_kv, need_prefill, need_decode)
-    # Between two reports short requests come and go.
-    busy = demand > 0 or backlog > 0 or snapshot.queued > 0 or arrived > 0
+    load = _load(snapshot, state)
+    mean_blocks = (load.held + load.growth) / max(load.sequences, 1.0)
+    demand = load.held + load.growth * config.growth_share + snapshot.queued * mean_blocks
+    needs = _needs(snapshot, config, state, load, demand, mean_blocks)
+    busy = not load.idle or snapshot.queued > 0
     state.worked(now, busy)
-    reserve = config.reserve if busy or low else 0.0
-
-    lowest = max(
-        _over(demand, size * config.kv_low),
-        _over(seated, seats * config.kv_low),
-        _over(per_second, capacity * config.prefill_low),
-    )
-    state.add_low(now, max(lowest + reserve, need_decode), config.down_window_s)
-
-    filled = _over(demand, size * snapshot.running)
+    reserve = config.reserve if busy or snapshot.minimum else 0.0
+    window_s = state.window_s(config)
+    state.add_low(now, max(needs.lower + reserve, needs.decode), window_s)
+    filled = _over(demand, load.pool * snapshot.running)
 
     def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> Decision:
-        return Decision(count, reason, need_kv, need_prefill, need_decode, held_by, filled, intended)
+        return Decision(count, reason, needs.kv, needs.prefill, needs.decode, held_by, filled, intended)
 
-    if not low <= target <= high:
-        return decision(min(max(target, low), high), "maximum" if target > high else "minimum")
-    wanted = math.ceil(need + reserve - ROUNDING)
+    if not snapshot.minimum <= target <= limit:
+        return decision(min(max(target, snapshot.minimum), limit), "maximum" if target > limit else "minimum")
+    wanted = math.ceil(needs.largest + reserve - ROUNDING)
     if wanted > target:
-        count = min(wanted, max(2 * target, target + 4), high)
+        count = min(wanted, max(2 * target, target + 4), limit)
         if count == target:
             return decision(target, "hold", "maximum")
         state.started_up(now, count)
-        return decision(count, _largest(need_kv, need_prefill, need_decode))
+        return decision(count, needs.reason)
 
-    at_once = config.most_stopped(target)
+    step = config.most_stopped(target)
     fewer = max(math.ceil(state.lows[0][1] - ROUNDING), state.floor(snapshot, config))
     if fewer >= target:
-        return decision(target, "hold", intended=state.intended(snapshot, config, wanted, at_once))
-    held = _held(snapshot, config, state, start, slowest)
+        return decision(target, "hold", intended=state.intended(snapshot, config, wanted, step))
+    held = _held(snapshot, config, state, load.slowest_step_s)
     if held:
-        return decision(target, "hold", held, state.intended(snapshot, config, wanted, at_once))
-    count = max(fewer, target - at_once)
+        return decision(target, "hold", held, state.intended(snapshot, config, wanted, step))
+    count = max(fewer, target - step)
     state.lowered(now, config)
     return decision(count, "less needed", intended=0 if config.shadow else target - count)
 
 
-def _over(amount: float, unit: float) -> float:
-    """How many units an amount is; none of a unit that is not known, and never more than a fleet can be."""
-    return min(amount / unit, _MOST) if unit > 1e-6 else 0.0
-
-
-def _sums(
-    stats: Any, config: ScalingConfig
-) -> tuple[float, float, float, float, float, float, float, float, float, float]:
-    demand = growth = pool = sequences = backlog = largest = rate = slowest = steps = seats = 0.0
-    seating = 0
+def _load(snapshot: Snapshot, state: ScalingState) -> _Load:
+    stats: Collection[ReplicaStats] = snapshot.replicas.values()
+    held = growth = sequences = backlog = largest = slots = pool = rate = steps = slowest = 0.0
+    know_slots = 0
     for one in stats:
-        demand += one.referenced_blocks + one.waiting_blocks
+        held += one.referenced_blocks + one.waiting_blocks
         growth += one.growth_blocks
-        pool += one.num_blocks
         sequences += one.sequences
         backlog += one.backlog_tokens
         largest = max(largest, one.backlog_tokens)
+        pool += one.num_blocks
         rate += one.prefill_rate
         steps += one.step_seconds
-        if one.max_running:  # of an earlier version it is not known
-            seats += one.max_running
-            seating += 1
         slowest = max(slowest, one.step_seconds)
-    step, seats = steps / len(stats), seats / max(seating, 1)
-    return demand, growth, pool, sequences, backlog, largest, rate, slowest, step, seats
+        if one.max_running:  # unknown for replicas of an earlier version
+            slots += one.max_running
+            know_slots += 1
+    reporting = len(stats)
+    scale = snapshot.running / reporting
+    arrived = _arrived(snapshot, state)
+    # Without the largest: one long prompt keeps one replica busy, however many there are.
+    shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
+    return _Load(
+        held=held * scale,
+        growth=growth * scale,
+        sequences=sequences * scale,
+        arrived=arrived * scale,
+        backlog_s=_over(shared, rate / reporting),
+        idle=not (held or growth or backlog or arrived),
+        pool=pool / reporting,
+        slots=slots / max(know_slots, 1),
+        prefill_rate=rate / reporting,
+        step_s=steps / reporting,
+        slowest_step_s=slowest,
+    )
 
 
-def _arrived(snapshot: Snapshot, state: ScalingState, now: float) -> float:
-    """Tokens that came since the last decision, by the replicas that both know."""
-    came = 0.0
-    # One that misses a report is still known; of those that have gone there are as many as run, at most.
+def _needs(
+    snapshot: Snapshot,
+    config: ScalingConfig,
+    state: ScalingState,
+    load: _Load,
+    demand: float,
+    mean_blocks: float,
+) -> _Needs:
+    forecast = _forecast(snapshot.now, config, state, demand, mean_blocks, load.pool)
+    arrival_rate = _arrival_rate(snapshot.now, config, state, load.arrived)
+    sequences = snapshot.queued + load.sequences
+    rise = max(_over(forecast, demand), 1.0)
+
+    kv = _over(forecast, config.kv_high * load.pool)
+    slots = _over(sequences * rise, config.kv_high * load.slots)
+    prefill = _over(arrival_rate, config.prefill_high * load.prefill_rate)
+    if load.backlog_s > _BACKLOG_SHARE * config.ttft_target_s:
+        excess = load.backlog_s / (_BACKLOG_TARGET * config.ttft_target_s)
+        prefill = max(prefill, snapshot.running * min(excess, 2.0))
+    decode = 0.0
+    if load.step_s > _STEP_SHARE * config.tpot_target_s:
+        decode = snapshot.running * _over(load.step_s, _STEP_SHARE * config.tpot_target_s)
+    lower = max(
+        _over(demand, config.kv_low * load.pool),
+        _over(sequences, config.kv_low * load.slots),
+        _over(arrival_rate, config.prefill_low * load.prefill_rate),
+    )
+    return _Needs(max(kv, slots), prefill, decode, lower)
+
+
+def _over(amount: float, unit: float) -> float:
+    """How many units an amount is; none of an unknown unit, and never more than a fleet can be."""
+    return min(amount / unit, _MAX_NEED) if unit > 1e-6 else 0.0
+
+
+def _arrived(snapshot: Snapshot, state: ScalingState) -> float:
+    """Prompt tokens since the last decision, of the replicas that both decisions know; notes preemptions."""
+    tokens = 0.0
+    # A replica that misses a report stays known; of those that have left, at most as many as run do.
     counters = state.counters if len(state.counters) <= 2 * snapshot.running else {}
     for name, one in snapshot.replicas.items():
         known = state.counters.get(name)
         counters[name] = (one.arrived_tokens, one.preemptions)
         if known is None:
             continue
-        # A counter that fell was started anew.
-        came += one.arrived_tokens - known[0] if one.arrived_tokens >= known[0] else one.arrived_tokens
+        # A counter that fell has restarted at 0.
+        tokens += one.arrived_tokens - known[0] if one.arrived_tokens >= known[0] else one.arrived_tokens
         if one.preemptions > known[1]:
-            state.last_preemption = now
+            state.last_preemption = snapshot.now
     state.counters = counters
-    return came
+    return tokens
 
 
-def _rate_of_arrivals(state: ScalingState, config: ScalingConfig, now: float, arrived: float) -> float:
+def _arrival_rate(now: float, config: ScalingConfig, state: ScalingState, arrived: float) -> float:
     """Uncached prompt tokens per second, over the trend's window."""
     arrivals = state.arrivals
     arrivals.append((now, arrived))
@@ -158,18 +230,12 @@ def _rate_of_arrivals(state: ScalingState, config: ScalingConfig, now: float, ar
 
 
 def _forecast(
-    state: ScalingState,
-    config: ScalingConfig,
-    now: float,
-    demand: float,
-    each: float,
-    size: float,
-    start: float,
+    now: float, config: ScalingConfig, state: ScalingState, demand: float, mean_blocks: float, pool: float
 ) -> float:
-    """Demand when a replica that is started now will serve, if it grows as during the trend's window.
+    """Demand when a replica that starts now will serve, if it rises as during the trend's window.
 
-    The number of requests at a time varies as a Poisson number does even under constant load, so a rise counts
-    only where it exceeds ``trend_sigmas`` deviations of such a difference; a small fleet would flap.
+    Concurrency varies like a Poisson number even under constant load, so a rise counts only if it exceeds
+    ``trend_sigmas`` standard deviations of such a difference; otherwise a small fleet would flap.
     """
     history = state.demand
     history.append((now, demand))
@@ -181,36 +247,31 @@ def _forecast(
     third = max(len(history) // 3, 1)
     points = list(history)
     (earlier, low), (later, high) = _mean(points[:third]), _mean(points[-third:])
-    noise = math.sqrt(2.0 * _HEAVY_TAIL * each * max(demand, each))
-    if later <= earlier or high - low <= config.trend_sigmas * noise:
+    deviation = math.sqrt(2.0 * _HEAVY_TAIL * mean_blocks * max(demand, mean_blocks))
+    if later <= earlier or high - low <= config.trend_sigmas * deviation:
         return demand
     slope = (high - low) / (later - earlier)
-    return min(demand + slope * start, 2.0 * demand + size)
+    return min(demand + slope * state.startup_s(config), 2.0 * demand + pool)
 
 
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(time for time, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
-def _held(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, start: float, slowest: float) -> str:
-    """Why no replica is stopped now although fewer would do; empty if nothing speaks against it."""
+def _held(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, slowest_step_s: float) -> str:
+    """Why no replica stops now although fewer would do; empty if nothing prevents it."""
     now = snapshot.now
     unsettled = state.unsettled(snapshot, config)
     if unsettled:
         return unsettled
     if not state.window_full(now, config):
         return "window not full"
-    if now - state.last_up < 2.0 * start:
+    if now - state.last_up < 2.0 * state.startup_s(config):
         return "scaled up lately"
     if now - state.last_down < config.down_interval_s:
         return "scaled down lately"
-    if now - state.last_preemption < config.down_window_s:
+    if now - state.last_preemption < state.window_s(config):
         return "preemptions"
-    if slowest > config.tpot_target_s:
+    if slowest_step_s > config.tpot_target_s:
         return "slow steps"
     return ""
-
-
-def _largest(kv: float, prefill: float, decode: float) -> str:
-    most = max(kv, prefill, decode)
-    return "kv" if most == kv else "prefill" if most == prefill else "decode"

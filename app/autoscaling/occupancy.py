@@ -20,7 +20,7 @@ _EXACT = 1e-6
 def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
     """Decide how many replicas there should be: running ones x occupancy / ``occupancy_target``.
 
-    Up at once; down by the largest answer of ``down_window_s``, a little at a time. Changes nothing but
+    Up at once; down by the largest answer of the scale-down window, a little at a time. Changes nothing but
     ``state``. O(replicas).
     """
     now, target, high = snapshot.now, snapshot.target, snapshot.most
@@ -35,7 +35,7 @@ def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: Scalin
     ratio = occupancy / config.occupancy_target
     need = snapshot.running * ratio
     answer = snapshot.running if abs(ratio - 1.0) <= _TOLERANCE else math.ceil(need - _EXACT)
-    state.add_low(now, answer, config.down_window_s)
+    state.add_low(now, answer, state.window_s(config))
 
     def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> Decision:
         return Decision(count, reason, need, held_by=held_by, demand=occupancy, intended=intended)

@@ -26,16 +26,16 @@ class ScalingConfig:
 
     ttft_target_s: float = 2.0
     tpot_target_s: float = 0.05
-    reserve: float = 1.0  # replicas beyond the need
+    reserve: float = 0.5  # replicas beyond the need
     kv_high: float = 0.75  # of the pool: more is too much
-    kv_low: float = 0.60  # of the pool: a smaller fleet must stay below
+    kv_low: float = 0.70  # of the pool: a smaller fleet must stay below
     prefill_high: float = 0.60  # of the time: prompts share it with decodes
-    prefill_low: float = 0.50
-    growth_share: float = 0.5
+    prefill_low: float = 0.40  # arrivals vary more than memory, so the gap is wider
+    growth_share: float = 0.25
     startup_s: float = 60.0  # until starts have been seen
     trend_window_s: float = 30.0
     trend_sigmas: float = 3.0
-    down_window_s: float = 300.0
+    down_window_s: float | None = None  # of lower need before a replica stops; None: twice the startup time
     down_share: float = 0.1  # most of the fleet that one decision stops, but at least one replica
     down_interval_s: float = 10.0
     zero_after_s: float = 600.0
@@ -48,6 +48,8 @@ class ScalingConfig:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
+            if value is None and one.default is None:
+                continue
             if one.name == "shadow":
                 right = isinstance(value, bool)
             else:

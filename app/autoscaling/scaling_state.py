@@ -16,6 +16,9 @@ _KEPT_STARTS = 20
 _PATIENCE = 10.0
 """Times to start after which a replica that does not run is not waited for: there may be no room for it."""
 _LONGEST_START_S = 3600.0
+_STARTS_PER_WINDOW = 2.0
+_SHORTEST_WINDOW_S = 60.0
+"""Unless the options say otherwise: load varies within a minute, however fast replicas start."""
 _LONGEST_PAUSE_SHARE = 0.1
 """Of the window: decisions further apart leave a hole in it."""
 _INTENDED_S = 60.0
@@ -89,6 +92,12 @@ class ScalingState:
         ordered = sorted(self.starts)
         return ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)]
 
+    def window_s(self, config: ScalingConfig) -> float:
+        """Seconds for which the need must have been lower before a replica stops."""
+        if config.down_window_s is not None:
+            return config.down_window_s
+        return max(_STARTS_PER_WINDOW * self.startup_s(config), _SHORTEST_WINDOW_S)
+
     def worked(self, now: float, busy: bool) -> None:
         """Remember when there was work last; the first decision counts as work."""
         if busy or self.last_work == -math.inf:
@@ -121,7 +130,7 @@ class ScalingState:
 
     def window_full(self, now: float, config: ScalingConfig) -> bool:
         """Whether the window of needs goes back as far as it should."""
-        return self.since is not None and now - self.since >= config.down_window_s
+        return self.since is not None and now - self.since >= self.window_s(config)
 
     def intended(self, snapshot: Snapshot, config: ScalingConfig, least: int, step: int) -> int:
         """How many replicas fewer are intended: what the window's last part alone allows.
@@ -129,7 +138,7 @@ class ScalingState:
         At most ``step``, and not below ``least`` replicas. Zero in shadow mode, which stops nothing.
         """
         now = snapshot.now
-        recent = min(_INTENDED_S, _INTENDED_SHARE * config.down_window_s)
+        recent = min(_INTENDED_S, _INTENDED_SHARE * self.window_s(config))
         if config.shadow or self.since is None or now - self.since < recent or self.unsettled(snapshot, config):
             return 0
         largest = 0.0
@@ -143,7 +152,7 @@ class ScalingState:
     def _follow_clock(self, now: float, config: ScalingConfig) -> None:
         """Begin the windows anew where the clock was set, or nothing was decided for long."""
         before, self.decided_at = self.decided_at, now
-        longest = max(config.stale_s, _LONGEST_PAUSE_SHARE * config.down_window_s)
+        longest = max(config.stale_s, _LONGEST_PAUSE_SHARE * self.window_s(config))
         if before is None or 0.0 <= now - before <= longest:
             return
         self.since = None

@@ -56,10 +56,12 @@ def replicas_line(options: ScalingOptions) -> str:
         target = f"{options.occupancy_target:.0%} of the KV blocks in use"
     else:
         target = f"first token within {options.ttft_target_s:g} s, {options.tpot_target_s:g} s per token"
+    window = options.scale_down_after_s
+    down = "twice the startup time" if window is None else f"{window:g} s"
     shadow = "; shadow mode: reported only" if options.scaling_shadow else ""
     return (
         f"{options.initial_replicas}, {options.lower_limit} to {options.upper_limit} with demand "
-        f"({target}; down after {options.scale_down_after_s:g} s of lower need{shadow})"
+        f"({target}; down after {down} of lower need{shadow})"
     )
 
 

@@ -43,10 +43,51 @@ def test_pools_without_work_are_no_demand() -> None:
     assert settled(2, stats(0.0), stats(0.0), config=ScalingConfig(reserve=0.0)).target == 1
 
 
-def test_half_of_the_expected_growth_counts() -> None:
+def test_a_share_of_the_expected_growth_counts() -> None:
     reports = [stats(600.0, growth_blocks=600.0)] * 2
-    config = ScalingConfig(reserve=0.0)
+    config = ScalingConfig(reserve=0.0, growth_share=0.5)
     assert decide(snapshot(0.0, 2, *reports), config, ScalingState()).need_kv == pytest.approx(1_800.0 / 750.0)
+
+
+def test_silent_replicas_count_as_the_mean_of_the_others() -> None:
+    config = ScalingConfig(growth_share=0.5)
+    one = stats(300.0, waiting_blocks=100.0, growth_blocks=200.0)
+    decision = decide(snapshot(0.0, 10, *[one] * 8, running=10), config, ScalingState())
+    # All ten hold 300, lack 100, and grow by half of 200 blocks.
+    assert decision.need_kv == pytest.approx(10 * 500.0 / 750.0)
+    assert decision.demand == pytest.approx(0.5)
+    queued = decide(snapshot(0.0, 10, *[one] * 8, running=10, queued=12.0), config, ScalingState())
+    # A queued request counts as the mean of the 6 sequences of each replica: (400 + 200) / 6 blocks.
+    assert queued.need_kv == pytest.approx((10 * 500.0 + 12.0 * 100.0) / 750.0)
+
+
+def test_arrivals_after_a_restart_of_the_counter_count() -> None:
+    config, state, decision = ScalingConfig(), ScalingState(), None
+    for second in range(31):
+        # The engine of the one replica restarts at 16 s; its counter begins at 0 and has 6,000 tokens at once.
+        arrived = 6_000.0 * (second + 1 if second < 16 else second - 15)
+        decision = decide(snapshot(float(second), 1, stats(10.0, arrived_tokens=arrived)), config, state)
+    assert decision is not None
+    assert decision.need_prefill == pytest.approx(1.0)  # 6,000 tokens/s over 60 % of 10,000
+
+
+@pytest.mark.parametrize(("startup_s", "window_s"), [(300.0, 600.0), (60.0, 120.0), (5.0, 60.0)])
+@pytest.mark.parametrize("rule", [decide, decide_by_occupancy])
+def test_the_window_is_twice_the_startup_time_but_not_below_a_minute(
+    rule: Any, startup_s: float, window_s: float
+) -> None:
+    config, state = ScalingConfig(startup_s=startup_s), ScalingState()
+    targets = [
+        rule(snapshot(float(second), 9, *[stats(10.0)] * 9), config, state).target for second in range(601)
+    ]
+    assert targets.index(8) == window_s
+
+
+def test_the_window_follows_startup_times_that_were_measured() -> None:
+    config, state = ScalingConfig(startup_s=300.0), ScalingState()
+    state.starts.extend([40.0] * 10)
+    assert state.window_s(config) == 80.0
+    assert state.window_s(ScalingConfig(startup_s=300.0, down_window_s=7.0)) == 7.0
 
 
 def test_requests_without_a_replica_count_as_the_others_do() -> None:
@@ -150,14 +191,14 @@ def test_noise_of_a_small_fleet_is_no_trend() -> None:
 
 
 def test_stops_a_tenth_at_most_and_waits_in_between() -> None:
-    config, state = ScalingConfig(), ScalingState()
+    config, state = ScalingConfig(down_window_s=300.0), ScalingState()
     target, moves = 40, []
     for second in range(900):
         decision = decide(snapshot(float(second), target, *[stats(10.0)] * target), config, state)
         if decision.target != target:
             moves.append((second, target - decision.target, target))
             target = decision.target
-    assert moves[0][0] >= config.down_window_s
+    assert moves[0][0] >= 300.0
     assert all(stopped <= max(1, fleet // 10) for _, stopped, fleet in moves)
     assert all(b[0] - a[0] >= config.down_interval_s for a, b in pairwise(moves))
     assert target == 1

@@ -97,7 +97,7 @@ def test_every_option_reaches_the_policy() -> None:
     given = {
         "ttft_target_s": 3.0,
         "tpot_target_s": 0.25,
-        "scaling_reserve": 0.5,
+        "scaling_reserve": 0.25,
         "occupancy_target": 0.8,
         "scale_down_after_s": 30.0,
         "startup_s": 20.0,

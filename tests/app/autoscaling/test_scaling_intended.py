@@ -19,7 +19,7 @@ class Fleet:
     """A fleet that has what the decisions ask for; one decision each second."""
 
     def __init__(self, target: int, rule: Any = decide, **options: Any) -> None:
-        self.config = ScalingConfig(**options)
+        self.config = ScalingConfig(**{"down_window_s": 300.0, "reserve": 1.0, **options})
         self.state = ScalingState()
         self.target = target
         self.now = 0.0
@@ -87,7 +87,7 @@ def test_demand_that_is_back_ends_it_at_once() -> None:
     fleet = Fleet(6)
     assert fleet.intended(70, stats(200.0))[-1] == 1
     # Enough for six by the lower mark, not for more by the upper one.
-    assert fleet.intended(1, stats(420.0)) == [0]
+    assert fleet.intended(1, stats(500.0)) == [0]
 
 
 @pytest.mark.parametrize("more", [{"backlog_tokens": 10_000.0}, {"step_seconds": 0.06}])
@@ -151,7 +151,7 @@ def test_what_is_intended_stays_within_bounds_and_is_nothing_when_the_target_ris
 
 
 def test_in_shadow_mode_it_goes_on_asking_for_fewer() -> None:
-    config, state = ScalingConfig(shadow=True), ScalingState()
+    config, state = ScalingConfig(shadow=True, down_window_s=300.0), ScalingState()
     reports = dict.fromkeys(range(30), stats(10.0))
     asked = [
         decide(Snapshot(float(second), 30, 30, 1, 100, reports), config, state).target for second in range(340)

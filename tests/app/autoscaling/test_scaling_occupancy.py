@@ -56,7 +56,7 @@ def moves(loads: list[tuple[int, float]], target: int, **options: Any) -> list[t
 
     ``loads`` are (seconds, referenced blocks of all replicas).
     """
-    config, state = ScalingConfig(**options), ScalingState()
+    config, state = ScalingConfig(down_window_s=300.0, **options), ScalingState()
     second, found = 0, []
     for seconds, blocks in loads:
         for _ in range(seconds):
@@ -85,7 +85,7 @@ def test_one_decision_stops_a_tenth_at_most() -> None:
 
 
 def test_in_shadow_mode_it_goes_on_asking_for_as_few() -> None:
-    config, state = ScalingConfig(shadow=True), ScalingState()
+    config, state = ScalingConfig(shadow=True, down_window_s=300.0), ScalingState()
     replicas = dict.fromkeys(range(30), stats(100.0))
     asked = [
         decide_by_occupancy(Snapshot(float(second), 30, 30, 1, 100, replicas), config, state).target

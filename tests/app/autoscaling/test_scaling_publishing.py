@@ -38,7 +38,7 @@ def run(policy: ServePolicy, seconds: int, count: int, referenced: float = 10.0,
 
 
 def test_a_decision_is_published_with_what_it_was_made_from() -> None:
-    policy = KvDemandPolicy()
+    policy = KvDemandPolicy(reserve=1.0)
     sink = published(policy)
     busy = context(EPOCH, 2, {"a": stats(900.0, waiting_blocks=1_200.0), "b": stats(600.0)})
     policy(busy)
@@ -110,16 +110,16 @@ def test_they_are_repeated_between_decisions_but_no_more_than_once_a_second() ->
 
 
 def test_demand_that_comes_back_takes_it_back_once() -> None:
-    policy = KvDemandPolicy()
+    policy = KvDemandPolicy(down_window_s=300.0, reserve=1.0)
     sink = published(policy)
     run(policy, 65, 6, referenced=200.0)
     assert sink.announced == [["r5"]] * 5
-    run(policy, 10, 6, referenced=420.0, start=EPOCH + 65)
+    run(policy, 10, 6, referenced=500.0, start=EPOCH + 65)
     assert sink.announced == [["r5"]] * 5 + [[]]
 
 
 def test_a_fault_takes_it_back() -> None:
-    policy = KvDemandPolicy()
+    policy = KvDemandPolicy(down_window_s=300.0)
     sink = published(policy)
     run(policy, 65, 6)
     broken = context(EPOCH + 65, 6, fleet(6))

@@ -128,7 +128,8 @@ def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
         ({"engine_replicas": 3}, "3"),
         (
             {"max_replicas": 4},
-            "1, 1 to 4 with demand (first token within 2 s, 0.05 s per token; down after 300 s of lower need)",
+            "1, 1 to 4 with demand (first token within 2 s, 0.05 s per token; "
+            "down after twice the startup time of lower need)",
         ),
         (
             {"max_replicas": 2, "min_replicas": 0, "ttft_target_s": 1.5, "scale_down_after_s": 20},
@@ -136,12 +137,13 @@ def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
         ),
         (
             {"max_replicas": 4, "engine_replicas": 3, "scaling_policy": "occupancy"},
-            "3, 1 to 4 with demand (70% of the KV blocks in use; down after 300 s of lower need)",
+            "3, 1 to 4 with demand (70% of the KV blocks in use; "
+            "down after twice the startup time of lower need)",
         ),
         (
             {"max_replicas": 4, "scaling_shadow": True},
-            "1, 1 to 4 with demand (first token within 2 s, 0.05 s per token; down after 300 s of lower need; "
-            "shadow mode: reported only)",
+            "1, 1 to 4 with demand (first token within 2 s, 0.05 s per token; "
+            "down after twice the startup time of lower need; shadow mode: reported only)",
         ),
     ],
 )
