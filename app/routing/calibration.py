@@ -1,4 +1,4 @@
-"""What one ingress process learns of its fleet: step time, length of outputs, blocks missed after eviction.
+"""What one ingress process learns of its fleet: step time, outputs, reuse of evicted blocks, hot prefixes.
 
 Each is a running average that starts from a plain prior and forgets, so that none needs an option.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import combinations
+
+from app.routing.load import LoadReport
+from app.routing.replica import ReplicaHistory
 
 WINDOW = 128
 SAMPLED, REMEMBERED = 16, 16_384
@@ -128,7 +131,7 @@ class ReuseShare:
 class PrefixShare:
     """What share of the last 128 requests that found a prefix found this one.
 
-    A prefix with a share of ``s`` is due ``s * n`` copies on ``n`` replicas: to compute these is no loss.
+    A prefix with a share of ``s`` is worth ``s * n`` copies on ``n`` replicas: computing these is no loss.
     """
 
     def __init__(self) -> None:
@@ -150,6 +153,49 @@ class PrefixShare:
                 self._counts[oldest] = left
             else:
                 del self._counts[oldest]
+
+
+class Calibration:
+    """All of these, for one fleet; its owner locks. Decisions read it, the ledger teaches it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        """Tokens; of the last report that says."""
+        self.steps = StepModel()
+        self.outputs = OutputLength()
+        self.reuse = ReuseShare()
+        self.prefixes = PrefixShare()
+
+    def learn_report(self, load: LoadReport, history: ReplicaHistory) -> bool:
+        """Take in a replica's report; true if anything changed that the views of all replicas depend on."""
+        changed = self.steps.learn(load.running, load.kv_tokens, load.step_seconds)
+        if load.running and load.step_seconds:
+            history.learn_step(load.step_seconds, self.steps.seconds(load.running, load.kv_tokens))
+        if load.block_size and load.block_size != self.block_size:
+            self.block_size = load.block_size
+            changed = True
+        return changed
+
+    def learn_prompt(self, keys: Sequence[int], shared_blocks: int, output: float, retry: bool) -> None:
+        """Take in a prompt; the best replica held ``shared_blocks``, ``output`` tokens are expected in all.
+
+        A ``retry`` would find its own blocks lost.
+        """
+        if shared_blocks:
+            self.prefixes.learn(keys[shared_blocks - 1])
+        if not retry:
+            self.reuse.learn(keys, shared_blocks, int(output) // self.block_size)
+
+    def expected_output(self, max_output: int, sequences: int) -> float:
+        """Tokens of each of a request's ``sequences``, which together make ``max_output`` at most."""
+        return min(max_output / sequences, self.outputs.tokens)
+
+    def usable_blocks(self, tokens: int, blocks: int) -> int:
+        """Of ``blocks`` that hold the beginning of a prompt, those that need no computing.
+
+        An engine computes at least the last token, and with it its block.
+        """
+        return min(blocks, max(tokens - 1, 0) // self.block_size)
 
 
 def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float] | None:

@@ -1,216 +1,164 @@
 """What a request would cost on each replica, in seconds: one sum, the same for every replica and load.
 
-    wait        prompt tokens that are to be computed there before it, over the prefill rate, less the time
-                since they were reported, 3 s at most
-  + compute     its own uncached tokens over the prefill rate, once as its own delay and once as time of the
-                machine that whoever comes next waits for: a sibling that waits for a prefix costs the fleet
-                less than one that computes it again
-  + streaming   its own decode time at the step time that it would see there, and the slowdown of those
-                running by its rows and KV, weighted by ``STREAMING``; and by the steps that compute its prompt,
+    wait        prompt tokens to be computed there first, over the prefill rate, less the time since they were
+                reported, 3 s at most
+  + compute     its own uncached tokens over the prefill rate: once as its own delay, and once as machine time
+                that later requests wait for, so that a sibling that waits for a prefix costs the fleet less
+                than one that computes it again; and the time for which running streams stand still meanwhile,
                 weighted by ``STALL``
+  + streaming   its decode time at the step time that it would see there, and the slowdown of the running
+                sequences by its rows and KV, weighted by ``STREAMING``
   + eviction    recomputing the blocks that it would really push out there, times the share of reuse
-  + admission   where seats or blocks are out: the wait until enough of those running have ended to let in
-                those before it, and then it
+  + admission   where sequence slots or blocks are out: the wait until enough running sequences have ended to
+                admit those before it, and then it
 
-Those running end one by one, ``step time * output / rows`` apart: each end is a seat, and all the blocks that
-no other sequence holds. Whether one lacks or both, admission waits once, for the later. Prompts of those before
-it are computed in the same time, but in other steps, so that *wait* comes on top.
+Running sequences end one by one, ``step time * output / rows`` apart. Each end frees a slot and all blocks that
+no other sequence holds. Whether slots, blocks or both are out, a request waits once, for the later of the two.
+The prompts of those before it are computed in the same period but in other steps, so *wait* adds to it.
 
-Rows and KV that are there now slow it down only while they remain, about half of an average output.
-No part is a threshold and none concerns the fleet as a whole: a hot replica changes its own cost alone.
+Rows and KV that are there now slow a request down only while they remain, about half of an average output.
+No term is a threshold, and none concerns the fleet as a whole: a hot replica changes its own cost alone.
+
+To add a term: learn its state in ``ReplicaHistory``, or take it from the load report; add its coefficient to
+``ReplicaView`` and to ``view_of``, and one line to ``costs``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from app.routing.calibration import StepModel
+from app.routing.calibration import Calibration
 from app.routing.load import PREFILL_RATE, LoadReport
+from app.routing.replica import ReplicaState, ReplicaView
 
 STREAMING = 0.05
-"""What a second of slower steps counts against a second of waiting for the first token."""
+"""Weight of a second of slower steps, against a second of waiting for the first token."""
 
 STALL = 0.1
-"""What a second counts in which a stream stands still, because a prompt is computed."""
+"""Weight of a second for which a stream stands still because a prompt is computed."""
 
 MACHINE = 1.0
-"""What a second of computing counts, beside the delay of the request itself, for those that come next."""
+"""Weight of a second of computing, beside the delay of the request itself, for the requests after it."""
 
 SILENT_S = 3.0
-"""Reported work passes with time for so long after a report: an engine that hangs does not empty itself."""
+"""Reported work passes with time for this long after a report: an engine that hangs does not empty itself."""
 
-PLENTY = 1 << 40
-"""Free blocks, or seats, of a replica of which nothing is known."""
+UNLIMITED = 1 << 40
+"""Free blocks, or sequence slots, of a replica whose number is unknown."""
 
 
-class Demand(NamedTuple):
-    """A request: prompt ``tokens``, and ``output`` tokens expected of each of its ``sequences``.
+class RoutingRequest(NamedTuple):
+    """What a decision knows of a request."""
 
-    ``remaining`` is the number of tokens that a running sequence has still to make, on average. ``shared`` is
-    the longest cached prefix anywhere, in tokens, and ``due`` (0 to 1) how much another copy of it is wanted.
-    """
-
+    request_id: str
     tokens: int
+    """Of the prompt."""
     output: float
-    remaining: float
+    """Tokens that each of its sequences is expected to make."""
     sequences: int = 1
-    shared: int = 0
-    due: float = 0.0
+    keys: Sequence[int] = ()
+    """Of the prompt's full blocks."""
+    retry: bool = False
+    """It has been placed before, so its keys teach nothing new."""
+    likely_victims: Collection[str] = ()
+    """Replicas that it goes to only where all others cost much more."""
+    ordinal: int = 0
+    """How many were placed before it."""
 
 
-@dataclass(slots=True)
-class Booked:
-    """Own bookings on one replica that its engine has not acknowledged, and those that it has.
+def view_of(
+    state: ReplicaState, load: LoadReport, reported_at: float, fleet: Calibration, output: float
+) -> ReplicaView:
+    """A replica at ``load`` as of ``reported_at``, whose running sequences make ``output`` tokens on average.
 
-    ``prefill`` is released at the first token. ``kv`` counts the tokens that a booking's sequences read.
+    A report may lag behind the ledger's own bookings, so that at least these are taken to run, up to the slots.
     """
-
-    prefill: int = 0
-    rows: int = 0
-    kv: int = 0
-    seen_rows: int = 0
-    seen_kv: int = 0
-
-
-class Shortage(NamedTuple):
-    """How long one replica's seats and blocks keep a request waiting, where they are out."""
-
-    room: float
-    """Tokens that fit in by eviction; below zero if not even those that wait do."""
-    per_missing: float
-    """Seconds for each token that does not fit in."""
-    seats: float
-    """Sequences that can start after those that wait; below zero if so many must end for those alone."""
-    turn: float
-    """Seconds between the ends of two sequences."""
-
-    def seconds(self, over: float, sequences: float) -> float:
-        """Until ``over`` tokens beyond the free blocks, and seats for ``sequences``, can be had; or 0."""
-        missing, queue = (over - self.room) * self.per_missing, (sequences - self.seats) * self.turn
-        return max(missing, queue, 0.0)
-
-
-class Terms(NamedTuple):
-    """One replica's part of the sum, so that a decision only multiplies and adds; floats, which is quicker."""
-
-    wait: float
-    """Seconds that are left of it when all that has started is done."""
-    until: float
-    """When that is, in monotonic seconds; ``SILENT_S`` after the report at most."""
-    per_token: float
-    """Seconds of compute, its streaming part included; of a token pushed out, before the share of reuse."""
-    drag: float
-    """Streaming seconds for each second of a step by itself, and of what gets longer."""
-    crowd: float
-    """Streaming seconds for each output token while those running remain."""
-    crowd_drag: float
-    """Streaming seconds of those running, for each second that a step gets longer."""
-    free: float
-    """Tokens that fit in without eviction, after those that wait."""
-    fits: float
-    """Tokens that fit in at all, without a wait; none if there is not one seat."""
-    shortage: Shortage
-    """Of more than that, or of several sequences."""
-
-
-def terms(
-    load: LoadReport,
-    booked: Booked,
-    step: StepModel,
-    speed: float,
-    block_size: int,
-    tail: float,
-    reported: float = 0.0,
-) -> Terms:
-    """Of a replica with this ``load``; ``speed`` is its step time over the model's, ``tail`` its rows' rest.
-
-    A report may lag behind own bookings, so there are at least as many rows as these, up to the seats.
-    """
+    step, slowness = fleet.steps, state.history.slowness
     rate = load.prefill_rate or PREFILL_RATE
-    ahead = load.waiting_tokens + booked.prefill
-    running, held_up, new = load.running, load.held_up, booked.rows
-    rows = (running if running > booked.seen_rows else booked.seen_rows) + new
-    kv: float = (load.kv_tokens if load.kv_tokens > booked.seen_kv else booked.seen_kv) + booked.kv
-    most = load.max_running or PLENTY
-    here = running + load.waiting
-    seats = most - new - (here if here > booked.seen_rows else booked.seen_rows)
-    if held_up:
-        # What lacks may be blocks: whoever comes now stands behind these. None of them runs beside it.
-        if -held_up - new < seats:
-            seats = -held_up - new
-        most = running or 1
-    if rows > most:
-        kv = kv * most / rows
-        rows = most
-    longer = step.per_row * rows + step.per_kv_token * kv
-    drag = STREAMING * speed
-    free = float((load.free if load.num_blocks else PLENTY) * block_size - ahead)
-    room = float(load.evictable * block_size)
-    if free <= 0.0:
-        free, room = 0.0, room + free
-    started = 0.0 if held_up else load.waiting_tokens / rate
-    if started > SILENT_S:
-        started = SILENT_S
-    # A sequence makes twice the tail in all, and at its end each of those running holds a tail more than now.
-    some = rows or 1
-    turn = 2.0 * tail * speed * (step.base + longer) / some
-    held = load.referenced * block_size / some + tail
-    missing = turn / (held if held > block_size else block_size)
-    return Terms(
-        ahead / rate - started,
-        reported + started,
-        (1.0 + MACHINE + STALL * rows) / rate,
-        drag,
-        drag * longer,
-        drag * rows,
-        free,
-        free + room if seats >= 1 else -inf,
-        Shortage(room, missing if missing * rate > 1.0 else 1.0 / rate, seats, turn),
+    ahead = load.waiting_tokens + state.pending_prefill
+    started_s = 0.0 if load.held_up else min(load.waiting_tokens / rate, SILENT_S)
+
+    rows = float(max(load.running, state.acknowledged_rows) + state.pending_rows)
+    kv_tokens: float = max(load.kv_tokens, state.acknowledged_kv_tokens) + state.pending_kv_tokens
+    slots = load.max_running or UNLIMITED
+    free_slots = slots - max(load.running + load.waiting, state.acknowledged_rows) - state.pending_rows
+    if load.held_up:
+        # Blocks may be what is lacking: a new one stands behind the held-up ones, none of which runs beside it.
+        free_slots = min(free_slots, -load.held_up - state.pending_rows)
+        slots = load.running or 1
+    if rows > slots:
+        kv_tokens *= slots / rows
+        rows = slots
+    load_step_s = step.per_row * rows + step.per_kv_token * kv_tokens
+
+    block_size = fleet.block_size
+    free = float((load.free if load.num_blocks else UNLIMITED) * block_size - ahead)
+    # When a sequence ends, each of those running holds half an output more than now.
+    slot_s = output * slowness * (step.base + load_step_s) / (rows or 1)
+    kv_at_end = max(load.referenced * block_size / (rows or 1) + output / 2, block_size)
+    return ReplicaView(
+        replica=state.replica,
+        seed=state.seed,
+        booked_tokens=state.booked_tokens,
+        bookings=state.bookings,
+        backlog_s=ahead / rate - started_s,
+        started_until=reported_at + started_s,
+        token_cost=(1.0 + MACHINE + STALL * rows) / rate,
+        streaming_weight=STREAMING * slowness,
+        rows=rows,
+        load_step_s=load_step_s,
+        free_tokens=max(free, 0.0),
+        evictable_tokens=load.evictable * block_size + min(free, 0.0),
+        missing_token_s=max(slot_s / kv_at_end, 1.0 / rate),
+        free_slots=free_slots,
+        slot_s=slot_s,
     )
 
 
-def seconds(
-    candidates: Sequence[Terms],
-    cached: Sequence[int],
-    demand: Demand,
-    step: StepModel,
-    reuse: float,
-    now: float = 0.0,
-    block: int = 1,
+def costs(
+    views: Sequence[ReplicaView],
+    cached_blocks: Sequence[int],
+    request: RoutingRequest,
+    fleet: Calibration,
+    now: float,
+    copy_deficit: float = 0.0,
 ) -> list[float]:
-    """The cost of ``demand`` on each candidate, which holds ``cached`` blocks of ``block`` tokens; at ``now``.
+    """The cost of ``request`` at ``now`` on each replica, which holds ``cached_blocks`` of its prefix.
 
-    None holds more than ``demand.shared`` if a copy is due.
+    ``copy_deficit`` (0 to 1) is how much the fleet lacks another copy of the longest of these prefixes:
+    computing one that it lacks is not charged.
     """
-    tokens, output, remaining, sequences, copied, due = demand
-    beside = output if output < remaining else remaining
-    longer = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
-    own, theirs = output * (step.base + longer), beside * longer
-    needed = float(tokens + sequences * output)
-    fresh, kept = tokens - due * copied, (1.0 - due) * block
-    several = sequences > 1
-    # There are few different numbers of blocks: what follows from each, once.
-    depths = {blocks: (fresh - kept * blocks, needed - blocks * block) for blocks in set(cached)}
-    costs: list[float] = []
-    for at, blocks in zip(candidates, cached, strict=True):
-        wait, until, per_token, drag, crowd, crowd_drag, free, fits, shortage = at
-        computed, needs = depths[blocks]
-        if needs > fits or several:
-            room, per_missing, seats, turn = shortage
-            over = needs - free
-            if over > room or sequences > seats:
-                missing, queue = (over - room) * per_missing, (sequences - seats) * turn
-                wait += missing if missing > queue else queue
-                if over > room:
-                    over = room
-            if over > 0.0:
-                computed += over * reuse
-        elif needs > free:
-            computed += (needs - free) * reuse
-        if now < until:
-            wait += until - now
-        costs.append(wait + computed * per_token + own * drag + beside * crowd + theirs * crowd_drag)
-    return costs
+    tokens, output, sequences = request.tokens, request.output, request.sequences
+    step, block_size, reuse = fleet.steps, fleet.block_size, fleet.reuse.share
+    # What running sequences have left, on average, is half an output: so many steps are shared with them.
+    shared_steps = min(output, fleet.outputs.tokens / 2)
+    own_step_s = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
+    decode_s = output * (step.base + own_step_s)
+    slowdown_s = shared_steps * own_step_s
+    # There are few different numbers of cached blocks: what follows from each, once.
+    copied = copy_deficit * max(cached_blocks) if copy_deficit else 0.0
+    charged_tokens, kv_tokens = {}, {}
+    for blocks in set(cached_blocks):
+        charged_tokens[blocks] = tokens - block_size * (blocks + copied - copy_deficit * blocks)
+        kv_tokens[blocks] = float(tokens + sequences * output - block_size * blocks)
+
+    sums = []
+    for view, blocks in zip(views, cached_blocks, strict=True):
+        wait = view.backlog_s
+        if now < view.started_until:
+            wait += view.started_until - now
+        compute = charged_tokens[blocks] * view.token_cost
+        streaming = view.streaming_weight * (
+            decode_s + shared_steps * view.load_step_s + slowdown_s * view.rows
+        )
+        eviction = admission = 0.0
+        excess = kv_tokens[blocks] - view.free_tokens
+        if excess > 0.0 or sequences > view.free_slots:
+            evicted = excess if excess < view.evictable_tokens else view.evictable_tokens
+            if evicted > 0.0:
+                eviction = evicted * reuse * view.token_cost
+            if evicted < excess or sequences > view.free_slots:
+                admission = view.admission_s(excess, sequences)
+        sums.append(wait + compute + streaming + eviction + admission)
+    return sums

@@ -3,26 +3,30 @@
 One ledger for each (process, engine deployment). The router's thread books, the ingress's loop opens routes,
 passes reports on and releases bookings; one lock makes each call one step, so a booking is either made before
 a route closes (and returned by ``close``) or not at all, and the next choice of a burst sees the one before.
+
+The ledger owns all state. A choice itself (``app/routing/policies.py``) is a pure function of views of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from app.routing.booking import Booking, Entry, NoRouteError, Route, Standing
-from app.routing.candidates import Candidates
-from app.routing.load import LoadReport, sane
-from app.routing.policies import Chooser, Policy, Wanted, least_booked
-from app.routing.residency import Residency
+from app.routing.calibration import Calibration
+from app.routing.cost import RoutingRequest, view_of
+from app.routing.faults import Faults
+from app.routing.load import LoadReport, average, sane
+from app.routing.policies import CHOICES, Decision, Policy, least_booked
+from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
 from app.routing.waiting import ExpectedWait, expected_wait
+from engine.errors import QuireError
 
-__all__ = ["Booking", "Ledger", "NoRouteError", "Residency", "Route"]
+__all__ = ["BlockIndex", "Booking", "Ledger", "NoRouteError", "Route"]
 
 T = TypeVar("T")
 
@@ -31,11 +35,40 @@ _PREFIX = Policy.PREFIX  # Python 3.11 finds a member of an enumeration by a cal
 BLOCK_SIZE = 16
 """Until a report says otherwise."""
 
-logger = logging.getLogger(__name__)
+REMEMBERED = 1024
+"""Replicas without a channel whose history is kept."""
+
+
+class NoRouteError(QuireError):
+    """No replica has an open channel at the moment, or the attempt to be routed is over."""
+
+
+class BlockIndex(Protocol):
+    """Which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
+
+    def add(self, replica: str, epoch: int = 0) -> None:
+        """A route has opened."""
+
+    def remove(self, replica: str) -> None:
+        """It is gone."""
+
+    def longest(self, keys: Sequence[int]) -> dict[str, int]:
+        """How many of the first blocks each replica holds or is about to."""
+
+    def speculate(
+        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
+    ) -> None:
+        """The replica is about to hold these; ``blocks`` of them it does already, as ``longest`` said."""
+
+    def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
+        """It is not, after all."""
+
+    def expire(self, now: float) -> int:
+        """Forget what should have come by now."""
 
 
 class Ledger:
-    """Invariant: each replica's load is the sum of its bookings, prefill parts released at the first token.
+    """Invariant: a replica's totals are the sums of its bookings, and its view, where there is one, is current.
 
     ``policy`` chooses; ``index`` finds prefixes, none are found without one. ``clock`` is in monotonic seconds.
     """
@@ -43,42 +76,45 @@ class Ledger:
     def __init__(
         self,
         policy: Policy = Policy.PREFIX,
-        index: Residency | None = None,
+        index: BlockIndex | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         self._clock = clock
+        self._policy = policy
+        self._choose = CHOICES[policy]
         self._index = index
-        self._chooser = Chooser(policy, BLOCK_SIZE)
-        self._routes: dict[str, Route] = {}
-        self._suspects: set[str] = set()
+        self._fleet = Calibration(BLOCK_SIZE)
+        self._replicas: dict[str, ReplicaState] = {}
+        self._routable: list[ReplicaState] = []
+        self._outdated: list[ReplicaState] = []
+        """Those whose views are to be made anew."""
         self._expected: set[int] = set()
-        self._entries: dict[int, Entry] = {}
-        self._standings: dict[str, Standing] = {}
-        self._candidates = Candidates()
-        self._stale: list[Standing] = []
-        self._unacknowledged: dict[Route, dict[int, Entry]] = {}
-        self._faults = 0
-        self._said_at = float("-inf")
+        self._bookings: dict[int, Booking] = {}
+        self._placed = 0
+        self._unlearned: tuple[RoutingRequest, Decision] | None = None
+        self._faults = Faults(clock)
 
     @property
     def faults(self) -> int:
         """Choices and changes of the index that failed; above 0 is a defect."""
-        return self._faults
+        return self._faults.count
 
     @property
     def typical_output(self) -> float:
         """Tokens that a sequence comes to, on average of the last ones that ended."""
-        return self._chooser.outputs.tokens
+        return self._fleet.outputs.tokens
 
-    def configure(self, policy: Policy | None = None, index: Residency | None = None) -> None:
+    def configure(self, policy: Policy | None = None, index: BlockIndex | None = None) -> None:
         """Change what is given, for the choices from now on."""
         with self._lock:
-            self._chooser.policy = policy or self._chooser.policy
+            self._policy = policy or self._policy
+            self._choose = CHOICES[self._policy]
             if index is not None:
                 self._index = index
-                for route in self._routes.values():
-                    index.add(route.replica, route.epoch)
+                for state in self._replicas.values():
+                    if state.route is not None:
+                        index.add(*state.route)
 
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
         """Run what reads or changes the index's part of a replica under the lock, as all of that must.
@@ -88,49 +124,47 @@ class Ledger:
         with self._lock:
             return self._guarded(replica, step)
 
+    # ---- routes and reports
+
     def open(self, route: Route) -> None:
         """Make a replica routable."""
         with self._lock:
-            self._routes[route.replica] = route
-            self._suspects.discard(route.replica)
-            standing = self._standings.setdefault(route.replica, Standing(route.replica))
-            standing.route, standing.load, standing.terms = route, None, None
-            self._unacknowledged.setdefault(route, {})
-            self._list_candidates()
+            state = self._replicas.pop(route.replica, None) or ReplicaState(route.replica)
+            self._replicas[route.replica] = state
+            state.open(route)
+            self._list_routable()
             if self._index is not None:
                 self._guarded(route.replica, partial(self._index.add, *route))
 
     def close(self, route: Route) -> list[int]:
         """End a route; release and return the attempts that were booked on it."""
         with self._lock:
-            ends = self._routes.get(route.replica) == route
-            if ends:
-                del self._routes[route.replica]
-                self._suspects.discard(route.replica)
-            attempts = [at for at, entry in self._entries.items() if entry.booking.route == route]
+            attempts = [number for number, booking in self._bookings.items() if booking.route == route]
             for attempt in attempts:
                 self._release(attempt)
                 self._expected.discard(attempt)
-            self._unacknowledged.pop(route, None)
-            self._forget(route.replica)
-            self._list_candidates()
-            if ends and self._index is not None:
-                self._guarded(route.replica, partial(self._index.remove, route.replica))
+            state = self._replicas.get(route.replica)
+            if state is not None and state.route == route:
+                state.close()
+                self._list_routable()
+                self._forget_oldest()
+                if self._index is not None:
+                    self._guarded(route.replica, partial(self._index.remove, route.replica))
             return attempts
 
     def suspect(self, replica: str, suspected: bool) -> None:
         """Stop routing to a silent replica, or start again; its attempts stay."""
         with self._lock:
-            if suspected and replica in self._routes:
-                self._suspects.add(replica)
-            else:
-                self._suspects.discard(replica)
-            self._list_candidates()
+            state = self._replicas.get(replica)
+            if state is not None and state.route is not None:
+                state.suspected = suspected
+                self._list_routable()
 
     def routable(self, members: Collection[str] | None = None) -> list[str]:
         """Replicas with an open channel and no suspicion, of ``members`` where given."""
         with self._lock:
-            return [name for name in self._candidates.names if members is None or name in members]
+            names = [state.replica for state in self._routable]
+            return names if members is None else [name for name in names if name in members]
 
     def report(self, route: Route, load: LoadReport) -> bool:
         """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
@@ -138,20 +172,21 @@ class Ledger:
         False if the route is not the replica's open one; then nothing changes.
         """
         with self._lock:
-            if self._routes.get(route.replica) != route:
+            state = self._replicas.get(route.replica)
+            if state is None or state.route != route:
                 return False
-            load = sane(load)
-            standing = self._standings[route.replica]
-            waiting = self._unacknowledged.get(route, {})
-            for attempt in [attempt for attempt in waiting if attempt <= load.acknowledged]:
-                waiting.pop(attempt).acknowledge()
             now = self._clock()
-            if self._chooser.learn(standing, load, now):
-                for other in self._standings.values():
-                    other.terms = None
-                self._stale.extend(self._standings.values())
-            self._settle(now)
+            load = sane(load)
+            state.report(load, now)
+            self._outdated.append(state)
+            if self._fleet.learn_report(load, state.history):
+                for other in self._replicas.values():
+                    other.view = None
+                self._outdated.extend(self._replicas.values())
+            self._catch_up(now)
             return True
+
+    # ---- bookings
 
     def expect(self, attempt: int) -> None:
         """Allow an attempt to be booked, until ``release``: a cancelled call may still reach the router."""
@@ -169,12 +204,13 @@ class Ledger:
         *,
         keys: Sequence[int] = (),
         sequences: int = 1,
-        fading: Collection[str] = (),
+        likely_victims: Collection[str] = (),
     ) -> Booking:
         """Choose a replica and book there; an earlier booking of the attempt is released.
 
         ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode``
-        is the most that its ``sequences`` make together. ``avoid`` is taken last; ``fading``: see ``Wanted``.
+        is the most that its ``sequences`` make together. ``avoid`` is taken only if there is no other; likely
+        victims only where all others cost much more.
 
         Raises:
             NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
@@ -182,25 +218,35 @@ class Ledger:
         with self._lock:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
-            again = avoid != "" or attempt in self._entries
-            if attempt in self._entries:
-                self._release(attempt)
-            standings = self._candidates.among(members, avoid)
-            if not standings:
+            placed_before = self._release(attempt)
+            replicas = self._candidates(members, avoid)
+            if not replicas:
                 raise NoRouteError("no engine replica has an open channel")
-            wanted = Wanted(request_id, prefill, decode, sequences, keys, again, fading)
+            request = RoutingRequest(
+                request_id,
+                prefill,
+                self._fleet.expected_output(decode, sequences),
+                sequences,
+                keys,
+                placed_before or avoid != "",
+                likely_victims,
+                self._placed,
+            )
+            self._placed += 1
             now = self._clock()
-            place, blocks = self._choose(standings, wanted, now)
-            return self._book(attempt, wanted, standings[place], blocks, now)
+            decision = self._decide(replicas, request, now)
+            state, blocks = replicas[decision.place], decision.cached_blocks
+            return self._book(state, attempt, request, decode, blocks, now)
 
     def first_token(self, attempt: int) -> None:
         """Release the prefill part; later calls do nothing."""
         with self._lock:
-            entry = self._entries.get(attempt)
-            if entry is not None and not entry.prefilled:
-                entry.release_prefill()
-                self._stale.append(entry.standing)
-                self._settle(self._clock())
+            booking = self._bookings.get(attempt)
+            if booking is not None and not booking.prefilled:
+                state = self._replicas[booking.route.replica]
+                state.end_prefill(booking)
+                self._outdated.append(state)
+                self._catch_up(self._clock())
 
     def release(self, attempt: int, made: float | None = None) -> bool:
         """End a booking; false if it has ended already.
@@ -209,74 +255,171 @@ class Ledger:
         """
         with self._lock:
             self._expected.discard(attempt)
-            entry = self._entries.get(attempt)
-            if entry is not None and made is not None:
-                self._chooser.outputs.learn(made)
+            if attempt in self._bookings and made is not None:
+                self._fleet.outputs.learn(made)
             released = self._release(attempt)
-            self._settle(self._clock())
+            self._catch_up(self._clock())
             return released
 
     def booking(self, attempt: int) -> Booking | None:
         """Where an attempt is booked."""
         with self._lock:
-            entry = self._entries.get(attempt)
-            return entry.booking if entry is not None else None
+            return self._bookings.get(attempt)
+
+    # ---- figures
 
     def load(self) -> dict[str, int]:
         """Booked tokens of each replica that has any booking or an open route."""
         with self._lock:
-            return {replica: standing.tokens for replica, standing in self._standings.items()}
+            return {
+                name: state.booked_tokens
+                for name, state in self._replicas.items()
+                if state.route is not None or state.bookings
+            }
 
     def expected_wait(self, members: Collection[str]) -> ExpectedWait | None:
         """Of a new request like the last ones, on routable ``members``; ``None`` before any has reported."""
         with self._lock:
-            return expected_wait(
-                self._candidates.standings, members, self._entries, self._chooser, self._clock()
-            )
+            latest = reversed(self._bookings.values())
+            return expected_wait(self._routable, members, latest, self._fleet, self._clock())
 
     def state(self) -> dict[str, Any]:
         """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""
         with self._lock:
-            loads = {replica: self._standings[replica].load for replica in self._routes}
-            running = {replica: load.running for replica, load in loads.items() if load is not None}
-            return {"faults": self._faults, "running": running}
+            running = {
+                name: state.load.running for name, state in self._replicas.items() if state.load is not None
+            }
+            return {"faults": self._faults.count, "running": running}
 
-    def _list_candidates(self) -> None:
-        self._candidates = Candidates(
-            self._standings[replica] for replica in self._routes if replica not in self._suspects
+    # ---- the choice
+
+    def _candidates(self, members: Collection[str] | None, avoid: str) -> list[ReplicaState]:
+        """Routable ``members``, without ``avoid`` unless it is the only one."""
+        replicas = self._routable
+        if members is not None:
+            replicas = [state for state in replicas if state.replica in members]
+        if avoid:
+            replicas = [state for state in replicas if state.replica != avoid] or replicas
+        return replicas
+
+    def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> Decision:
+        """A defect must not fail requests: whatever is wrong with a choice, any replica can do the work."""
+        try:
+            self._learn_last_decision()
+            views = self._views_of(replicas, now)
+            held = [0] * len(views)
+            if request.keys and self._index is not None and self._policy is _PREFIX:
+                self._index.expire(now)
+                found = self._index.longest(request.keys)
+                held = [found.get(view.replica, 0) for view in views]
+            decision = self._choose(views, held, request, self._fleet, now)
+        except Exception:  # noqa: BLE001
+            self._faults.add()
+            return Decision(least_booked(replicas, range(len(replicas)), request._replace(keys=())))
+        if self._policy is _PREFIX:
+            self._unlearned = request, decision
+        return decision
+
+    def _views_of(self, replicas: Sequence[ReplicaState], now: float) -> list[ReplicaView]:
+        """Current views; a replica that has not reported, or no prefill rate, is taken for an average one."""
+        for state in replicas:
+            if state.view is None:
+                self._refresh(state)
+        views = [view for state in replicas if (view := state.view)]
+        if len(views) == len(replicas):
+            return views
+        mean = average([state.load for state in replicas if state.load is not None])
+        return [state.view or self._assumed(state, mean, now) for state in replicas]
+
+    def _refresh(self, state: ReplicaState) -> None:
+        """Make a replica's view anew; there is none as long as its load or its prefill rate is unknown."""
+        load = state.load
+        if load is not None and load.prefill_rate:
+            state.view = view_of(state, load, state.reported_at, self._fleet, self._fleet.outputs.tokens)
+
+    def _assumed(self, state: ReplicaState, mean: LoadReport, now: float) -> ReplicaView:
+        """The view of a replica of which too little is known; an average load is as of ``now``."""
+        output = self._fleet.outputs.tokens
+        if state.load is None:
+            return view_of(state, mean, now, self._fleet, output)
+        load = replace(state.load, prefill_rate=mean.prefill_rate)
+        return view_of(state, load, state.reported_at, self._fleet, output)
+
+    def _book(
+        self,
+        state: ReplicaState,
+        attempt: int,
+        request: RoutingRequest,
+        decode: int,
+        cached_blocks: int,
+        now: float,
+    ) -> Booking:
+        assert state.route is not None  # or it would not be routable
+        tokens, rows, keys = request.tokens, request.sequences, request.keys
+        cached = self._fleet.usable_blocks(tokens, cached_blocks) * self._fleet.block_size
+        kv_tokens = rows * tokens + int(rows * request.output / 2)
+        booking = Booking(
+            request.request_id, attempt, state.route, tokens - cached, decode, cached, rows, kv_tokens, keys
         )
+        self._bookings[attempt] = booking
+        state.add(booking)
+        self._outdated.append(state)
+        if keys and self._index is not None and self._policy is _PREFIX:
+            deadline = now + state.claim_seconds()
+            self._tried(self._index.speculate, state.replica, keys, now, deadline, cached_blocks)
+        return booking
 
-    def _settle(self, now: float) -> None:
+    def _release(self, attempt: int) -> bool:
+        booking = self._bookings.pop(attempt, None)
+        if booking is None:
+            return False
+        state = self._replicas[booking.route.replica]
+        if not booking.prefilled:
+            if booking.keys and self._index is not None:
+                self._tried(self._index.withdraw, state.replica, booking.keys)
+            state.end_prefill(booking)
+        state.remove(booking)
+        self._outdated.append(state)
+        return True
+
+    # ---- upkeep
+
+    def _catch_up(self, now: float) -> None:
         """What the next choice would have to do first, done while no request waits for it."""
-        self._chooser.settle()
-        for standing in self._stale:
-            if standing.terms is None:
-                self._chooser.refresh(standing)
-        self._stale.clear()
+        self._learn_last_decision()
+        for state in self._outdated:
+            if state.view is None:
+                self._refresh(state)
+        self._outdated.clear()
         if self._index is not None:
             self._tried(self._index.expire, now)
 
-    def _choose(self, standings: Sequence[Standing], wanted: Wanted, now: float) -> tuple[int, int]:
-        """The place of the best, and the blocks that it holds; a defect must not fail requests."""
-        try:
-            held: Sequence[int]
-            if wanted.keys and self._index is not None and self._chooser.policy is _PREFIX:
-                self._index.expire(now)
-                held = self._candidates.held(standings, self._index.longest(wanted.keys))
-            else:
-                held = [0] * len(standings)
-            place = self._chooser.choose(standings, held, wanted, now)
-            return place, held[place]
-        except Exception:  # noqa: BLE001  (whatever is wrong with a choice, any replica can do the work)
-            self._fault()
-            return least_booked(standings, range(len(standings)), wanted._replace(keys=()), 0), 0
+    def _learn_last_decision(self) -> None:
+        if self._unlearned is None:
+            return
+        (request, decision), self._unlearned = self._unlearned, None
+        output = request.sequences * request.output
+        self._fleet.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
+
+    def _list_routable(self) -> None:
+        self._routable = [
+            state for state in self._replicas.values() if state.route is not None and not state.suspected
+        ]
+
+    def _forget_oldest(self) -> None:
+        """A closed replica's history stays, for its next channel; of many, that of the last ones."""
+        closed = [name for name, state in self._replicas.items() if state.route is None and not state.bookings]
+        for name in closed[:-REMEMBERED]:
+            del self._replicas[name]
+
+    # ---- defects in the index
 
     def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:
         """A replica about whose blocks the index may be wrong is routed to by its load alone."""
         try:
             return step()
-        except Exception:  # noqa: BLE001  (as in _choose)
-            self._fault()
+        except Exception:  # noqa: BLE001  (as in _decide)
+            self._faults.add()
             if self._index is not None:
                 with contextlib.suppress(Exception):
                     self._index.remove(replica)
@@ -286,64 +429,5 @@ class Ledger:
         """What the index does beside a choice; a defect is no request's fault."""
         try:
             change(*arguments)
-        except Exception:  # noqa: BLE001  (as in _choose)
-            self._fault()
-
-    def _fault(self) -> None:
-        self._faults += 1
-        now = self._clock()
-        if now - self._said_at >= 1.0:
-            self._said_at = now
-            logger.exception("choosing by prefixes failed (%d times so far); going by load alone", self._faults)
-
-    def _book(self, attempt: int, wanted: Wanted, standing: Standing, blocks: int, now: float) -> Booking:
-        route = standing.route
-        assert route is not None  # or it would not be a candidate
-        tokens, output, keys = wanted.tokens, wanted.output, wanted.keys
-        cached = self._chooser.cached(wanted, blocks) if blocks else 0
-        prefill = tokens - cached
-        booking = Booking(wanted.request_id, attempt, route, prefill, output, cached)
-        rows = wanted.sequences if wanted.sequences > 1 else 1
-        kv = rows * tokens + int(rows * self._chooser.expected_output(wanted) / 2)
-        entry = Entry(booking, standing, keys, rows, kv)
-        self._entries[attempt] = self._unacknowledged[route][attempt] = entry
-        standing.tokens += prefill + output
-        standing.count += 1
-        booked = standing.booked
-        booked.prefill += prefill
-        booked.rows += rows
-        booked.kv += kv
-        standing.terms = None
-        self._stale.append(standing)
-        if keys and self._index is not None and self._chooser.policy is _PREFIX:
-            until = now + standing.claim_seconds()
-            self._tried(self._index.speculate, standing.replica, keys, now, until, blocks)
-        return booking
-
-    def _release(self, attempt: int) -> bool:
-        entry = self._entries.pop(attempt, None)
-        if entry is None:
-            return False
-        booking, standing = entry.booking, entry.standing
-        if not entry.prefilled:
-            if entry.keys and self._index is not None:
-                self._tried(self._index.withdraw, booking.route.replica, entry.keys)
-            entry.release_prefill()
-        if entry.acknowledged:
-            standing.booked.seen_rows -= entry.rows
-            standing.booked.seen_kv -= entry.kv
-        else:
-            self._unacknowledged[booking.route].pop(attempt)
-            standing.booked.rows -= entry.rows
-            standing.booked.kv -= entry.kv
-        standing.tokens -= booking.decode
-        standing.count -= 1
-        standing.terms = None
-        self._stale.append(standing)
-        self._forget(booking.route.replica)
-        return True
-
-    def _forget(self, replica: str) -> None:
-        standing = self._standings.get(replica)
-        if standing is not None and not standing.count and replica not in self._routes:
-            del self._standings[replica]
+        except Exception:  # noqa: BLE001  (as in _decide)
+            self._faults.add()

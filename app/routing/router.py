@@ -97,7 +97,7 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             meta["avoid"],
             keys=meta.pop("keys"),
             sequences=meta.pop("sequences"),
-            fading=self._fleet.likely_victims.names(),
+            likely_victims=self._fleet.likely_victims.names(),
         )
         self._fleet.routed[booking.route.replica] += 1
         meta["epoch"] = booking.route.epoch  # the engine refuses an epoch that it does not have

@@ -1,6 +1,6 @@
 """How long a new request would wait before anything is computed for it, wherever that is shortest.
 
-The figures are those of ``app/routing/cost.py``, whose *wait* and *admission* parts this is, for a request like
+The figures are those of ``app/routing/cost.py``, whose *wait* and *admission* terms this is, for a request like
 those booked last. Its prefixes are unknown, so that it is taken to find none of the blocks that it lacks.
 """
 
@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from app.routing import cost
-from app.routing.booking import Entry, Standing
-from app.routing.load import LoadReport
-from app.routing.policies import Chooser
+from app.routing.calibration import Calibration
+from app.routing.cost import view_of
+from app.routing.replica import Booking, ReplicaState
 
 SAMPLED = 32
 """Bookings, the last ones that live, which say what a request is like."""
@@ -26,44 +25,29 @@ class ExpectedWait(NamedTuple):
     replicas: int
 
 
-class Typical(NamedTuple):
-    """A request: ``prefill`` tokens to compute, ``output`` tokens of each of its sequences."""
-
-    prefill: float
-    output: float
-
-
-def typical(last: Iterable[Entry], output: float) -> Typical:
-    """Like the ``SAMPLED`` first of ``last``; ``output`` is the learned one, and the most."""
-    entries = list(islice(last, SAMPLED))
-    if not entries:
-        return Typical(0.0, output)
-    booked = sum(entry.booking.decode for entry in entries) / sum(entry.rows for entry in entries)
-    return Typical(sum(entry.booking.prefill for entry in entries) / len(entries), min(booked, output))
-
-
 def expected_wait(
-    standings: Sequence[Standing],
+    replicas: Sequence[ReplicaState],
     members: Collection[str],
-    entries: dict[int, Entry],
-    chooser: Chooser,
+    latest: Iterable[Booking],
+    fleet: Calibration,
     now: float,
 ) -> ExpectedWait | None:
-    """On ``members`` of ``standings`` at ``now`` (monotonic seconds), of a request like the last ``entries``.
+    """On ``members`` of ``replicas`` at ``now`` (monotonic seconds), of a request like the first of ``latest``.
 
     ``None`` if none has reported. One that has not is left out: its report is a moment away.
     """
-    request = typical(reversed(entries.values()), chooser.outputs.tokens)
-    waits = [
-        _seconds(standing, standing.load, request, chooser, now)
-        for standing in standings
-        if standing.load is not None and standing.replica in members
-    ]
+    prefill, output = _typical(list(islice(latest, SAMPLED)), fleet.outputs.tokens)
+    waits = []
+    for state in replicas:
+        if state.load is not None and state.replica in members:
+            view = view_of(state, state.load, state.reported_at, fleet, output)
+            waits.append(view.wait_s(now) + view.admission_s(prefill - view.free_tokens, sequences=1))
     return ExpectedWait(min(waits), len(waits)) if waits else None
 
 
-def _seconds(standing: Standing, load: LoadReport, request: Typical, chooser: Chooser, now: float) -> float:
-    tail, reported = request.output / 2, standing.reported
-    at = cost.terms(load, standing.booked, chooser.steps, standing.speed, chooser.block_size, tail, reported)
-    wait = at.wait + max(at.until - max(now, reported), 0.0)
-    return wait + at.shortage.seconds(request.prefill - at.free, 1.0)
+def _typical(bookings: Sequence[Booking], learned_output: float) -> tuple[float, float]:
+    """Tokens to compute, and of output for each sequence: no more than is learned."""
+    if not bookings:
+        return 0.0, learned_output
+    output = sum(booking.decode for booking in bookings) / sum(booking.rows for booking in bookings)
+    return sum(booking.prefill for booking in bookings) / len(bookings), min(output, learned_output)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from app.routing.calibration import Calibration
+from app.routing.cost import view_of
 from app.routing.kv_index import KvIndex
-from app.routing.ledger import Ledger, Route
+from app.routing.ledger import Ledger
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
+from app.routing.replica import ReplicaState, ReplicaView, Route
 
 BLOCK = 16
 IDLE = LoadReport(
@@ -27,6 +30,20 @@ IDLE = LoadReport(
     max_running=0,
     acknowledged=0,
 )
+
+
+def replica(load: LoadReport | None = IDLE, name: str = "r0", at: float = 0.0, **totals: int) -> ReplicaState:
+    """A replica that has reported ``load``, with so much booked there."""
+    state = ReplicaState(name, route=Route(name, 1), load=load, reported_at=at)
+    for total, value in totals.items():
+        setattr(state, total, value)
+    return state
+
+
+def view(state: ReplicaState, fleet: Calibration) -> ReplicaView:
+    """As the ledger makes it."""
+    assert state.load is not None
+    return view_of(state, state.load, state.reported_at, fleet, fleet.outputs.tokens)
 
 
 class Fleet:

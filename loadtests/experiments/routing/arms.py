@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from app.routing.booking import Route
 from app.routing.kv_index import KvIndex
-from app.routing.ledger import Ledger
+from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from engine.kv.kv_events import KvBatch

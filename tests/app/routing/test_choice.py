@@ -1,220 +1,247 @@
-"""The choice against a plain one that computes every part of the sum anew, for every replica and request."""
+"""A decision is a pure function: what it may choose, and what it must not depend on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from routing_support import BLOCK, IDLE
+from routing_cases import FLEETS, NOW, replicas
+from routing_support import BLOCK, IDLE, replica, view
 
-from app.routing import cost
-from app.routing.booking import Standing, name_key
-from app.routing.calibration import StepModel
-from app.routing.cost import Booked, Demand
-from app.routing.load import LoadReport
-from app.routing.policies import Chooser, Policy, Wanted, rendezvous
-
-NOW = 10.0
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a request costs on one replica, each part by itself."""
-
-    wait: float
-    compute: float
-    streaming: float
-    eviction: float
-    admission: float
-
-    @property
-    def total(self) -> float:
-        return self.wait + self.compute + self.streaming + self.eviction + self.admission
-
-
-def plain(
-    load: LoadReport,
-    booked: Booked,
-    speed: float,
-    age: float,
-    cached: int,
-    demand: Demand,
-    step: StepModel,
-    reuse: float,
-) -> Parts:
-    """The sum as it stands at the head of ``cost.py``; ``demand.remaining`` is a running sequence's rest."""
-    tail = demand.remaining
-    ahead = load.waiting_tokens + booked.prefill
-    rows: float = max(load.running, booked.seen_rows) + booked.rows
-    kv: float = max(load.kv_tokens, booked.seen_kv) + booked.kv
-    most: float = load.max_running or math.inf
-    seats = most - max(load.running + load.waiting, booked.seen_rows) - booked.rows
-    if load.held_up:
-        seats = min(seats, -load.held_up - booked.rows)
-        most = max(load.running, 1)
-    if rows > most:
-        rows, kv = most, kv * most / rows
-    per_token = (1 + cost.MACHINE + cost.STALL * rows) / load.prefill_rate
-    uncached = demand.tokens - cached
-    charged = uncached - demand.due * max(demand.shared - cached, 0)
-
-    beside = min(demand.output, tail)
-    longer = demand.sequences * (step.per_row + (demand.tokens + demand.output / 2) * step.per_kv_token)
-    own = demand.output * (step.base + longer) + beside * (step.per_row * rows + step.per_kv_token * kv)
-    streaming = cost.STREAMING * speed * (own + rows * beside * longer)
-
-    free = load.free * BLOCK - ahead
-    room = load.evictable * BLOCK + min(free, 0)
-    over = max(uncached + demand.sequences * demand.output - max(free, 0), 0)
-    turn = 2 * tail * speed * (step.base + step.per_row * rows + step.per_kv_token * kv) / (rows or 1)
-    held = max(load.referenced * BLOCK / (rows or 1) + tail, BLOCK)
-    missing = max(over - room, 0) * max(turn / held, 1 / load.prefill_rate) if over else 0.0
-    started = 0.0 if load.held_up else load.waiting_tokens / load.prefill_rate
-    return Parts(
-        wait=ahead / load.prefill_rate - min(age, started, cost.SILENT_S),
-        compute=charged * per_token,
-        streaming=streaming,
-        eviction=max(min(over, room), 0) * per_token * reuse,
-        admission=max((demand.sequences - seats) * turn, missing, 0.0),
-    )
-
-
-def plain_choice(
-    chooser: Chooser, standings: Sequence[Standing], held: Sequence[int], wanted: Wanted
-) -> tuple[set[int], list[float]]:
-    """Whoever may be chosen, where a cost at the very edge of a tie decides; and all costs."""
-    size, output = chooser.block_size, chooser.expected_output(wanted)
-    deepest = max(held)
-    most = min(deepest * size, (wanted.tokens - 1) // size * size)
-    cached = [min(blocks * size, most) for blocks in held]
-    due = 0.0
-    if deepest:
-        share = list(chooser.hot._last).count(wanted.keys[deepest - 1]) / 128
-        due = min(max(share * len(held) - cached.count(most), 0.0), 1.0)
-    demand = Demand(wanted.tokens, output, chooser.outputs.tokens / 2, wanted.sequences, most, due)
-    costs, quick = [], []
-    for standing, found in zip(standings, cached, strict=True):
-        assert standing.load is not None
-        parts = plain(
-            standing.load,
-            standing.booked,
-            standing.speed,
-            NOW - standing.reported,
-            found,
-            demand,
-            chooser.steps,
-            chooser.reuse.share,
-        )
-        costs.append(parts.total)
-        at = cost.terms(
-            standing.load,
-            standing.booked,
-            chooser.steps,
-            standing.speed,
-            size,
-            demand.remaining,
-            standing.reported,
-        )
-        quick += cost.seconds([at], [found], demand, chooser.steps, chooser.reuse.share, NOW)
-    assert quick == pytest.approx(costs, rel=1e-9)
-    least = min(costs)
-    allowed = set()
-    for place in [place for place, seconds in enumerate(costs) if seconds <= least + 1e-9]:
-        standing, load = standings[place], standings[place].load
-        assert load is not None
-        at = cost.terms(load, standing.booked, chooser.steps, standing.speed, size, demand.remaining)
-        margin = (
-            1.01 * max(min(size, max(wanted.tokens, 16)), (wanted.tokens - cached[place]) // 50) * at.per_token
-        )
-        for edge in (least + margin - 1e-9, least + margin + 1e-9):
-            ties = [place for place, seconds in enumerate(costs) if seconds <= edge]
-            key = wanted.keys[deepest] if deepest < len(wanted.keys) else name_key(wanted.request_id)
-            allowed.add(
-                min(
-                    ties,
-                    key=lambda place: (
-                        standings[place].tokens,
-                        standings[place].count,
-                        -rendezvous(key, standings[place].seed),
-                    ),
-                )
-            )
-    return allowed, costs
-
-
-LOADS = st.builds(
-    LoadReport,
-    waiting_tokens=st.sampled_from([0, 0, 300, 5000, 200_000]),
-    running=st.integers(0, 40),
-    kv_tokens=st.sampled_from([0, 5000, 400_000]),
-    referenced=st.integers(0, 5000),
-    free=st.sampled_from([0, 40, 1000, 100_000]),
-    evictable=st.sampled_from([0, 50, 5000]),
-    num_blocks=st.just(100_000),
-    block_size=st.just(BLOCK),
-    prefill_rate=st.sampled_from([500.0, 10_000.0, 11_000.0]),
-    step_seconds=st.just(0.02),
-    acknowledged=st.just(0),
-    waiting=st.integers(0, 30),
-    held_up=st.sampled_from([0, 0, 0, 12]),
-    max_running=st.sampled_from([0, 32]),
+from app.routing.calibration import WINDOW, Calibration
+from app.routing.cost import RoutingRequest, costs
+from app.routing.policies import (
+    CHOICES,
+    Decision,
+    Policy,
+    cheapest,
+    least_booked,
+    least_tokens,
+    rendezvous,
+    round_robin,
 )
-BOOKED = st.builds(
-    Booked,
-    prefill=st.sampled_from([0, 0, 900, 60_000]),
-    rows=st.integers(0, 9),
-    kv=st.sampled_from([0, 9000]),
-    seen_rows=st.integers(0, 50),
-    seen_kv=st.sampled_from([0, 90_000]),
-)
+from app.routing.replica import ReplicaView, name_key
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Standing]:
-    """A few kinds of replicas, so that many are alike."""
-    kinds = draw(st.lists(st.tuples(LOADS | st.just(IDLE), BOOKED), min_size=1, max_size=3))
-    standings = []
-    for number in range(draw(st.integers(1, 8))):
-        load, booked = kinds[draw(st.integers(0, len(kinds) - 1))]
-        standing = Standing(f"r{number}", None, load, booked=replace(booked))
-        standing.speed = draw(st.sampled_from([1.0, 1.0, 1.5]))
-        standing.reported = draw(st.sampled_from([NOW, NOW - 0.04, 0.0]))
-        standing.tokens, standing.count = draw(st.sampled_from([(0, 0), (500, 1), (500, 2)]))
-        standings.append(standing)
-    return standings
+def fleets_of_views(draw: st.DrawFn) -> tuple[list[ReplicaView], list[int], RoutingRequest, Calibration]:
+    """Views, held blocks, request and calibration; a few kinds of replicas, so that many are alike."""
+    fleet = draw(FLEETS)
+    kinds = draw(st.lists(replicas(), min_size=1, max_size=3))
+    size = draw(st.integers(1, 8))
+    views = [
+        replace(view(kinds[draw(st.integers(0, len(kinds) - 1))], fleet), replica=name, seed=name_key(name))
+        for name in (f"r{number}" for number in range(size))
+    ]
+    tokens = draw(st.integers(1, 4000))
+    keys = [7 << 32 | block for block in range(tokens // BLOCK)]
+    held = [min(draw(st.sampled_from([0, 0, 3, 50, 300])), len(keys)) for _ in views]
+    for _ in range(draw(st.sampled_from([0, 0, 40, WINDOW]))):
+        fleet.prefixes.learn(keys[max(held) - 1] if keys and max(held) else 0)
+    output = draw(st.sampled_from([1.0, 256.0, 5000.0]))
+    request = RoutingRequest("request", tokens, output, draw(st.integers(1, 3)), keys)
+    return views, held, request, fleet
+
+
+CASES = fleets_of_views()
+Case = tuple[list[ReplicaView], list[int], RoutingRequest, Calibration]
+
+
+def margin(case: Case, place: int) -> float:
+    """Seconds that make no difference."""
+    views, held, request, _ = case
+    uncached = request.tokens - min(held[place], (request.tokens - 1) // BLOCK) * BLOCK
+    return 1.01 * max(BLOCK, uncached // 50) * views[place].token_cost
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)
-@given(
-    fleets(),
-    st.lists(
-        st.tuples(
-            st.integers(1, 4000),
-            st.integers(1, 5000),
-            st.integers(1, 3),
-            st.lists(st.integers(0, 300), min_size=8, max_size=8),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
+@given(CASES)
+def test_the_chosen_one_costs_least_but_for_a_margin(case: Case) -> None:
+    views, held, request, fleet = case
+    usable = [min(blocks, (request.tokens - 1) // BLOCK) for blocks in held]
+    place, cached, shared = cheapest(views, held, request, fleet, NOW)
+    assert (cached, shared) == (held[place], max(held))
+    deficit = 0.0
+    if shared:
+        copies = fleet.prefixes.share(request.keys[shared - 1]) * len(views)
+        deficit = min(max(copies - usable.count(max(usable)), 0.0), 1.0)
+    seconds = costs(views, usable, request, fleet, NOW, deficit)
+    best = seconds.index(min(seconds))
+    assert seconds[place] <= min(seconds) + margin(case, best) + 1e-9
+    # Of those within it, nobody has less booked.
+    within = [at for at, cost in enumerate(seconds) if cost <= min(seconds) + margin(case, best) - 1e-9]
+    chosen = views[place].booked_tokens, views[place].bookings
+    assert chosen <= min(((views[at].booked_tokens, views[at].bookings) for at in within), default=chosen)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(CASES, st.sampled_from(list(Policy)), st.data())
+def test_the_order_of_the_views_does_not_matter(case: Case, policy: Policy, data: st.DataObject) -> None:
+    views, held, request, fleet = case
+    seconds = costs(views, held, request, fleet, NOW)
+    assume(sorted(seconds)[:2] != [min(seconds)] * 2 or len(set(seconds)) == 1)
+    order = data.draw(st.permutations(range(len(views))))
+    first = CHOICES[policy](views, held, request, fleet, NOW)
+    second = CHOICES[policy]([views[at] for at in order], [held[at] for at in order], request, fleet, NOW)
+    assert views[order[second.place]].replica == views[first.place].replica
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(CASES, st.sampled_from(list(Policy)))
+def test_a_decision_changes_nothing_and_is_the_same_again(case: Case, policy: Policy) -> None:
+    views, held, request, fleet = case
+    before = deepcopy((views, held, request, vars(fleet.steps), fleet.outputs.tokens, fleet.reuse.share))
+    decision = CHOICES[policy](views, held, request, fleet, NOW)
+    assert CHOICES[policy](views, held, request, fleet, NOW) == decision
+    after = (views, held, request, vars(fleet.steps), fleet.outputs.tokens, fleet.reuse.share)
+    assert after == before
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(CASES)
+def test_one_that_is_worse_in_all_is_not_chosen(case: Case) -> None:
+    views, held, request, fleet = case
+    best = views[cheapest(views, held, request, fleet, NOW).place]
+    worse = replace(
+        best,
+        replica="worse",
+        seed=name_key("worse"),
+        backlog_s=best.backlog_s + 10 * BLOCK * best.token_cost + 1e6,
+        booked_tokens=best.booked_tokens + 1,
+    )
+    decision = cheapest([worse, *views], [0, *held], request, fleet, NOW)
+    assert decision.place != 0
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(CASES, st.sampled_from([0.5, 60.0]))
+def test_what_makes_all_wait_alike_changes_nothing(case: Case, more: float) -> None:
+    views, held, request, fleet = case
+    usable = [min(blocks, (request.tokens - 1) // BLOCK) for blocks in held]
+    seconds = sorted(costs(views, usable, request, fleet, NOW))
+    limit = seconds[0] + max(margin(case, place) for place in range(len(views)))
+    assume(len(seconds) == 1 or not fleet.prefixes._last)
+    assume(all(abs(cost - limit) > 1e-6 for cost in seconds))
+    later = [replace(here, backlog_s=here.backlog_s + more) for here in views]
+    before = cheapest(views, held, request, fleet, NOW)
+    after = cheapest(later, held, request, fleet, NOW)
+    if margin(case, before.place) == margin(case, after.place):
+        assert after == before
+
+
+def test_views_cannot_be_changed() -> None:
+    here = view(replica(), Calibration(BLOCK))
+    with pytest.raises(FrozenInstanceError):
+        here.backlog_s = 1.0  # type: ignore[misc]
+
+
+# ---- ties
+
+
+def several(*booked: tuple[int, int]) -> list[ReplicaView]:
+    fleet = Calibration(BLOCK)
+    return [
+        replace(view(replica(name=f"r{place}"), fleet), booked_tokens=tokens, bookings=bookings)
+        for place, (tokens, bookings) in enumerate(booked)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("booked", "places", "expected"),
+    [
+        ([(9, 1), (5, 7), (5, 2), (0, 0)], [0, 1, 2], {2}),
+        ([(5, 2), (5, 7), (9, 1)], [0, 1, 2], {0}),
+        ([(5, 2), (5, 2), (9, 1)], [0, 1, 2], {0, 1}),
+        ([(0, 0), (5, 2)], [1], {1}),
+    ],
 )
-def test_choices_are_those_of_the_plain_sum(
-    standings: list[Standing], requests: list[tuple[int, int, int, list[int]]]
+def test_fewest_tokens_then_fewest_bookings(
+    booked: list[tuple[int, int]], places: list[int], expected: set[int]
 ) -> None:
-    chooser = Chooser(Policy.PREFIX, BLOCK)
-    for number, (tokens, output, sequences, depths) in enumerate(requests):
-        keys = [7 << 32 | block for block in range(tokens // BLOCK)]
-        held = [min(depth, len(keys)) for depth in depths[: len(standings)]]
-        wanted = Wanted(f"request-{number}", tokens, output, sequences, keys)
-        chooser.settle()
-        allowed, costs = plain_choice(chooser, standings, held, wanted)
-        chosen = chooser.choose(standings, held, wanted, NOW)
-        assert chosen in allowed, costs
-        # What is kept of a replica from one choice to the next must not be out of date.
-        standings[chosen].booked.prefill += tokens
-        standings[chosen].terms = None
-        standings[chosen].tokens += tokens
+    views = several(*booked)
+    chosen = {least_booked(views, places, RoutingRequest(f"r{number}", 10, 1.0)) for number in range(60)}
+    assert chosen == expected
+
+
+def test_ties_go_by_the_first_key_that_nobody_holds() -> None:
+    views, name, keys = several(*[(0, 0)] * 5), name_key("x"), [1, 2, 3]
+    for held, shared, key in ((keys, 0, 1), (keys, 2, 3), (keys, 3, name), ([], 0, name)):
+        request = RoutingRequest("x", 64, 1.0, keys=held)
+        weights = [rendezvous(key, here.seed) for here in views]
+        assert least_booked(views, range(5), request, shared) == weights.index(max(weights))
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "cached", "within"),
+    [
+        (16, 1000, 0, 20),  # 2 % of what is to be computed
+        (16, 1000, 500, 16),  # a block
+        (16, 7, 0, 16),
+        (64, 1000, 0, 64),
+        (64, 40, 0, 40),  # a large block, but no more than the prompt
+        (64, 7, 0, 16),  # and no less than a usual one
+    ],
+)
+def test_costs_within_a_block_or_two_per_cent_are_equal(
+    block_size: int, tokens: int, cached: int, within: int
+) -> None:
+    fleet = Calibration(block_size)
+    first = replace(view(replica(), fleet), booked_tokens=500)
+    request = RoutingRequest("r", tokens, 1.0, keys=range(tokens // block_size))
+    held = [cached // block_size] * 2
+    chosen = []
+    for factor in (0.99, 1.03):
+        second = replace(first, replica="r1", booked_tokens=0, backlog_s=within * factor * first.token_cost)
+        chosen.append(cheapest([first, second], held, request, fleet, 0.0).place)
+    assert chosen == [1, 0]
+
+
+# ---- copies of what many ask for
+
+
+def test_a_prefix_that_many_ask_for_is_worth_copies() -> None:
+    keys = list(range(200))
+    fleet = Calibration(BLOCK)
+    views = several((0, 0), (0, 0))
+    busy = [replace(views[0], backlog_s=0.1), views[1]]
+    request = RoutingRequest("r", 3207, 100.0, keys=keys)
+    assert cheapest(busy, [200, 0], request, fleet, 0.0) == Decision(0, 200, 200)
+    for _ in range(WINDOW):
+        fleet.prefixes.learn(keys[199])
+    assert cheapest(busy, [200, 0], request, fleet, 0.0) == Decision(1, 0, 200)
+    assert cheapest(busy, [200, 200], request, fleet, 0.0) == Decision(1, 200, 200)
+    assert cheapest(busy, [200, 100], request, fleet, 0.0) == Decision(1, 100, 200)
+
+
+def test_a_copy_that_is_there_in_full_is_counted_once_its_last_block_is_not_usable() -> None:
+    # Of 3,200 tokens an engine computes the last block anyway: 199 blocks are as good as 200.
+    fleet, keys = Calibration(BLOCK), list(range(200))
+    for _ in range(WINDOW):
+        fleet.prefixes.learn(keys[199])
+    here, there, empty = several((0, 0), (0, 0), (0, 0))
+    views = [replace(here, backlog_s=0.2), replace(there, backlog_s=0.2), empty]
+    request = RoutingRequest("r", 3200, 100.0, keys=keys)
+    seconds = costs(views, [199, 199, 0], request, fleet, 0.0, copy_deficit=1.0)
+    assert seconds[2] < seconds[0]
+    assert cheapest(views, [200, 199, 0], request, fleet, 0.0).place == 2
+
+
+# ---- the other policies
+
+
+def test_round_robin_goes_by_name_and_number() -> None:
+    views = several((5, 1), (0, 0), (9, 9))[::-1]
+    requests = [RoutingRequest("r", 10, 1.0, ordinal=ordinal) for ordinal in range(6)]
+    places = [round_robin(views, [0, 0, 0], request, Calibration(16), 0.0).place for request in requests]
+    assert [views[place].replica for place in places] == ["r0", "r1", "r2"] * 2
+
+
+def test_least_tokens_looks_at_nothing_else() -> None:
+    fleet = Calibration(BLOCK)
+    busy = view(replica(replace(IDLE, waiting_tokens=10**6)), fleet)
+    idle = replace(view(replica(name="r1"), fleet), booked_tokens=1)
+    request = RoutingRequest("r", 1000, 1.0, keys=range(62))
+    assert least_tokens([busy, idle], [0, 62], request, fleet, 0.0) == Decision(0)

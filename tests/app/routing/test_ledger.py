@@ -12,9 +12,8 @@ import routing_support
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.cost import Booked
 from app.routing.kv_index import KvIndex
-from app.routing.ledger import Ledger, NoRouteError, Route
+from app.routing.ledger import REMEMBERED, Ledger, NoRouteError, Route
 from app.routing.policies import Policy
 
 A, B, C = Route("a", 1), Route("b", 2), Route("c", 3)
@@ -319,12 +318,15 @@ def test_random_aborts_leave_no_booking(policy: Policy) -> None:
     assert ledger.load() == dict.fromkeys("abcd", 0)
     assert ledger.faults == 0
     # Nor anything else of theirs.
-    assert not ledger._entries
+    assert not ledger._bookings
     assert not ledger._expected
-    assert not any(ledger._unacknowledged.values())
     index.expire(float("inf"))
     assert index.speculative == 0
-    assert all(at.count == 0 and at.booked == Booked() for at in ledger._standings.values())
+    assert set(ledger._replicas) == set("abcd")
+    for state in ledger._replicas.values():
+        assert not any((state.pending, state.bookings, state.booked_tokens))
+        assert not any((state.pending_prefill, state.pending_rows, state.pending_kv_tokens))
+        assert not any((state.acknowledged_rows, state.acknowledged_kv_tokens))
 
 
 def test_first_token_frees_the_replica_for_the_next_choice_at_once() -> None:
@@ -344,3 +346,46 @@ def test_reopened_route_starts_without_the_load_of_the_older_one() -> None:
     ledger.report(A, replace(IDLE, waiting_tokens=10**6))
     ledger.open(Route("a", 5))
     assert set(Counter(book(ledger, attempt) for attempt in range(20)).values()) == {10}
+
+
+def test_what_is_learned_of_a_replica_survives_its_channel() -> None:
+    ledger = ledger_of(A, B)
+    for _ in range(100):
+        ledger.report(A, replace(IDLE, running=4, kv_tokens=4000, step_seconds=0.06))
+        ledger.report(B, replace(IDLE, running=4, kv_tokens=4000, step_seconds=0.02))
+    slowness = ledger._replicas["a"].history.slowness
+    assert slowness > 1.3
+    ledger.close(A)
+    assert "a" not in ledger.load()
+    ledger.open(Route("a", 5))
+    assert ledger._replicas["a"].history.slowness == slowness
+    assert ledger.report(Route("a", 5), IDLE)
+    assert ledger.report(B, IDLE)
+    assert ledger._replicas["b"].history.slowness < 1.0
+    assert book(ledger, 1, decode=1000) == "b", "its decode steps are quicker"
+
+
+def test_the_histories_of_the_last_replicas_are_kept() -> None:
+    ledger = ledger_of(A)
+    for number in range(REMEMBERED + 50):
+        ledger.open(Route(f"r{number}", 1))
+        ledger.close(Route(f"r{number}", 1))
+    assert set(ledger._replicas) == {"a", *(f"r{number}" for number in range(50, REMEMBERED + 50))}
+    ledger.open(Route("r50", 2))
+    ledger.close(Route("r50", 2))
+    ledger.open(Route("x", 1))
+    ledger.close(Route("x", 1))
+    assert "r50" in ledger._replicas
+    assert "r51" not in ledger._replicas
+
+
+def test_an_older_routes_bookings_are_no_concern_of_a_newer_ones_reports() -> None:
+    ledger = ledger_of(A)
+    assert book(ledger, 1, 1000) == "a"
+    newer = Route("a", 9)
+    ledger.open(newer)
+    assert ledger.report(newer, replace(IDLE, acknowledged=1))
+    state = ledger._replicas["a"]
+    assert (state.pending_prefill, state.acknowledged_rows) == (1000, 0)
+    assert ledger.close(A) == [1]
+    assert (state.pending_prefill, state.pending_rows, state.pending_kv_tokens) == (0, 0, 0)

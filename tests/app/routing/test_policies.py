@@ -233,7 +233,7 @@ def test_an_average_is_as_of_now_whatever_an_older_route_reported() -> None:
     newer = Route("r1", 9)
     fleet.open(newer, reported=False)
     for place in (0, 1):
-        assert fleet.ledger._standings[f"r{place}"].reported == 1000.0
+        assert fleet.ledger._replicas[f"r{place}"].reported_at == 1000.0
     fleet.report(fleet.routes[0], replace(IDLE, waiting_tokens=10_000))
     chosen = Counter(fleet.send(*prompt(prefix(name, 9), 1, 100 + name)) for name in range(10, 30))
     assert min(chosen["r0"], chosen["r1"]) >= 8, "it would look empty"
@@ -245,10 +245,10 @@ def test_a_request_that_is_placed_again_does_not_find_its_own_blocks_lost() -> N
     fleet.ledger.release(fleet.attempts)  # nothing of it was computed
     assert fleet.send(tokens, keys, avoid=first) != first
     fleet.ledger.release(fleet.attempts)
-    assert fleet.ledger._chooser.reuse.share == 0.0
+    assert fleet.ledger._fleet.reuse.share == 0.0
     fleet.send(tokens, keys)  # another request for the same
     fleet.ledger.release(fleet.attempts)
-    assert fleet.ledger._chooser.reuse.share > 0.0
+    assert fleet.ledger._fleet.reuse.share > 0.0
 
 
 def test_the_only_replica_that_may_take_it_does_even_if_it_is_full() -> None:

@@ -1,4 +1,4 @@
-"""Replicas that will probably be stopped: nothing new goes there that others can take nearly as well."""
+"""Likely victims of autoscaling: nothing new goes there that others can take nearly as well."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import pytest
 from engine_client_setting import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
+from routing_cases import NOW
+from routing_support import BLOCK, IDLE, Fleet, prefix, prompt, replica, view
 from serve_router import ServeRouter
-from test_choice import NOW, fleets, plain_choice
+from test_choice import CASES, Case
 
-from app.routing.booking import Standing
-from app.routing.fading import NEAR_S, NEAR_SHARE, lasting
+from app.routing.calibration import Calibration
+from app.routing.cost import RoutingRequest, costs
+from app.routing.likely_victims import EXTRA_S, EXTRA_SHARE, places_that_stay
 from app.routing.load import PREFILL_RATE
-from app.routing.policies import Chooser, Policy, Wanted
+from app.routing.policies import Policy, cheapest, least_tokens
 from app.routing.router import EngineRouter
 
 VICTIM = frozenset({"r0"})
 
-COSTS = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1.0 + NEAR_SHARE + NEAR_S])
+COSTS = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1.0 + EXTRA_SHARE + EXTRA_S])
 
 
 @settings(derandomize=True, max_examples=500, deadline=None)
 @given(
     st.lists(st.tuples(COSTS, st.booleans()), min_size=1, max_size=8),
-    st.sampled_from([0.0, NEAR_S, 250.0]),
+    st.sampled_from([0.0, EXTRA_S, 250.0]),
     st.sampled_from([0.0, 0.01, 3.0]),
 )
 def test_those_that_stay_are_taken_within_the_margin_and_only_there(
@@ -36,10 +38,10 @@ def test_those_that_stay_are_taken_within_the_margin_and_only_there(
 ) -> None:
     names = [f"r{place}" for place in range(len(fleet))]
     costs = [seconds for seconds, _ in fleet]
-    fading = {name for name, (_, fades) in zip(names, fleet, strict=True) if fades}
+    victims = {name for name, (_, fades) in zip(names, fleet, strict=True) if fades}
     most = 1.25 * min(costs) + near
     near_enough = [place for place, (seconds, fades) in enumerate(fleet) if not fades and seconds <= most]
-    places = lasting(names, costs, fading, near, tie)
+    places = places_that_stay(names, costs, victims, near, tie)
     assert bool(places) == bool(near_enough)
     assert set(places) <= set(near_enough)
     if places:
@@ -48,30 +50,21 @@ def test_those_that_stay_are_taken_within_the_margin_and_only_there(
 
 
 @settings(derandomize=True, max_examples=300, deadline=None)
-@given(
-    fleets(),
-    st.sets(st.integers(0, 7)),
-    st.integers(1, 4000),
-    st.integers(1, 5000),
-    st.lists(st.integers(0, 300), min_size=8, max_size=8),
-)
-def test_a_choice_is_never_much_worse_than_the_best(
-    standings: list[Standing], victims: set[int], tokens: int, output: int, depths: list[int]
-) -> None:
-    keys = [7 << 32 | block for block in range(tokens // BLOCK)]
-    held = [min(depth, len(keys)) for depth in depths[: len(standings)]]
-    fading = frozenset(f"r{victim}" for victim in victims)
-    wanted = Wanted("request", tokens, output, 1, keys, fading=fading)
-    usual, costs = plain_choice(Chooser(Policy.PREFIX, BLOCK), standings, held, wanted)
-    chosen = Chooser(Policy.PREFIX, BLOCK).choose(standings, held, wanted, NOW)
-    most = (1 + NEAR_SHARE) * min(costs) + NEAR_S
-    assert costs[chosen] <= most + 1e-9 or chosen in usual
-    others = [costs[place] for place, at in enumerate(standings) if at.replica not in fading]
-    if standings[chosen].replica in fading:
+@given(CASES, st.sets(st.integers(0, 7)))
+def test_a_choice_is_never_much_worse_than_the_best(case: Case, victims: set[int]) -> None:
+    views, held, request, fleet = case
+    held = [min(blocks, (request.tokens - 1) // BLOCK) for blocks in held]
+    request = request._replace(likely_victims={f"r{victim}" for victim in victims})
+    fleet.prefixes = Calibration(BLOCK).prefixes  # no copies are wanted
+    seconds = costs(views, held, request, fleet, NOW)
+    usual = cheapest(views, held, request._replace(likely_victims=()), fleet, NOW)
+    chosen = cheapest(views, held, request, fleet, NOW)
+    most = (1 + EXTRA_SHARE) * min(seconds) + EXTRA_S
+    assert seconds[chosen.place] <= most + 1e-9 or chosen == usual
+    others = [seconds[place] for place, at in enumerate(views) if at.replica not in request.likely_victims]
+    if views[chosen.place].replica in request.likely_victims:
         assert min(others, default=float("inf")) > most - 1e-9
-        assert chosen in usual, "then it is the one that would be chosen anyway"
-    elif not fading & {at.replica for at in standings}:
-        assert chosen in usual
+        assert chosen == usual, "then it is the one that would be chosen anyway"
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -79,38 +72,41 @@ def test_a_choice_is_never_much_worse_than_the_best(
     st.lists(st.sampled_from([0, 100, 1000, 1200, 1600, 50_000]), min_size=1, max_size=6), st.integers(0, 63)
 )
 def test_a_choice_by_tokens_is_never_much_worse_than_the_least(tokens: list[int], victims: int) -> None:
-    standings = [Standing(f"r{place}", None, IDLE, tokens=booked) for place, booked in enumerate(tokens)]
-    fading = {f"r{place}" for place in range(6) if victims >> place & 1}
-    wanted = Wanted("request", 100, 100, fading=fading)
-    chosen = Chooser(Policy.LEAST_TOKENS, BLOCK).choose(standings, [0] * len(standings), wanted, NOW)
-    most = (1 + NEAR_SHARE) * min(tokens) + NEAR_S * PREFILL_RATE
-    staying = [at.tokens for at in standings if at.replica not in fading and at.tokens <= most]
+    fleet = Calibration(BLOCK)
+    views = [
+        view(replica(name=f"r{place}", booked_tokens=booked), fleet) for place, booked in enumerate(tokens)
+    ]
+    likely = {f"r{place}" for place in range(6) if victims >> place & 1}
+    request = RoutingRequest("request", 100, 100.0, likely_victims=likely)
+    chosen = least_tokens(views, [0] * len(views), request, fleet, NOW).place
+    most = (1 + EXTRA_SHARE) * min(tokens) + EXTRA_S * PREFILL_RATE
+    staying = [at.booked_tokens for at in views if at.replica not in likely and at.booked_tokens <= most]
     assert tokens[chosen] == min(staying or tokens)
-    assert bool(staying) == (standings[chosen].replica not in fading)
+    assert bool(staying) == (views[chosen].replica not in likely)
 
 
 @pytest.mark.parametrize(("policy", "each"), [(Policy.PREFIX, 4), (Policy.LEAST_TOKENS, 1)])
 def test_new_sessions_begin_where_they_can_stay(policy: Policy, each: int) -> None:
     fleet = Fleet(4, policy)
-    chosen = Counter(fleet.send(*prompt([], 5, name), fading=VICTIM) for name in range(3 * each))
+    chosen = Counter(fleet.send(*prompt([], 5, name), likely_victims=VICTIM) for name in range(3 * each))
     assert chosen == {"r1": each, "r2": each, "r3": each}, "the others share them evenly"
 
 
 @pytest.mark.parametrize("policy", [Policy.PREFIX, Policy.LEAST_TOKENS])
 def test_a_fading_replica_goes_on_helping_when_the_others_have_much_to_do(policy: Policy) -> None:
     fleet = Fleet(2, policy)
-    chosen = Counter(fleet.send(*prompt([], 100, name), fading=VICTIM) for name in range(60))
-    assert chosen["r1"] > chosen["r0"] > 60 / (2 * (1 + NEAR_SHARE)) - 3, chosen
+    chosen = Counter(fleet.send(*prompt([], 100, name), likely_victims=VICTIM) for name in range(60))
+    assert chosen["r1"] > chosen["r0"] > 60 / (2 * (1 + EXTRA_SHARE)) - 3, chosen
 
 
 def test_a_session_whose_prefix_is_on_a_fading_replica_stays_there() -> None:
     fleet = Fleet(3)
     session = prefix(1, 200)
     fleet.store(0, session)
-    assert fleet.send(*prompt(session, 2, 10), fading=VICTIM) == "r0"
+    assert fleet.send(*prompt(session, 2, 10), likely_victims=VICTIM) == "r0"
     assert fleet.cached == 200 * BLOCK
     fleet.finish()
-    assert fleet.send(*prompt(prefix(2, 200), 2, 11), fading=VICTIM) != "r0"
+    assert fleet.send(*prompt(prefix(2, 200), 2, 11), likely_victims=VICTIM) != "r0"
 
 
 def test_a_copy_elsewhere_is_preferred_to_one_on_a_fading_replica() -> None:
@@ -118,13 +114,13 @@ def test_a_copy_elsewhere_is_preferred_to_one_on_a_fading_replica() -> None:
     shared = prefix(1, 200)
     fleet.store(0, shared)
     fleet.store(2, shared)
-    assert {fleet.send(*prompt(shared, 1, 10 + name), fading=VICTIM) for name in range(4)} == {"r2"}
+    assert {fleet.send(*prompt(shared, 1, 10 + name), likely_victims=VICTIM) for name in range(4)} == {"r2"}
 
 
 def test_when_demand_is_back_it_is_used_as_before() -> None:
     fleet = Fleet(2)
     for name in range(6):
-        assert fleet.send(*prompt([], 2, name), fading=VICTIM) == "r1"
+        assert fleet.send(*prompt([], 2, name), likely_victims=VICTIM) == "r1"
         fleet.finish()
     chosen = Counter(fleet.send(*prompt([], 40, 100 + name)) for name in range(10))
     assert chosen["r0"] == 5
@@ -134,25 +130,25 @@ def test_when_demand_is_back_it_is_used_as_before() -> None:
 def test_where_all_fade_or_nobody_else_is_left_requests_go_on(policy: Policy) -> None:
     fleet = Fleet(3, policy)
     everyone = {route.replica for route in fleet.routes}
-    chosen = Counter(fleet.send(*prompt([], 5, name), fading=everyone) for name in range(9))
+    chosen = Counter(fleet.send(*prompt([], 5, name), likely_victims=everyone) for name in range(9))
     assert set(chosen.values()) == {3}
-    assert fleet.send(*prompt([], 5, 20), fading=VICTIM, members=["r0"]) == "r0"
-    assert fleet.send(*prompt([], 5, 21), fading={"r0", "r1"}, members=["r0", "r1"], avoid="r1") == "r0"
+    assert fleet.send(*prompt([], 5, 20), likely_victims=VICTIM, members=["r0"]) == "r0"
+    assert fleet.send(*prompt([], 5, 21), likely_victims={"r0", "r1"}, members=["r0", "r1"], avoid="r1") == "r0"
     assert fleet.ledger.faults == 0
 
 
 def test_a_retry_does_not_go_to_a_fading_replica_either() -> None:
     fleet = Fleet(3)
-    assert fleet.send(*prompt([], 5, 1), avoid="r1", fading=VICTIM) == "r2"
+    assert fleet.send(*prompt([], 5, 1), avoid="r1", likely_victims=VICTIM) == "r2"
 
 
 def test_a_busy_replica_is_not_chosen_for_the_sake_of_one_that_is_idle_and_fades() -> None:
     fleet = Fleet(2)
     fleet.report(fleet.routes[1], replace(IDLE, waiting_tokens=5000))
-    assert fleet.send(*prompt([], 5, 1), fading=VICTIM) == "r0"
+    assert fleet.send(*prompt([], 5, 1), likely_victims=VICTIM) == "r0"
 
 
-def test_the_router_asks_its_fleet_who_fades() -> None:
+def test_the_router_asks_its_fleet_for_likely_victims() -> None:
     async def test() -> None:
         serve = ServeRouter(EngineRouter, "a", "b")
         serve.fleet.likely_victims.set({"a"}, 60)
@@ -180,7 +176,7 @@ def test_a_fading_replica_empties_as_its_sessions_end(fades: bool) -> None:
         history = histories.setdefault(session, prefix(session, 60))
         history += prefix(session << 8 | len(history), 10)
         fleet.now += 0.2
-        home = homes[session] = fleet.send(len(history) * BLOCK + 7, history, fading=fading)
+        home = homes[session] = fleet.send(len(history) * BLOCK + 7, history, likely_victims=fading)
         batches[home] += 1
         assert fleet.index.apply(home, int(home[1:]) + 1, batches[home], history, [], False)
         fleet.finish()

@@ -1,0 +1,212 @@
+"""One replica: its bookings, what is learned of it, its state in the ledger, and its view in a decision."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from app.routing.load import PREFILL_RATE, LoadReport
+
+SHORTEST_CLAIM_S, LONGEST_CLAIM_S = 0.5, 10.0
+
+_SLOWNESS_STEP = 1 / 32
+"""How much of the difference one report corrects."""
+
+
+class Route(NamedTuple):
+    """An open channel: attempts live and die with exactly this one."""
+
+    replica: str
+    epoch: int
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """Work of one attempt on one route; the ledger alone changes it.
+
+    In tokens, ``prefill`` is to be computed, ``cached`` is found there, ``decode`` is the most that all its
+    ``rows`` (sequences) make together, ``kv_tokens`` is what they are expected to read in each step.
+    """
+
+    request_id: str
+    attempt: int
+    route: Route
+    prefill: int
+    decode: int
+    cached: int = 0
+    rows: int = 1
+    kv_tokens: int = 0
+    keys: Sequence[int] = ()
+    """Of its full blocks, until they are computed."""
+    prefilled: bool = False
+    """Its first token has come."""
+    acknowledged: bool = False
+    """The engine's reports include it."""
+
+
+@dataclass(slots=True)
+class ReplicaHistory:
+    """What is learned of a replica over time; it survives a closed channel."""
+
+    slowness: float = 1.0
+    """Its step time over that of the fleet's model."""
+
+    def learn_step(self, measured_s: float, expected_s: float) -> None:
+        """Take in one step time and what the model expects of the same step."""
+        ratio = min(max(measured_s / max(expected_s, 1e-9), 0.1), 10.0)
+        self.slowness += (ratio - self.slowness) * _SLOWNESS_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """All that a decision knows of one replica: who it is, what is booked there, and its part of the sum."""
+
+    replica: str
+    seed: int
+    """Of the rendezvous hash."""
+    booked_tokens: int
+    bookings: int
+    backlog_s: float
+    """Seconds of prompt work that are left when all that had started by the report is done."""
+    started_until: float
+    """When that is done, in monotonic seconds; ``cost.SILENT_S`` after the report at most."""
+    token_cost: float
+    """Weighted seconds for each token that is computed."""
+    streaming_weight: float
+    """``cost.STREAMING``, times its step time over that of the fleet's model."""
+    rows: float
+    """Sequences that run, or are about to."""
+    load_step_s: float
+    """By how much these lengthen each step, as the fleet's model has it."""
+    free_tokens: float
+    """Tokens of KV that fit in without eviction, after those that wait."""
+    evictable_tokens: float
+    """Tokens of KV that fit in by eviction; negative if not even those that wait do."""
+    missing_token_s: float
+    """Seconds of waiting for each token of KV beyond these."""
+    free_slots: float
+    """Sequences that can start after those that wait; -n if n must end for those alone."""
+    slot_s: float
+    """Seconds between the ends of two running sequences."""
+
+    def wait_s(self, now: float) -> float:
+        """Until all prompts that are ahead of a new one are computed."""
+        return self.backlog_s + max(self.started_until - now, 0.0)
+
+    def admission_s(self, excess_tokens: float, sequences: float) -> float:
+        """Until there are slots for ``sequences``, and KV for ``excess_tokens`` beyond the free ones; or 0."""
+        for_blocks = (excess_tokens - self.evictable_tokens) * self.missing_token_s
+        for_slots = (sequences - self.free_slots) * self.slot_s
+        return max(for_blocks, for_slots, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaState:
+    """Invariant: each total is the sum over the bookings that live there, prefill parts until the first token.
+
+    A booking is in the ``pending`` totals until the engine acknowledges it, then its sequences are in the
+    ``acknowledged`` ones, whatever the last report shows of them.
+    """
+
+    replica: str
+    history: ReplicaHistory = field(default_factory=ReplicaHistory)
+    route: Route | None = None
+    """The open one."""
+    suspected: bool = False
+    """Silent; gets nothing new."""
+    load: LoadReport | None = None
+    """The open route's last report."""
+    reported_at: float = 0.0
+
+    booked_tokens: int = 0
+    bookings: int = 0
+    pending_prefill: int = 0
+    pending_rows: int = 0
+    pending_kv_tokens: int = 0
+    acknowledged_rows: int = 0
+    acknowledged_kv_tokens: int = 0
+    pending: dict[int, Booking] = field(default_factory=dict)
+    """Unacknowledged bookings on the open route, by attempt."""
+    view: ReplicaView | None = None
+    """Of what is booked, reported and learned; ``None`` if out of date."""
+    seed: int = field(init=False)
+    """Of the rendezvous hash."""
+
+    def __post_init__(self) -> None:
+        self.seed = name_key(self.replica)
+
+    def open(self, route: Route) -> None:
+        """A channel has opened; nothing is known of the load behind it yet."""
+        self.route, self.suspected, self.load, self.view = route, False, None, None
+        self.pending = {}
+
+    def close(self) -> None:
+        """The channel has closed."""
+        self.route, self.suspected, self.load, self.view = None, False, None, None
+
+    def add(self, booking: Booking) -> None:
+        """Work on the open route, which the engine has not seen."""
+        self.pending[booking.attempt] = booking
+        self.booked_tokens += booking.prefill + booking.decode
+        self.bookings += 1
+        self.pending_prefill += booking.prefill
+        self.pending_rows += booking.rows
+        self.pending_kv_tokens += booking.kv_tokens
+        self.view = None
+
+    def report(self, load: LoadReport, now: float) -> None:
+        """The open route's engine has reported: its figures include the bookings that it acknowledges."""
+        self.load, self.reported_at, self.view = load, now, None
+        acknowledged = [booking for attempt, booking in self.pending.items() if attempt <= load.acknowledged]
+        for booking in acknowledged:
+            del self.pending[booking.attempt]
+            booking.acknowledged = True
+            if not booking.prefilled:
+                self.pending_prefill -= booking.prefill
+            self.pending_rows -= booking.rows
+            self.pending_kv_tokens -= booking.kv_tokens
+            self.acknowledged_rows += booking.rows
+            self.acknowledged_kv_tokens += booking.kv_tokens
+
+    def end_prefill(self, booking: Booking) -> None:
+        """Its prompt is computed, or will never be; once only."""
+        booking.prefilled = True
+        booking.keys = ()
+        self.booked_tokens -= booking.prefill
+        if not booking.acknowledged:
+            self.pending_prefill -= booking.prefill
+        self.view = None
+
+    def remove(self, booking: Booking) -> None:
+        """The booking has ended, its prefill part before."""
+        if booking.acknowledged:
+            self.acknowledged_rows -= booking.rows
+            self.acknowledged_kv_tokens -= booking.kv_tokens
+        else:
+            self.pending.pop(booking.attempt, None)  # not there if its route is an older one
+            self.pending_rows -= booking.rows
+            self.pending_kv_tokens -= booking.kv_tokens
+        self.booked_tokens -= booking.decode
+        self.bookings -= 1
+        self.view = None
+
+    def claim_seconds(self) -> float:
+        """How long a request's blocks count as expected here: twice the time of the work ahead, within limits.
+
+        Siblings that come before the first event find them.
+        """
+        tokens, rate, load = self.pending_prefill, PREFILL_RATE, self.load
+        if load is not None:
+            tokens += load.waiting_tokens
+            rate = load.prefill_rate or rate
+        seconds = 2.0 * tokens / rate
+        if seconds < SHORTEST_CLAIM_S:
+            return SHORTEST_CLAIM_S
+        return seconds if seconds < LONGEST_CLAIM_S else LONGEST_CLAIM_S
+
+
+def name_key(name: str) -> int:
+    """64 bits of a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
