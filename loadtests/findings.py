@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from loadtests.report import Figure
+from loadtests.report import Figure, print_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +38,11 @@ class Findings:
     tables: list[Table] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Print the tables."""
+        for table in self.tables:
+            print(f"\n{table.title}")
+            print_table(table.header, table.rows)
+            if table.note:
+                print(f"({table.note})")

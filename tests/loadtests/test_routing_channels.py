@@ -8,37 +8,22 @@ from app.routing.load import LoadReport
 from engine.kv.kv_events import KvBatch
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from loadtests.experiments.routing.arms import Router
 from loadtests.experiments.routing.channels import Channel, Feed
 from loadtests.experiments.routing.constants import BLOCK_SIZE, CHANNEL_DELAY, COST
-from loadtests.experiments.routing.workloads import Job
 from loadtests.experiments.simulated_replica import ReplicaConfig, SimulatedReplica
 
 PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-class Listener:
+class Listener(Router):
     """Writes down what it hears."""
-
-    hears = True
 
     def __init__(self) -> None:
         self.heard: list[tuple[float, list[int], int]] = []  # when, keys stored by batch, acknowledged
 
-    def add(self, replica: SimulatedReplica) -> None:
-        """Not of interest."""
-
-    def choose(self, job: Job, attempt: int, now: float) -> str:
-        """Never asked."""
-        raise AssertionError
-
     def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
         self.heard.append((now, [len(batch.stored) for batch in batches], load.acknowledged))
-
-    def first_token(self, attempt: int) -> None:
-        """Not of interest."""
-
-    def end(self, attempt: int, made: int) -> None:
-        """Not of interest."""
 
 
 def make(channels: list[Channel]) -> Feed:

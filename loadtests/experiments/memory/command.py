@@ -25,7 +25,7 @@ from loadtests.experiments.memory.recovery_runs import run_recovery
 from loadtests.experiments.memory.sharing_runs import run_beam, run_parallel, run_prefix
 from loadtests.experiments.memory.traces import TraceError
 from loadtests.findings import Findings
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, add_arguments, finish
 
 PARTS: dict[str, Callable[[], Findings]] = {
     "saturation": run_saturation,
@@ -67,11 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         except TraceError as error:
             sys.exit(f"error: {error}")
         figures += findings.figures
-        for table in findings.tables:
-            print(f"\n{table.title}")
-            print_table(table.header, table.rows)
-            if table.note:
-                print(f"({table.note})")
+        findings.show()
         for path in draw(findings.plots, arguments.plot) if arguments.plot else ():
             print(f"wrote {path}")
         print(f"{time.monotonic() - began:.0f} s", flush=True)

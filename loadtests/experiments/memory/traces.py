@@ -115,31 +115,23 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
         number += 1
 
 
-def _rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+def _azure(path: Path, lines: Iterator[str]) -> Iterator[Record]:
     reader = csv.reader(lines)
     try:
-        for row in reader:
-            yield reader.line_num, row
+        header = tuple(cell.strip() for cell in next(reader))
+        if header != AZURE_HEADER:
+            raise TraceError(
+                f"{path}: line 1: the header is {','.join(header)[:80]!r} but must be "
+                f"{','.join(AZURE_HEADER)!r} (Azure), or every line a JSON object (Mooncake)"
+            )
+        for row in filter(None, reader):
+            where = f"{path}: line {reader.line_num}"
+            if len(row) != len(AZURE_HEADER):
+                raise TraceError(f"{where}: {len(row)} columns but there must be {len(AZURE_HEADER)}")
+            prompt, output = (_length(row[i], where, AZURE_HEADER[i]) for i in (1, 2))
+            yield Record(_time(row[0], where), prompt, output)
     except csv.Error as error:
         raise TraceError(f"{path}: line {reader.line_num}: not CSV: {error}") from error
-
-
-def _azure(path: Path, lines: Iterator[str]) -> Iterator[Record]:
-    rows = _rows(path, lines)
-    header = tuple(cell.strip() for cell in next(rows)[1])
-    if header != AZURE_HEADER:
-        raise TraceError(
-            f"{path}: line 1: the header is {','.join(header)[:80]!r} but must be {','.join(AZURE_HEADER)!r} "
-            "(Azure), or every line a JSON object (Mooncake)"
-        )
-    for number, row in rows:
-        if not row:
-            continue
-        where = f"{path}: line {number}"
-        if len(row) != len(AZURE_HEADER):
-            raise TraceError(f"{where}: {len(row)} columns but there must be {len(AZURE_HEADER)}")
-        prompt, output = (_length(row[i], where, AZURE_HEADER[i]) for i in (1, 2))
-        yield Record(_time(row[0], where), prompt, output)
 
 
 def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Record]:
@@ -156,8 +148,7 @@ def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Record]:
         missing = [name for name in _MOONCAKE_KEYS if name not in entry]
         if missing:
             raise TraceError(f"{where}: without {', '.join(missing)}")
-        prompt = _length(entry["input_length"], where, "input_length")
-        output = _length(entry["output_length"], where, "output_length")
+        prompt, output = (_length(entry[name], where, name) for name in ("input_length", "output_length"))
         stamp, hashes = entry["timestamp"], entry["hash_ids"]
         # An integer may be too large for a float.
         if type(stamp) not in (int, float) or not abs(stamp) < _LATEST_MS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
 
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
@@ -32,17 +31,19 @@ class Arm(StrEnum):
     ROUND_ROBIN = "round robin"
 
 
-class Router(Protocol):
-    """The routing of one ingress. Times are simulated seconds."""
+class Router:
+    """The routing of one ingress, which hears nothing unless it says so. Times are simulated seconds."""
 
-    hears: bool
+    hears = False
     """Whether news of replicas is of any use to it."""
 
     def add(self, replica: SimulatedReplica) -> None:
         """A replica has joined."""
+        raise NotImplementedError
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
         """The replica for a request."""
+        raise NotImplementedError
 
     def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
         """KV events and load of a replica."""
@@ -54,7 +55,7 @@ class Router(Protocol):
         """A request has ended with ``made`` tokens."""
 
 
-class LedgerRouter:
+class LedgerRouter(Router):
     """The application's ledger with its cost, and an index of some kind."""
 
     def __init__(self, policy: Policy, index: KvIndex | ApproximateIndex | None) -> None:
@@ -142,13 +143,11 @@ class OracleRouter(LedgerRouter):
         self._exact.withdraw(name, job.prompt.keys)
 
 
-class CountRouter:
+class CountRouter(Router):
     """The less busy of two replicas drawn at random, by the number of their requests at this moment.
 
     Requests on their way there count, too: a burst is not sent to one replica.
     """
-
-    hears = False
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -167,12 +166,6 @@ class CountRouter:
         self._replicas[name] += 1
         self._booked[attempt] = name
         return name
-
-    def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
-        """Nothing is learned from it."""
-
-    def first_token(self, attempt: int) -> None:
-        """Changes nothing."""
 
     def end(self, attempt: int, made: int) -> None:
         """One request less."""

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import time
+from dataclasses import replace
 
 from tqdm import tqdm
 
@@ -20,7 +21,7 @@ from loadtests.experiments.routing.runs import Summary, simulate
 from loadtests.experiments.routing.scenarios import SCENARIOS
 from loadtests.findings import Findings
 from loadtests.in_processes import in_processes
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, add_arguments, finish
 
 COMMAND = "loadtests.routing"
 
@@ -62,15 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _show(name: str, findings: Findings) -> list[Figure]:
     """Print what one scenario has shown, and return its figures under its name."""
-    for table in findings.tables:
-        print(f"\n{table.title}")
-        print_table(table.header, table.rows)
-        if table.note:
-            print(f"({table.note})")
-    figures = [
-        Figure(f"{name}: {figure.name}", figure.value, figure.unit, figure.bar, figure.at_most)
-        for figure in findings.figures
-    ]
+    findings.show()
+    figures = [replace(figure, name=f"{name}: {figure.name}") for figure in findings.figures]
     for figure in figures:
         print(figure.line())
     print(flush=True)

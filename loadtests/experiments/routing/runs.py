@@ -11,13 +11,12 @@ from random import Random
 
 from loadtests.arrivals import poisson
 from loadtests.experiments.routing.arms import Arm
-from loadtests.experiments.routing.constants import RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Load, Shape
+from loadtests.experiments.routing.constants import COLD_SHARE, RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Load, Shape
 from loadtests.experiments.routing.fleet import Fleet, Outcome, Record
 from loadtests.experiments.routing.workloads import (
     Conversations,
     Workload,
     burst,
-    mixed,
     rising,
     shared,
     unshared,
@@ -28,7 +27,7 @@ WORKLOADS: dict[str, Callable[[Run], Workload]] = {
     "shared": lambda run: shared(run.shape, run.times(), run.seed, vary=False),
     "shared, lengths vary": lambda run: shared(run.shape, run.times(), run.seed, vary=True),
     "unshared": lambda run: unshared(run.shape, run.times(), run.seed),
-    "mixed": lambda run: mixed(run.shape, run.times(), run.seed),
+    "mixed": lambda run: unshared(run.shape, run.times(), run.seed, COLD_SHARE),
     "burst of distinct prefixes": lambda run: burst(run.shape, run.seed, distinct=True),
     "burst of one prefix": lambda run: burst(run.shape, run.seed, distinct=False),
     "conversations": lambda run: Conversations(run.shape, run.times(), run.seed),
@@ -130,18 +129,22 @@ def merge(summaries: Sequence[Summary]) -> Summary:
     for one in summaries:
         for kind, times in one.ttft.items():
             ttft.setdefault(kind, array("d")).extend(times)
+
+    def average(name: str) -> float:
+        return mean([getattr(one, name) for one in summaries])
+
     return Summary(
-        throughput=mean([one.throughput for one in summaries]),
-        hit_rate=mean([one.hit_rate for one in summaries]),
-        itl=mean([one.itl for one in summaries]),
+        throughput=average("throughput"),
+        hit_rate=average("hit_rate"),
+        itl=average("itl"),
         ttft=ttft,
-        balance=mean([one.balance for one in summaries]),
-        preemptions=mean([one.preemptions for one in summaries]),
+        balance=average("balance"),
+        preemptions=average("preemptions"),
         unfinished=sum(one.unfinished for one in summaries),
         filled=all(one.filled for one in summaries),
         replicas_used=max(one.replicas_used for one in summaries),
-        kept=mean([one.kept for one in summaries]),
-        kept_tokens=mean([one.kept_tokens for one in summaries]),
+        kept=average("kept"),
+        kept_tokens=average("kept_tokens"),
     )
 
 

@@ -19,7 +19,6 @@ from loadtests.experiments.routing.constants import (
     CHAT_THINK,
     CHAT_TURN,
     COLD_LENGTHS,
-    COLD_SHARE,
     LENGTH_SPREAD,
     RAMP_FROM,
     RAMP_TO,
@@ -148,11 +147,6 @@ def unshared(shape: Shape, times: Sequence[float], seed: int, cold_share: float 
         kind = "cold" if cold else "short"
         jobs.append(Job(number, arrival, prompt, output, _longest(shape.output), kind))
     return Workload(jobs)
-
-
-def mixed(shape: Shape, times: Sequence[float], seed: int) -> Workload:
-    """Short prompts and a few cold long ones."""
-    return unshared(shape, times, seed, COLD_SHARE)
 
 
 def burst(shape: Shape, seed: int, *, distinct: bool) -> Workload:
