@@ -114,17 +114,6 @@ def figures_of(rows: dict[str, dict[str, float]], seconds: float) -> list[Figure
     ]
 
 
-def print_summary(rows: dict[str, dict[str, float]]) -> None:
-    """One line for the requests and one for each statistic of the streams."""
-    table = [
-        [name, *(f"{rows[name].get(column, 0.0):.4g}" for column in COLUMNS.values())]
-        for name in (REQUEST, *STREAM_ROWS)
-        if name in rows
-    ]
-    print_table(["statistic", *COLUMNS], table)
-    print(f"{REQUEST}, TTFT and TPOT in ms; tokens/s of one stream")
-
-
 def main() -> None:
     """Exit non-zero if a request failed, with ``--check`` also if there was none."""
     parser = argparse.ArgumentParser(prog="python -m loadtests.locust_run", description=__doc__)
@@ -142,7 +131,9 @@ def main() -> None:
         print(f"{arguments.users} users for {arguments.seconds} s against {url}", flush=True)
         status = run_locust(url, arguments, arguments.reports)
     rows = read_statistics(arguments.reports / "locust_stats.csv")
-    print_summary(rows)
+    cells = {name: rows[name] for name in (REQUEST, *STREAM_ROWS) if name in rows}
+    table = [[name, *(f"{row.get(key, 0.0):.4g}" for key in COLUMNS.values())] for name, row in cells.items()]
+    print_table([f"{REQUEST}, TTFT and TPOT in ms", *COLUMNS], table)
     print(f"report: {arguments.reports / 'locust.html'}")
     finish("loadtests.locust_run", figures_of(rows, arguments.seconds), arguments, statistics=rows)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU beside torch, and the swaps: ``python -m loadtests.kernels --device cuda``.
+"""The Triton kernels on a GPU beside torch: ``python -m loadtests.kernels --device cuda``.
 
 Attention with the heads of Llama-3-8B (32 over 8 of 128) in bfloat16. Decode reads a paged cache whose blocks
 are scattered, prefill is one prompt; the peer is torch's SDPA on keys and values that lie contiguously, with
@@ -16,13 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.kv.kv_cache import KVCache
-from engine.kv.transfers import Transfers
-from engine.models.config import ModelConfig
 from kernels.interface import AttentionOptions
 from kernels.registry import get_kernels
 from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
-from loadtests.report import Figure, print_figures, print_table
+from loadtests.report import Figure, print_table
 from loadtests.stats import median
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -32,7 +29,6 @@ BATCHES, CONTEXTS = (1, 8, 32, 128, 256), (1024, 4096, 16_384, 32_768)
 MOST_BYTES = 18 << 30  # of keys and values in one case
 PROMPTS = (512, 2048, 8192, 16_384)
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-SWAP_BLOCKS = 512
 DEVICE = torch.device("cuda")
 
 
@@ -146,56 +142,6 @@ def attention(requests: int, context: int, queries: int, limits: Limits) -> tupl
     return row, [Figure(f"{name}: a second", rate / scale, unit), Figure(name, theirs / ours, "x")]
 
 
-def swaps() -> list[Figure]:
-    """Bytes a second of swaps of 2 MiB blocks, and products beside a swap-out over the same alone."""
-    model = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=8,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=8,
-        max_position_embeddings=16,
-    )
-    cache = KVCache(model, SWAP_BLOCKS + 8, BLOCK_SIZE, DTYPE, DEVICE, SWAP_BLOCKS)
-    size = cache.pool[0].numel() * cache.pool.element_size() * SWAP_BLOCKS
-    plain = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    everything = list(range(SWAP_BLOCKS))
-
-    def swap(transfers: Transfers) -> None:
-        cache.transfer(transfers)
-        cache.before_writing(everything)  # so that the compute stream waits and its events tell the time
-
-    calls: dict[str, Callable[[], object]] = {
-        "one copy out": partial(plain.copy_, on_device, non_blocking=True),
-        "one copy in": partial(on_device.copy_, plain, non_blocking=True),
-    }
-    for order, places in {"in one run": everything, "scattered": torch.randperm(SWAP_BLOCKS).tolist()}.items():
-        pairs = list(zip(everything, places, strict=True))
-        calls[f"swap out, {order}"] = partial(swap, Transfers(swap_out=pairs))
-        calls[f"swap in, {order}"] = partial(swap, Transfers(swap_in=pairs))
-    took = {name: seconds(call, 3) for name, call in calls.items()}
-    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    times = max(1, round(took["swap out, in one run"] / seconds(lambda: a @ b, 3)))
-
-    def compute() -> None:
-        for _ in range(times):
-            a @ b
-
-    def compute_beside() -> None:
-        cache.transfer(Transfers(swap_out=[(block, block) for block in everything]))
-        cache.before_writing([SWAP_BLOCKS])
-        compute()
-
-    alone, beside = seconds(compute, 3), seconds(compute_beside, 3)
-    torch.cuda.synchronize()
-    figures = [Figure(name, size / taken / 1e9, "GB/s") for name, taken in took.items()]
-    return [*figures, Figure("products beside a swap-out", beside / alone, "x")]
-
-
 def measure(keep: Callable[[list[Figure]], None]) -> list[Figure]:
     """Measure everything and print it; ``keep`` gets all figures so far whenever there are more."""
     limits = measure_limits()
@@ -214,6 +160,4 @@ def measure(keep: Callable[[list[Figure]], None]) -> list[Figure]:
             figures += found
             keep(figures)
     print_table(("attention", "ours us", "torch us", "ratio", "ours", "of limit"), rows)
-    found = swaps()
-    print_figures("swaps", found)
-    return figures + found
+    return figures

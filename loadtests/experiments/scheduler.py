@@ -88,7 +88,6 @@ class Cost:
 
     schedule: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
-    stats: list[float] = field(default_factory=list)
 
     @property
     def step(self) -> list[float]:
@@ -220,12 +219,9 @@ class Bench:
         ran = time.process_time()
         deltas = scheduler.commit(plan, outcomes, STEP_TIMING)
         committed = time.process_time()
-        scheduler.stats()
-        ended = time.process_time()
         if cost is not None:
             cost.schedule.append(planned - began)
             cost.commit.append(committed - ran)
-            cost.stats.append(ended - committed)
         return self._end(deltas)
 
     def _end(self, deltas: list[TokenDelta]) -> int:
@@ -271,13 +267,12 @@ def measure_steps(steps: int, only: str) -> tuple[list[Figure], dict[str, dict[s
             "request": step / case.running,
             "schedule": microseconds(cost.schedule),
             "commit": microseconds(cost.commit),
-            "stats": microseconds(cost.stats),
             "largest": max(cost.step) * 1e6,
         }
         rows.append([case.title, *(f"{value:.1f}" for value in raw[case.title].values())])
         bar = STEP_BAR_US if case.is_bounded else None
         figures.append(Figure(case.title, step, " us a step", bar, at_most=True))
-    header = ["step", "a request", "schedule", "commit", "stats", "largest step"]
+    header = ["step", "a request", "schedule", "commit", "largest step"]
     print_table(["processor time in us", *header], rows)
     if bench is not None and not only:  # the last case's pool is the largest
         benches = [Bench(POOLS[0], True), bench]
