@@ -129,9 +129,10 @@ def test_moved_to_another_replica(
     assert_same((made(deltas), seen), (tokens[after:], rest))
 
 
-def test_long_contexts_that_are_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "changes"), [("Llama", {}), ("Gemma2", {"sliding_window": 1200})])
+def test_long_contexts_that_are_split(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Over 2,000 tokens, where attention is cut into splits, whole and in chunks, alone and in company."""
-    save_tiny(tmp_path, "Llama", max_position_embeddings=4096)
+    save_tiny(tmp_path, family, max_position_embeddings=4096, **changes)
     prompt = random.Random(2).choices(range(2, 97), k=2070)
 
     def engine(budget: int, threads: int) -> Engine:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.models.loader import load_model
 from kernels.interface import Kernels
+from kernels.reference import ReferenceKernels
 from kernels.registry import get_kernels
 
 TOLERANCE = 1e-4
@@ -153,3 +154,27 @@ def test_half_precision_stays_near_float32(
     # Against transformers in the same dtype: ours may not lose more than it does, up to a factor of two.
     theirs = expect(model.to(dtype), sequence).float()
     assert (logits - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_embedding_and_norm_round_as_in_transformers(
+    dtype: torch.dtype, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny(tmp_path, family).to(dtype)
+    seen: list[Tensor] = []
+    plain = ReferenceKernels.rms_norm
+
+    def recorded(kernels: ReferenceKernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = plain(kernels, x, weight, eps)
+        seen.extend((x.clone(), normed))
+        return normed
+
+    monkeypatch.setattr(ReferenceKernels, "rms_norm", recorded)
+    decoder = load_model(tmp_path, ReferenceKernels(), dtype, "cpu")
+    tokens = torch.arange(VOCAB)
+    PagedRun(decoder, [tokens]).step([VOCAB])
+    with torch.inference_mode():
+        embedded = model.model.embed_tokens(tokens)
+        assert torch.equal(seen[0], embedded)
+        assert torch.equal(seen[1], model.model.layers[0].input_layernorm(embedded))
