@@ -11,8 +11,8 @@ from typing import Any
 from ray import serve
 
 from app import config
-from app.api.chat import PromptTokenizer
 from app.api.openai_service import OpenAIService
+from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
 from app.config import AppConfig
 from app.fleet.admission import Admission
@@ -63,8 +63,8 @@ class IngressReplica:
             self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).likely_victims)
         self._admission = Admission(
             expected_wait(engine),
-            longest_wait_s=options.max_wait_s,
-            most_replicas=scaling.reachable_replicas,
+            max_wait_s=options.max_wait_s,
+            max_replicas=scaling.reachable_replicas,
             startup_s=scaling.startup_grace_s,
             metrics=AdmissionMetrics(options.service.model_name),
         )

@@ -1,4 +1,4 @@
-"""The engine's figures in Ray's metrics: they show in Ray's dashboard and in each node's Prometheus endpoint.
+"""Metrics of engines and admission, exported by Ray: on its dashboard and each node's Prometheus endpoint.
 
 Ray exports them with the prefix ``ray_`` and Serve's own tags (application, deployment, replica); a counter's
 name gets ``_total``. No tag may be called ``route``, which Serve uses itself.
@@ -20,36 +20,42 @@ class EngineMetrics:
 
     def __init__(self, model_name: str) -> None:
         self._tags = {"model_name": model_name}
-        self._blocks = _gauge("quire_kv_blocks", "KV blocks by state: referenced, cached or free.", "state")
+        self._blocks = _gauge("quire_kv_blocks", "KV blocks by state: referenced, cached, or free.", "state")
         self._requests = _gauge(
-            "quire_requests", "Sequences by state: running, waiting, preempted or swapped.", "state"
+            "quire_requests", "Sequences by state: running, waiting, preempted, or swapped.", "state"
         )
         self._host_blocks = _gauge(
-            "quire_host_blocks", "Blocks for swapped-out KV by state: used or free.", "state"
+            "quire_host_blocks", "Host blocks for swapped-out KV by state: used or free.", "state"
         )
-        self._occupancy = _gauge("quire_kv_occupancy", "Referenced KV blocks over all, 0 to 1.")
+        self._occupancy = _gauge("quire_kv_occupancy", "Referenced KV blocks as a share of all, 0 to 1.")
         self._step_seconds = _gauge("quire_step_seconds", "Duration of the last engine step.")
         self._finished = _Total("quire_finished_requests", "Finished sequences by reason.", "finished_reason")
         self._totals = {
             "prompt_tokens": _Total("quire_prompt_tokens", "Prompt tokens of admitted requests."),
-            "generated_tokens": _Total("quire_generated_tokens", "Tokens made."),
+            "generated_tokens": _Total("quire_generated_tokens", "Generated tokens."),
             "prefix_query_tokens": _Total("quire_prefix_query_tokens", "Prompt tokens looked up in the cache."),
             "prefix_hit_tokens": _Total("quire_prefix_hit_tokens", "Prompt tokens that the cache supplied."),
-            "copied_blocks": _Total("quire_copied_blocks", "KV blocks copied before a write, being shared."),
-            "preemptions": _Total("quire_preemptions", "Sequences that lost their blocks for a while."),
+            "copied_blocks": _Total("quire_copied_blocks", "KV blocks copied on write."),
+            "preemptions": _Total("quire_preemptions", "Preemptions of sequences."),
         }
-        self._fallbacks = _Total("quire_recovery_fallbacks", "Swaps wanted while the host pool was full.")
+        self._fallbacks = _Total(
+            "quire_recovery_fallbacks", "Swaps that became recomputes because the host pool was full."
+        )
         self._recoveries = {
-            "decisions": _Total("quire_recovery_decisions", "Chosen recoveries, by kind.", "recovery"),
-            "finished": _Total("quire_recoveries", "Recoveries that have ended, by kind.", "recovery"),
+            "decisions": _Total("quire_recovery_decisions", "Decisions on recovery, by kind.", "recovery"),
+            "finished": _Total("quire_recoveries", "Finished recoveries, by kind.", "recovery"),
             "estimates": _Total(
-                "quire_recovery_estimated_seconds", "What ended recoveries were expected to cost.", "recovery"
+                "quire_recovery_estimated_seconds",
+                "Estimated time of finished recoveries, by kind.",
+                "recovery",
             ),
-            "outcomes": _Total("quire_recovery_seconds", "What ended recoveries have cost.", "recovery"),
+            "outcomes": _Total(
+                "quire_recovery_seconds", "Actual time of finished recoveries, by kind.", "recovery"
+            ),
         }
 
     def update(self, stats: EngineStats) -> None:
-        """Publish a snapshot; counters move by what has come since the last one."""
+        """Publish a snapshot; counters advance by the difference from the last one."""
         scheduler = stats.scheduler
         for state in ("referenced", "cached", "free"):
             self._set(self._blocks, getattr(scheduler, f"{state}_blocks"), state=state)
@@ -78,18 +84,18 @@ class AdmissionMetrics:
     def __init__(self, model_name: str) -> None:
         self._tags = {"model_name": model_name}
         self._wait = _gauge(
-            "quire_expected_wait_seconds", "Wait of a new request until it is computed, where it is shortest."
+            "quire_expected_wait_seconds", "Expected wait of a new request on the best replica."
         )
         self._refused = _Total("quire_admission_refused", "Requests refused with a 429.")
 
     def update(self, wait_s: float, refused: int) -> None:
-        """Publish the wait now (0 if unknown), and how many have been refused since the start."""
+        """Publish the current wait (0 if unknown) and the number of refusals since the start."""
         self._wait.set(wait_s, tags=self._tags)
         self._refused.advance(refused, self._tags)
 
 
 class _Total:
-    """A counter fed with totals; Ray's counters take increments, and refuse 0."""
+    """A counter that takes totals; Ray's counters take increments, and refuse 0."""
 
     def __init__(self, name: str, description: str, *tags: str) -> None:
         self._counter = metrics.Counter(name, description=description, tag_keys=(*TAGS, *tags))

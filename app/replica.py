@@ -1,4 +1,4 @@
-"""The engine deployment's replica: one engine, its channels, its requests."""
+"""The engine deployment: one engine per replica, with its channels and requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.errors import EngineDeadError
 from engine.kv.kv_events import KvSnapshot
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the engine's thread may keep the interpreter from the event loop; at Python's 5 ms frames wait."""
+"""How long the engine's thread may hold the interpreter lock; with Python's default of 5 ms, frames wait."""
 
 METRICS_EVERY_S = 0.5
 
@@ -85,7 +85,7 @@ class EngineReplica:
         return await asyncio.wrap_future(self._engine.reset_prefix_cache())
 
     async def check_health(self) -> None:
-        """Asked by Serve's controller, which replaces this replica after three failures.
+        """Called by Serve's controller, which replaces this replica after three failures.
 
         Raises:
             EngineDeadError: the engine's thread has ended.
@@ -94,7 +94,7 @@ class EngineReplica:
             raise EngineDeadError(f"the engine's thread has ended: {self._death}")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Serve for the scaling policy, four times for each report sent; see ``ReplicaStats``.
+        """Called by Serve for the scaling policy, four times per report that it sends; see ``ReplicaStats``.
 
         Raises:
             EngineDeadError: the engine's thread has ended; the policy then misses this report.
@@ -102,11 +102,11 @@ class EngineReplica:
         return self._scaling.read(self._engine.stats(), self._engine.load())._asdict()
 
     async def wake(self, *, wait: bool) -> bool:
-        """Nothing but a call that reaches a replica once there is one; see ``app.fleet.wake``."""
+        """Does nothing; the call is answered once there is a replica. See ``app.fleet.scale_from_zero``."""
         return wait
 
     async def inspect(self, *, target: str | None = None) -> dict[str, Any]:
-        """State for tests and debugging, by Serve handle only: pool, requests, channels, process."""
+        """State for tests and debugging, by Serve handle only."""
         stats = self._engine.stats()
         return {
             "replica": ray.serve.get_replica_context().replica_id.unique_id,
@@ -130,7 +130,7 @@ class EngineReplica:
         if hasattr(self, "_reporter"):
             self._reporter.cancel()
         if hasattr(self, "_hub"):
-            self._hub.close_all("the replica stops")
+            self._hub.close_all("the replica is stopping")
         if hasattr(self, "_engine"):
             self._engine.stop(timeout=5.0)
 

@@ -1,4 +1,4 @@
-"""The outputs of one response as they come: tokens of several prompts and sequences, turned to text."""
+"""The choices of one response: tokens of all prompts and sequences become text as they arrive."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.request import CacheNamespace
 
 
-class TokenSource(Protocol):
-    """Makes tokens; ``EngineClient`` does."""
+class TokenGenerator(Protocol):
+    """The part of ``EngineClient`` that this uses."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One response to make: ``options.params.n`` choices of each prompt, that continue a text or answer a chat.
+class GenerationJob:
+    """One response: ``options.params.n`` choices for each prompt, text continuations or chat answers.
 
-    ``tenant`` divides the prefix cache; see ``app/api/tenant.py``.
+    ``tenant`` partitions the prefix cache; see ``app/api/tenant.py``.
     """
 
     options: GenerationOptions
@@ -39,13 +39,13 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt counts once, whatever the number of its choices."""
+        """Each prompt counts once, however many choices it has."""
         return sum(map(len, self.prompts))
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one delta adds to choice ``index``; the counts are that choice's so far, and its prompt's."""
+class TextDelta:
+    """New text of choice ``index``, and totals so far: tokens of the choice, cached tokens of its prompt."""
 
     index: int
     text: str
@@ -54,20 +54,22 @@ class Piece:
     cached_tokens: int
 
 
-def pieces(job: Job, name: str, source: TokenSource, decoder: TextDecoder) -> AsyncGenerator[Piece, None]:
-    """The pieces of all choices as they come; ``name`` is for logs. Closing it aborts what still runs.
+def stream_choices(
+    job: GenerationJob, name: str, source: TokenGenerator, decoder: TextDecoder
+) -> AsyncGenerator[TextDelta, None]:
+    """The text of all choices as it arrives; ``name`` is for logs. Closing the generator aborts the rest.
 
     Raises:
-        GenerationError, UnavailableError, InvalidRequestError: of one prompt; the others end with it.
+        GenerationError, UnavailableError, InvalidRequestError: of one prompt; it ends the others, too.
     """
     outputs = [_of_prompt(job, prompt, name, source, decoder) for prompt in range(len(job.prompts))]
     return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
 
 async def _of_prompt(
-    job: Job, prompt: int, name: str, source: TokenSource, decoder: TextDecoder
-) -> AsyncGenerator[Piece, None]:
-    """The choices of one prompt; leaving early aborts them on the engine."""
+    job: GenerationJob, prompt: int, name: str, source: TokenGenerator, decoder: TextDecoder
+) -> AsyncGenerator[TextDelta, None]:
+    """The choices of one prompt; closing the generator aborts them on the engine."""
     options = job.options
     n = options.params.n
     request = GenerateRequest(
@@ -89,8 +91,8 @@ async def _of_prompt(
         async for delta in deltas:
             output = texts.get(delta.sequence)
             if output is None:
-                # A stop string has ended this sequence. The engine aborts requests, not single sequences: it
-                # goes on with this one, unheard, until the others have ended, too.
+                # A stop string has ended this sequence. The engine aborts whole requests only, so it computes
+                # this one until the others have ended, too.
                 continue
             reason = delta.finish_reason
             if reason == "abort":
@@ -98,19 +100,19 @@ async def _of_prompt(
             text = output.push(delta.token_ids, reason)
             if output.stopped:
                 reason = "stop"
-            yield Piece(prompt * n + delta.sequence, text, reason, output.num_tokens, delta.cached_tokens)
+            yield TextDelta(prompt * n + delta.sequence, text, reason, output.num_tokens, delta.cached_tokens)
             if reason is not None:
                 del texts[delta.sequence]
                 if not texts:
                     return
-    raise GenerationError("the engine ended this request without saying why")
+    raise GenerationError("the engine ended this request without a reason")
 
 
-async def _merge(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all ``sources`` as they come; an error of one ends all."""
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+async def _merge(sources: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
+    """The text deltas of all ``sources`` as they arrive; an error in one ends all."""
+    queue: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()
 
-    async def drain(source: AsyncGenerator[Piece, None]) -> None:
+    async def drain(source: AsyncGenerator[TextDelta, None]) -> None:
         try:
             async with aclosing(source):
                 async for piece in source:

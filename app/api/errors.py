@@ -1,4 +1,4 @@
-"""OpenAI-shaped errors: ``{"error": {"message", "type", "param", "code"}}`` for every way a call can fail."""
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for every failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class ApiFault:
-    """What a client is told: an HTTP status, the four fields of OpenAI's error object, when to try again."""
+    """The answer to a client: HTTP status, the four fields of OpenAI's error object, and Retry-After."""
 
     status: int
     message: str
@@ -47,7 +47,7 @@ class ApiFault:
 
 
 class ApiError(QuireError):
-    """A request that the HTTP surface itself refuses."""
+    """A request that the HTTP API itself refuses."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class ApiError(QuireError):
 
 
 def overloaded(refusal: Refusal) -> ApiError:
-    """429 while the engines at their most would let new requests wait too long."""
+    """429 while the expected wait is too long even with the maximum number of engines."""
     options = "max_wait_s"
     if refusal.startup_s:
-        options = f"max_wait_s, and {refusal.startup_s:g} s for replicas that may be starting: startup_s"
+        options = f"max_wait_s, plus startup_s={refusal.startup_s:g} while replicas may be starting"
     return ApiError(
         429,
-        f"a new request would wait {refusal.wait_s:.1f} s with all replicas that there may be, and at most "
-        f"{refusal.limit_s:g} s are allowed ({options}); try again in {refusal.retry_after_s} s",
+        f"the expected wait is {refusal.wait_s:.1f} s even with all replicas, above the limit of "
+        f"{refusal.limit_s:g} s ({options}); try again in {refusal.retry_after_s} s",
         code="overloaded",
         kind="rate_limit_error",
         retry_after_s=refusal.retry_after_s,
@@ -79,7 +79,7 @@ def overloaded(refusal: Refusal) -> ApiError:
 
 
 def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
-    """503 while one ingress replica has all the requests that it may have."""
+    """503 while one ingress replica has the maximum number of requests."""
     return ApiError(
         503,
         f"{live} requests are live and at most {most} are allowed (max_live_requests); "
@@ -91,14 +91,14 @@ def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """404 for a model that is not served here."""
+    """404 for a model that this server does not have."""
     return ApiError(
         404, f"the model {show(name)} does not exist; this server has {served!r}", "model", "model_not_found"
     )
 
 
 def fault_of(error: Exception) -> ApiFault:
-    """What to tell a client of ``error``. An unexpected one is logged whole and told in general words."""
+    """The answer for ``error``. An unexpected error is logged; the client sees no details."""
     if isinstance(error, ApiError):
         return error.fault
     if isinstance(error, InvalidRequestError):
@@ -109,13 +109,11 @@ def fault_of(error: Exception) -> ApiFault:
         logger.error("generation failed: %s", error)
         return ApiFault(500, str(error), "server_error", code="generation_failed")
     logger.error("unexpected error while serving a request", exc_info=error)
-    return ApiFault(
-        500, "an internal error ended this request; the log says more", "server_error", code="internal"
-    )
+    return ApiFault(500, "an internal error ended this request; see the log", "server_error", code="internal")
 
 
 def show(value: object) -> str:
-    """A client's value for an error message: short, on one line, whatever was sent."""
+    """A client's value for an error message: short and on one line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list):
@@ -146,4 +144,4 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 ERROR_HANDLERS = {HTTPException: _on_http_exception, QuireError: _on_error, Exception: _on_error}
-"""Give every error of an application the one shape, wrong paths and methods included."""
+"""Give every error of an application this format, including unknown paths and methods."""

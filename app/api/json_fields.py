@@ -1,4 +1,4 @@
-"""Checks of single fields of a JSON request; each error names the field, its value and what it must be."""
+"""Checks of single fields of a JSON request; each error names the field, its value, and what it must be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def text(value: object, name: str, param: str | None = None) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"{name} has half of a surrogate pair at character {error.start}, which is no text", param or name
+            f"{name} has half of a surrogate pair at character {error.start}, which is not valid text",
+            param or name,
         ) from error
     return value
 

@@ -1,4 +1,4 @@
-"""What the HTTP routes do: prompts to token ids, tokens of the engine to text, all in OpenAI's words."""
+"""The work behind the HTTP routes: prompts to token ids, generated tokens to text, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.chat import PromptTokenizer
-from app.api.choices import Job, Piece, TokenSource, pieces
+from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
 from app.api.errors import ApiFault, model_not_found, overloaded, too_many_live
 from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
 from app.api.openai_types import parse_chat, parse_completion
+from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.sse import DONE, EventStream, WholeResponse
 from app.config import IngressOptions
 from app.fleet.admission import Admission
@@ -26,12 +26,12 @@ from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, validate
 
 
-class EngineSource(TokenSource, Protocol):
-    """The part of ``EngineClient`` that this needs."""
+class Engines(TokenGenerator, Protocol):
+    """The part of ``EngineClient`` that the service uses."""
 
     def limits(self) -> ModelLimits | None: ...
 
-    async def first_limits(self, limit_s: float) -> ModelLimits | None: ...
+    async def first_limits(self, timeout_s: float) -> ModelLimits | None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -49,7 +49,7 @@ class OpenAIService:
 
     def __init__(
         self,
-        source: EngineSource,
+        engines: Engines,
         tokenizer: PromptTokenizer,
         model: str,
         fingerprint: str,
@@ -58,7 +58,7 @@ class OpenAIService:
         engine_wait_s: float,
         admission: Admission | None = None,
     ) -> None:
-        self._source = source
+        self._engines = engines
         self._tokenizer = tokenizer
         self._model = model
         self._fingerprint = fingerprint
@@ -69,9 +69,9 @@ class OpenAIService:
         self.admission = admission or Admission()
 
     def health(self) -> Response:
-        """200 while a request would find an engine, or wake one that sleeps; else 503."""
-        status = self._source.status()
-        ready = self._source.limits() is not None and bool(status.get("routable"))
+        """200 while a request would find an engine or wake one; otherwise 503."""
+        status = self._engines.status()
+        ready = self._engines.limits() is not None and bool(status.get("routable"))
         asleep = bool(status.get("asleep"))
         body = {"status": "ok" if ready else "asleep" if asleep else "unavailable", **status}
         return JSONResponse(body, 200 if ready or asleep else 503)
@@ -84,7 +84,7 @@ class OpenAIService:
         return JSONResponse(self._model_entry())
 
     async def completions(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
-        """Answer ``POST /v1/completions``; ``tenant`` divides the prefix cache.
+        """Answer ``POST /v1/completions``; ``tenant`` partitions the prefix cache.
 
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
@@ -96,7 +96,7 @@ class OpenAIService:
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            response = self._respond(Job(request.options, prompts, chat=False, tenant=tenant), limits)
+            response = self._respond(GenerationJob(request.options, prompts, chat=False, tenant=tenant), limits)
             return _Admitted(response, slots.pop_all())
 
     async def chat(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
@@ -107,16 +107,16 @@ class OpenAIService:
             limits = await self._limits()
             owner = tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
-            response = self._respond(Job(request.options, [prompt], chat=True, tenant=tenant), limits)
+            response = self._respond(GenerationJob(request.options, [prompt], chat=True, tenant=tenant), limits)
             return _Admitted(response, slots.pop_all())
 
     async def reset_prefix_cache(self) -> Response:
-        """Answer ``POST /admin/reset_prefix_cache``: an error if any replica failed, naming it.
+        """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.
 
         Raises:
             UnavailableError: no engine replica is routable.
         """
-        reset = await self._source.reset_prefix_cache()
+        reset = await self._engines.reset_prefix_cache()
         replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
         if reset.failures:
             causes = "; ".join(f"{replica}: {why}" for replica, why in reset.failures.items())
@@ -125,7 +125,7 @@ class OpenAIService:
         return JSONResponse({"replicas": replicas, "freed_blocks": freed})
 
     def _admit(self, sequences: int) -> ExitStack:
-        """Take slots before anything waits for the request; closing the result gives them back."""
+        """Take slots before the request waits for anything; closing the result releases them."""
         refusal = self.admission.refusal()
         if refusal is not None:
             raise overloaded(refusal)
@@ -140,7 +140,7 @@ class OpenAIService:
     def _release(self, sequences: int) -> None:
         self.num_live -= sequences
 
-    def _respond(self, job: Job, limits: ModelLimits) -> ASGIApp:
+    def _respond(self, job: GenerationJob, limits: ModelLimits) -> ASGIApp:
         for prompt in job.prompts:
             _check_prompt(prompt, job, limits)
         prefix = "chatcmpl" if job.chat else "cmpl"
@@ -151,11 +151,11 @@ class OpenAIService:
             else WholeResponse(self._whole(job, envelope))
         )
 
-    async def _whole(self, job: Job, envelope: Envelope) -> Response:
+    async def _whole(self, job: GenerationJob, envelope: Envelope) -> Response:
         outputs = [_Collected() for _ in range(job.num_choices)]
-        async with aclosing(self._pieces(job, envelope)) as arriving:
-            async for piece in arriving:
-                outputs[piece.index].add(piece)
+        async with aclosing(self._text_deltas(job, envelope)) as arriving:
+            async for delta in arriving:
+                outputs[delta.index].add(delta)
         usage = Usage(
             job.prompt_tokens,
             sum(output.num_tokens for output in outputs),
@@ -165,7 +165,7 @@ class OpenAIService:
         body = (chat_body if job.chat else completion_body)(envelope, results, usage)
         return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
-    async def _events(self, job: Job, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+    async def _events(self, job: GenerationJob, envelope: Envelope) -> AsyncGenerator[bytes, None]:
         options = job.options
         writer = ChunkWriter(
             envelope,
@@ -178,22 +178,22 @@ class OpenAIService:
         cached = [0] * len(job.prompts)
         usage = Usage(job.prompt_tokens)
         opening = b"".join(map(writer.role, range(n))) if job.chat else b""
-        async with aclosing(self._pieces(job, envelope)) as arriving:
-            async for piece in arriving:
-                prompt = piece.index // n
-                usage.completion_tokens += piece.num_tokens - made[piece.index]
-                usage.cached_tokens += piece.cached_tokens - cached[prompt]
-                made[piece.index] = piece.num_tokens
-                cached[prompt] = piece.cached_tokens
-                yield opening + writer.text(piece.index, piece.text, piece.finish_reason, usage)
+        async with aclosing(self._text_deltas(job, envelope)) as arriving:
+            async for delta in arriving:
+                prompt = delta.index // n
+                usage.completion_tokens += delta.num_tokens - made[delta.index]
+                usage.cached_tokens += delta.cached_tokens - cached[prompt]
+                made[delta.index] = delta.num_tokens
+                cached[prompt] = delta.cached_tokens
+                yield opening + writer.text(delta.index, delta.text, delta.finish_reason, usage)
                 opening = b""
         yield writer.usage(usage) + DONE
 
-    def _pieces(self, job: Job, envelope: Envelope) -> AsyncGenerator[Piece, None]:
-        return pieces(job, envelope.id, self._source, self._tokenizer.decoder)
+    def _text_deltas(self, job: GenerationJob, envelope: Envelope) -> AsyncGenerator[TextDelta, None]:
+        return stream_choices(job, envelope.id, self._engines, self._tokenizer.decoder)
 
     async def _limits(self) -> ModelLimits:
-        limits = self._source.limits() or await self._source.first_limits(self.engine_wait_s)
+        limits = self._engines.limits() or await self._engines.first_limits(self.engine_wait_s)
         if limits is None:
             raise UnavailableError("no engine replica has started yet; try again in a moment")
         return limits
@@ -203,7 +203,7 @@ class OpenAIService:
             raise model_not_found(name, self._model)
 
     def _model_entry(self) -> dict[str, Any]:
-        limits = self._source.limits()
+        limits = self._engines.limits()
         entry: dict[str, Any] = {
             "id": self._model,
             "object": "model",
@@ -214,7 +214,7 @@ class OpenAIService:
 
 
 class _Admitted:
-    """A response that gives its slots back when it has ended, whatever the way."""
+    """A response that releases its slots when it ends, however it ends."""
 
     def __init__(self, response: ASGIApp, slots: ExitStack) -> None:
         self._response = response
@@ -226,7 +226,7 @@ class _Admitted:
 
 
 class _Collected:
-    """One choice as it gathers."""
+    """One choice of a non-streamed response."""
 
     __slots__ = ("cached_tokens", "finish_reason", "num_tokens", "texts")
 
@@ -236,15 +236,15 @@ class _Collected:
         self.num_tokens = 0
         self.cached_tokens = 0
 
-    def add(self, piece: Piece) -> None:
-        self.texts.append(piece.text)
-        self.num_tokens = piece.num_tokens
-        self.cached_tokens = piece.cached_tokens
-        self.finish_reason = piece.finish_reason or ""
+    def add(self, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self.num_tokens = delta.num_tokens
+        self.cached_tokens = delta.cached_tokens
+        self.finish_reason = delta.finish_reason or ""
 
 
-def _check_prompt(prompt: list[int], job: Job, limits: ModelLimits) -> None:
-    """What the engine would refuse is refused before a stream has begun."""
+def _check_prompt(prompt: list[int], job: GenerationJob, limits: ModelLimits) -> None:
+    """Refuse what the engine would refuse, while the response can still have an error status."""
     param = "messages" if job.chat else "prompt"
     if len(prompt) > limits.max_model_len:  # before the tokens themselves are looked at
         raise InvalidRequestError(
@@ -262,7 +262,7 @@ def _check_prompt(prompt: list[int], job: Job, limits: ModelLimits) -> None:
     if params.min_tokens > longest - len(prompt):
         raise InvalidRequestError(
             f"min_tokens is {params.min_tokens} but after a prompt of {len(prompt)} tokens at most "
-            f"{longest - len(prompt)} more can be made",
+            f"{longest - len(prompt)} more can be generated",
             "min_tokens",
             "context_length_exceeded",
         )

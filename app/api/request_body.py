@@ -1,4 +1,4 @@
-"""Read one JSON object from a client who may send anything."""
+"""Read and check the JSON body of a request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     """The body of ``request`` as a JSON object.
 
     Raises:
-        ApiError: 413 above ``MAX_BODY_BYTES``, found before it is all read; 400 for what is no JSON object.
+        ApiError: 413 above ``MAX_BODY_BYTES``, before all of it is read; 400 if it is not a JSON object.
     """
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > MAX_BODY_BYTES:
@@ -28,7 +28,7 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             if len(body) > MAX_BODY_BYTES:
                 raise _too_large()
     except ClientDisconnect as error:
-        raise ApiError(400, "the client went away before the body was complete") from error
+        raise ApiError(400, "the client disconnected before the body was complete") from error
     return parse_json_object(bytes(body))
 
 
@@ -36,7 +36,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     """``body`` as strict JSON: UTF-8, no NaN or Infinity, an object at the top.
 
     Raises:
-        ApiError: 400, says what is wrong and where.
+        ApiError: 400; says what is wrong and where.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -55,7 +55,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _too_large() -> ApiError:

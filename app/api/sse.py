@@ -1,4 +1,4 @@
-"""Responses that end with their client: a stream of server-sent events, or one body that takes long to make."""
+"""Responses that end when the client disconnects: server-sent events, or one body that takes long."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 from app.api.errors import fault_of
 
 HEADERS_WITHIN_S = 1.0
-"""A stream without a first event begins after this; until then an error still has its own HTTP status."""
+"""Send the headers after this long without an event; until then an error gets its own HTTP status."""
 
 KEEP_ALIVE_S = 15.0
-"""While the first event is awaited, a comment this often keeps proxies from closing the connection."""
+"""Until the first event, a comment this often keeps proxies from closing the connection."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

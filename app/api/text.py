@@ -1,7 +1,7 @@
-"""From token ids to text, one token at a time: never half a character, never text past a stop string.
+"""Token ids to text, one token at a time: never part of a character, never text past a stop string.
 
-A token is decoded once, to its bytes; joining those is exact, where decoding a sliding window of tokens is
-not (a character may be spread over any number of tokens, and a token may hold parts of two characters).
+Each token is decoded once, to its bytes; joining bytes is exact. Decoding a sliding window of tokens is not: a
+character may span any number of tokens, and a token may have parts of two characters.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one output into text as they come."""
+    """Turns the tokens of one output into text as they arrive."""
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """The end of the output: what is still incomplete comes out as U+FFFD."""
+        """The end of the output: an incomplete character becomes U+FFFD."""
 
 
 class TextDecoder:
-    """What one model's tokens mean, shared by all its outputs; lives on the event loop's thread.
+    """The bytes or text of one model's tokens, shared by all outputs; used on the event loop's thread.
 
-    Two kinds of tokenizer are known: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), whose tokens are bytes,
+    Two kinds of tokenizer are supported: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), whose tokens are bytes,
     and SentencePiece-like (Llama 2, Mistral), whose tokens are text or single bytes.
 
     Raises:
-        ConfigError: another kind of tokenizer; names it.
+        ConfigError: the tokenizer is of another kind.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -94,7 +94,7 @@ class TextDecoder:
 
 
 class _ByteLevelDetokenizer:
-    """Tokens are bytes; invalid UTF-8 comes out as the tokenizer's own decode has it."""
+    """Tokens are bytes; invalid UTF-8 is decoded as the tokenizer itself does."""
 
     def __init__(self, piece_of: Callable[[int], bytes]) -> None:
         self._piece_of = piece_of
@@ -122,7 +122,7 @@ class _SentencePieceDetokenizer:
 
     def push(self, token_id: int) -> str:
         piece = self._piece_of(token_id)
-        if piece == "":  # a special token shows nothing
+        if piece == "":  # a special token has no text
             return ""
         text = self._push_byte(piece) if isinstance(piece, int) else self.flush() + piece
         if self._strip_space and text:
@@ -148,9 +148,9 @@ class _SentencePieceDetokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces, whatever the pieces.
+    """Finds stop strings in text that arrives in pieces, however it is split.
 
-    The match that is complete first wins, and of those that end together the longest. Text that may be the
+    The match that completes first wins; of matches that end together, the longest. Text that may be the
     beginning of a stop string is held back. Knuth-Morris-Pratt per string: constant time per character.
     """
 
@@ -162,7 +162,7 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that may be shown now; nothing more after a match."""
+        """The text that can be shown now; empty after a match."""
         if self.stopped:
             return ""
         if not self._held and self._first.isdisjoint(text):
@@ -193,13 +193,13 @@ class StopMatcher:
         return longest
 
     def flush(self) -> str:
-        """The end of the output: what was held back is no stop string after all."""
+        """The end of the output: returns the text that was held back."""
         text, self._held = self._held, ""
         return text
 
 
 class OutputText:
-    """The text of one output: detokenizes, stops, and counts the tokens that were made for it.
+    """The text of one output: detokenizes, stops, and counts the generated tokens.
 
     A stop string counts only if a token after the first ``min_tokens`` completes it and it begins after them.
     """
@@ -208,11 +208,11 @@ class OutputText:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
-        self.num_tokens = 0  # made, the ones that show no text included
+        self.num_tokens = 0  # generated, including tokens without text
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; the rest of the output is not wanted."""
+        """Whether a stop string was found; the rest of the output is discarded."""
         return self._matcher is not None and self._matcher.stopped
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> str:

@@ -1,8 +1,8 @@
-"""Whether an ingress takes a new request: not while the fleet at its largest would let it wait too long.
+"""Admission of new requests: refused while the wait would be too long even with the maximum number of engines.
 
-A refusal costs nothing and says when to come again; a request that is taken and waits for a minute costs memory
-here, and its client has gone by the time that it runs. A short burst is taken whole: only waits that stay over
-the limit for as long as the limit itself close the door.
+A refusal costs nothing and says when to try again. An admitted request that waits for a minute takes memory,
+and its client may have left before it runs. A short burst is admitted whole: requests are refused only after
+the wait has exceeded the limit for as long as the limit itself.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from app.metrics import AdmissionMetrics
 from app.routing.waiting import ExpectedWait
 
 EVERY_S = 0.05
-"""The wait is looked at again after so long, when a request comes."""
+"""The expected wait is updated at most this often when requests arrive."""
 
 WATCH_S = 0.25
-"""And after so long without requests: a break must be seen, and the gauge go down."""
+"""Without requests it is updated this often, so that an overload can end and the gauge falls."""
 
 LONGEST_BASE_S, LONGEST_RETRY_S = 40, 60
-"""Seconds of ``Retry-After`` before and with what is added at random. OpenAI's clients honour up to 120."""
+"""Maximum of ``Retry-After`` in seconds, before and after the random part. OpenAI's clients honor up to 120."""
 
 logger = logging.getLogger(__name__)
 
 
 class Refusal(NamedTuple):
-    """Why a request is not taken: ``wait_s`` with all replicas that there may be is over ``limit_s``.
+    """Why a request is refused: ``wait_s``, the expected wait with all replicas, exceeds ``limit_s``.
 
-    ``startup_s`` is the part of the limit that replicas are granted to start.
+    ``startup_s`` is the part of the limit that allows for replicas to start.
     """
 
     wait_s: float
@@ -46,30 +46,30 @@ class Refusal(NamedTuple):
 class Admission:
     """Owned by one ingress replica, used on its event loop.
 
-    ``expected`` says how long a new request would wait now and on how many replicas; ``None``, or an error of
-    its own, admits. With ``longest_wait_s`` infinite nobody is refused. While there are fewer than
-    ``most_replicas``, the wait is scaled to these and may be ``startup_s`` longer: they may be on their way.
-    ``clock`` is in monotonic seconds.
+    ``expected`` returns how long a new request would wait now, and on how many replicas; if it returns ``None``
+    or raises, requests are admitted. With an infinite ``max_wait_s`` none is refused. While there are fewer
+    than ``max_replicas``, the wait is scaled to that number and may be ``startup_s`` longer, since the others
+    may be starting. ``clock`` is in monotonic seconds.
 
-    A wait that has been over the limit for ``longest_wait_s`` without a break begins an *overload*, and one
-    that has been within it for as long ends it. In an overload requests are refused while the wait is over the
-    limit and taken while it is not, so that the grace for bursts does not come back with each moment of relief.
+    An *overload* begins when the wait has exceeded the limit for ``max_wait_s`` without a break, and ends when
+    it has been within the limit for as long. During an overload requests are refused while the wait exceeds the
+    limit and admitted while it does not: a moment of relief does not admit another burst.
     """
 
     def __init__(
         self,
         expected: Callable[[], ExpectedWait | None] = lambda: None,
         *,
-        longest_wait_s: float = math.inf,
-        most_replicas: int = 1,
+        max_wait_s: float = math.inf,
+        max_replicas: int = 1,
         startup_s: float = 0.0,
         metrics: AdmissionMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self._expected = expected
-        self._longest_wait_s = longest_wait_s
-        self._most_replicas = most_replicas
+        self._max_wait_s = max_wait_s
+        self._max_replicas = max_replicas
         self._startup_s = startup_s
         self._metrics = metrics
         self._clock = clock
@@ -77,7 +77,7 @@ class Admission:
         self._looked_at = -math.inf
         self._wait_s: float | None = None
         self._scaled_s = 0.0
-        self._limit_s = longest_wait_s
+        self._limit_s = max_wait_s
         self._granted_s = 0.0
         self._over = False
         self._since = -math.inf  # the wait has been over the limit, or within it
@@ -88,9 +88,9 @@ class Admission:
         self._said_at = -math.inf
 
     def refusal(self) -> Refusal | None:
-        """What a new request gets; ``None`` admits it."""
+        """The refusal for a new request; ``None`` admits it."""
         if self._clock() - self._looked_at >= EVERY_S:
-            self.look()
+            self.update()
         if not (self._overloaded and self._over):
             return None
         self._refused += 1
@@ -99,39 +99,39 @@ class Admission:
     def retry_after_s(self) -> int:
         """Whole seconds until the wait should be within the limit, or over if there is no limit; at least 1.
 
-        Up to half of it is added at random, each time anew: refused requests come in packs, and would come back
-        in one second. It is not a client's own, since one client may be the pack.
+        Up to half of it is added at random for each refusal: otherwise requests that were refused together
+        would return together, even those of one client.
         """
         allowed = self._limit_s if math.isfinite(self._limit_s) else 0.0
         base = min(max(math.ceil(min(self._scaled_s - allowed, LONGEST_BASE_S)), 1), LONGEST_BASE_S)
         return min(base + self._rng.randint(0, max(base // 2, 1)), LONGEST_RETRY_S)
 
-    def look(self) -> None:
-        """Take in the wait as it is now."""
+    def update(self) -> None:
+        """Update the expected wait."""
         now = self._looked_at = self._clock()
         expected = self._ask()
         replicas = expected.replicas if expected is not None else 0
         self._wait_s = expected.seconds if expected is not None else None
-        self._scaled_s = (self._wait_s or 0.0) * min(replicas / self._most_replicas, 1.0)
-        self._granted_s = self._startup_s if replicas < self._most_replicas else 0.0
-        self._limit_s = self._longest_wait_s + self._granted_s
+        self._scaled_s = (self._wait_s or 0.0) * min(replicas / self._max_replicas, 1.0)
+        self._granted_s = self._startup_s if replicas < self._max_replicas else 0.0
+        self._limit_s = self._max_wait_s + self._granted_s
         over = self._scaled_s > self._limit_s
         if over is not self._over:
             self._over, self._since = over, now
-        if now - self._since >= self._longest_wait_s and over is not self._overloaded:
+        if now - self._since >= self._max_wait_s and over is not self._overloaded:
             self._overloaded = over
             logger.warning(
-                "the expected wait of a new request is %.1f s with %d replicas, the limit %.1f s: %s",
+                "the expected wait is %.1f s with %d replicas, the limit %.1f s: %s",
                 self._scaled_s,
-                self._most_replicas,
+                self._max_replicas,
                 self._limit_s,
                 "an overload has begun" if over else "the overload is over",
             )
 
     def start(self) -> None:
-        """Look a few times a second from now on, and publish; later calls do nothing."""
+        """Begin to update and publish a few times a second; later calls do nothing."""
         if self._watching is None:
-            # An empty context: Serve must not take this for a part of the call that it began in.
+            # In an empty context: Serve must not take the task for a part of the current call.
             watch = asyncio.get_running_loop().create_task(self._watch(), context=contextvars.Context())
             watch.add_done_callback(_watch_ended)
             self._watching = watch
@@ -144,7 +144,7 @@ class Admission:
     async def _watch(self) -> None:
         while True:
             if self._clock() - self._looked_at >= EVERY_S:
-                self.look()
+                self.update()
             if self._metrics is not None:
                 self._metrics.update(self._wait_s or 0.0, self._refused)
             await asyncio.sleep(WATCH_S)
@@ -166,12 +166,13 @@ class Admission:
             if expected is not None and math.isnan(expected.seconds):
                 raise ValueError("the expected wait is not a number")
             return expected
-        except Exception:  # whatever is wrong with the estimate, requests can be served
+        except Exception:  # a defect in the estimate must not refuse requests
             self._faults += 1
             if self._looked_at - self._said_at >= 1.0:
                 self._said_at = self._looked_at
                 logger.exception(
-                    "the expected wait is not known (%d times so far); admitting all", self._faults
+                    "the expected wait could not be estimated (%d times so far); admitting all requests",
+                    self._faults,
                 )
             return None
 
@@ -179,4 +180,4 @@ class Admission:
 def _watch_ended(watch: asyncio.Task[None]) -> None:
     error = None if watch.cancelled() else watch.exception()
     if error is not None:
-        logger.error("the expected wait is looked at by requests alone from now on", exc_info=error)
+        logger.error("the expected wait is updated only when requests arrive from now on", exc_info=error)

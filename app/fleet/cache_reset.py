@@ -9,28 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 RESET_WITHIN_S = 30.0
-"""An engine answers between two steps."""
+"""Timeout of the call; an engine answers between two steps."""
 
 _running: set[asyncio.Task[int]] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReset:
-    """What came of it: freed blocks of each replica that did it, and why the others did not."""
+    """The outcome: freed blocks of each replica that succeeded, and why the others failed."""
 
     freed_blocks: dict[str, int]
     failures: dict[str, str]
 
 
 async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheReset:
-    """Ask each of ``replicas``, at least one, of the engine deployment's ``handle``, all at once."""
+    """Call each of ``replicas``, at least one, through the engine deployment's ``handle``, all at once."""
 
     async def reset(replica: str) -> int:
         async with asyncio.timeout(RESET_WITHIN_S):
             return int(await handle.options(_by_reference=False).reset_prefix_cache.remote(target=replica))
 
     loop = asyncio.get_running_loop()
-    # An empty context, and held beyond a cancellation: a client that leaves must not leave some replicas out.
+    # In an empty context, and kept if the caller is canceled: a disconnected client must not stop it halfway.
     tasks = {
         replica: loop.create_task(reset(replica), context=contextvars.Context()) for replica in sorted(replicas)
     }

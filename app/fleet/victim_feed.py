@@ -1,7 +1,7 @@
-"""Tells an ingress which replicas Serve's controller will probably stop next.
+"""Learns which replicas Serve's controller will probably stop next.
 
-While fewer replicas are intended, the scaling policy there writes their names into Ray's internal KV, each
-second, with a number that grows. Whatever is read here twice is not news, so that nothing outlives its writer.
+Before it scales down, the scaling policy in the controller writes their names into Ray's internal KV every
+second, with an increasing number. A number that is read again is ignored, so no message outlives its writer.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 from app.autoscaling.publishing import NAMESPACE, victims_key
 from app.routing.timed_set import TimedSet
 
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 
 LONGEST_S = 60.0
-"""News that claim to last longer are taken for malformed."""
+"""A message that claims to last longer is malformed."""
 
 logger = logging.getLogger(__name__)
 
 Read = Callable[[bytes], bytes | None]
-"""What is stored under a key, ``None`` if nothing is; may block, and raise whatever it likes."""
+"""Returns the value of a key, or ``None``; may block, and may raise any error."""
 
 
 class Victims(NamedTuple):
-    """One message: these ``replicas`` (unique ids), and no others, for ``lasts_s``; ``seq`` grows with each."""
+    """One message: exactly these ``replicas`` (unique IDs) for ``lasts_s``; ``seq`` increases."""
 
     seq: int
     replicas: frozenset[str]
@@ -47,7 +47,7 @@ class VictimFeed:
         deployment: str,
         fading: TimedSet,
         read: Read | None = None,
-        every_s: float = LOOK_EVERY_S,
+        every_s: float = POLL_S,
     ) -> None:
         self.key = victims_key(app, deployment)
         self.taken = 0
@@ -62,22 +62,22 @@ class VictimFeed:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Look from now on; later calls do nothing."""
+        """Begin to poll; later calls do nothing."""
         if self._thread is None:
-            # A daemon: a look that Ray does not answer must not keep the process from ending.
+            # A daemon: an unanswered read must not keep the process from ending.
             self._thread = threading.Thread(target=self._run, name="victim-feed", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; waits for nothing."""
+        """Stop polling, without waiting."""
         self._stopped.set()
 
     def state(self) -> dict[str, Any]:
         """For tests and debugging: messages taken, looks and messages that failed, replicas that fade now."""
         return {"taken": self.taken, "faults": self.faults, "fading": sorted(self._fading.names())}
 
-    def look(self) -> None:
-        """Read once and take what is news; never raises."""
+    def poll(self) -> None:
+        """Read once and apply a new message; never raises."""
         try:
             value = self._read(self.key)
             if value == self._value and not self._first:
@@ -86,11 +86,11 @@ class VictimFeed:
             first, self._first = self._first, False
             if value is not None:
                 self._take(parse(value), first)
-        except Exception as error:  # noqa: BLE001  (Ray raises many kinds; routing goes on without the news)
+        except Exception as error:  # noqa: BLE001  (Ray raises many kinds; routing works without the message)
             self.faults += 1
             if self.faults & (self.faults - 1) == 0:
                 logger.warning(
-                    "cannot learn which replicas may be stopped next (%d times so far): %s: %s",
+                    "cannot read which replicas may be stopped next (%d times so far): %s: %s",
                     self.faults,
                     type(error).__name__,
                     error,
@@ -106,19 +106,19 @@ class VictimFeed:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self.look()
+            self.poll()
             self._stopped.wait(self._every_s)
 
 
 def parse(value: bytes) -> Victims:
-    """A message as it is stored.
+    """Parse a stored message.
 
     Raises:
         ValueError: it is malformed.
     """
     message = json.loads(value)
     if not isinstance(message, Mapping):
-        raise ValueError(f"no JSON object: {value[:80]!r}")
+        raise ValueError(f"not a JSON object: {value[:80]!r}")
     seq, replicas, lasts_s = message.get("seq"), message.get("replicas"), message.get("lasts_s")
     if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
         raise ValueError(f"seq must be an integer, 0 or more, not {seq!r:.80}")

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from app.api.chat import PromptTokenizer
 from app.api.openai_service import OpenAIService
+from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
@@ -47,7 +47,7 @@ class LocalClient:
     def limits(self) -> ModelLimits | None:
         return self.engine.limits
 
-    async def first_limits(self, limit_s: float) -> ModelLimits | None:
+    async def first_limits(self, timeout_s: float) -> ModelLimits | None:
         return self.limits()
 
     def status(self) -> dict[str, Any]:

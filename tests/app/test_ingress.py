@@ -12,7 +12,7 @@ import openai
 import pytest
 from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
 
-from app.api.chat import INLINE_CHARS, MAX_THREADS
+from app.api.prompt_tokenizer import INLINE_CHARS, MAX_THREADS
 from app.ingress import IngressReplica
 from engine.request import ModelLimits
 
@@ -241,7 +241,7 @@ def test_engines_that_sleep_are_healthy_and_woken_by_a_request(
     limits = server.client.limits()
     held: list[str] = []
 
-    async def first_limits(limit_s: float) -> ModelLimits | None:
+    async def first_limits(timeout_s: float) -> ModelLimits | None:
         held.append("woken")
         return limits
 

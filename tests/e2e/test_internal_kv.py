@@ -22,7 +22,7 @@ def test_what_one_process_writes_there_another_one_reads(bare_cluster: Breakable
             self.feed = VictimFeed("an app", "engine", TimedSet())
 
         def look(self) -> dict[str, Any]:
-            self.feed.look()
+            self.feed.poll()
             return self.feed.state()
 
     def put(seq: int, replicas: list[str]) -> None:

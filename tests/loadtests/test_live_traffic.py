@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.api.chat import PromptTokenizer
 from app.api.openai_types import ChatMessage
+from app.api.prompt_tokenizer import PromptTokenizer
 from loadtests.experiments.routing_live.stage import BLOCK_SIZE, MAX_NUM_SEQS, pool_blocks
 from loadtests.experiments.routing_live.traffic import Ask, Shape, Traffic
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from app.api.chat import PromptTokenizer
+from app.api.prompt_tokenizer import PromptTokenizer
 from app.launch.model_store import resolve
 from loadtests.client import MODEL
 from loadtests.experiments.fleet import started

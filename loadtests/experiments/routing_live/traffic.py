@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.api.chat import PromptTokenizer
 from app.api.openai_types import ChatMessage
+from app.api.prompt_tokenizer import PromptTokenizer
 from loadtests.arrivals import poisson
 from loadtests.workloads import Zipf, question, sentences, system_prompt
 

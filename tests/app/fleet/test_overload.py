@@ -36,8 +36,8 @@ class Setting:
     def __post_init__(self) -> None:
         self.admission = Admission(
             self.expected,
-            longest_wait_s=self.longest,
-            most_replicas=MOST,
+            max_wait_s=self.longest,
+            max_replicas=MOST,
             startup_s=STARTUP,
             clock=lambda: self.now,
             rng=random.Random(0),
@@ -219,7 +219,7 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
         ingress = IngressReplica(options, LoopbackHandle(1))
         admission = ingress._admission
         admission._expected = lambda: ExpectedWait(6.0, 1)
-        admission.look()
+        admission.update()
         assert admission.inspect()["limit_s"] == limit
         assert admission._scaled_s == (3.0 if shadow else 1.5)
         await ingress.__del__()

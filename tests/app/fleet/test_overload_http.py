@@ -27,9 +27,9 @@ class Door:
         self.wait = 8.0
         self.now = 100.0
         self.admission = Admission(
-            lambda: ExpectedWait(self.wait, 1), longest_wait_s=1.5, most_replicas=1, clock=lambda: self.now
+            lambda: ExpectedWait(self.wait, 1), max_wait_s=1.5, max_replicas=1, clock=lambda: self.now
         )
-        self.admission.look()
+        self.admission.update()
         self.now += 1.5
 
     def relieve(self) -> None:
@@ -79,7 +79,7 @@ def test_a_refusal_says_why_and_when_to_come_again(
     assert 7 <= seconds <= 10
     error = response.json()["error"]
     assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "overloaded")
-    for part in ("8.0 s", "at most 1.5 s", "max_wait_s", f"again in {seconds} s"):
+    for part in ("8.0 s", "limit of 1.5 s", "max_wait_s", f"again in {seconds} s"):
         assert part in error["message"]
     assert "startup_s" not in error["message"]
     assert door.admission.inspect()["refused"] == 1
@@ -87,10 +87,7 @@ def test_a_refusal_says_why_and_when_to_come_again(
 
 def test_a_limit_that_grants_replicas_time_to_start_is_named_with_it() -> None:
     message = str(overloaded(Refusal(70.0, 62.0, 8, startup_s=60.0)))
-    assert (
-        "at most 62 s are allowed (max_wait_s, and 60 s for replicas that may be starting: startup_s)"
-        in message
-    )
+    assert "limit of 62 s (max_wait_s, plus startup_s=60 while replicas may be starting)" in message
 
 
 def test_what_is_wrong_with_a_request_comes_first(

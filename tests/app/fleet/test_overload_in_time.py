@@ -18,7 +18,7 @@ def test_the_wait_is_held_at_the_limit_and_the_replica_stays_busy(load: float) -
     fleet = Fleet(1)
     engines = Engines(fleet)
     admission = Admission(
-        lambda: fleet.ledger.expected_wait(["r0"]), longest_wait_s=LONGEST, clock=lambda: fleet.now
+        lambda: fleet.ledger.expected_wait(["r0"]), max_wait_s=LONGEST, clock=lambda: fleet.now
     )
     began = fleet.now
     waits: list[tuple[float, float]] = []  # of those taken: when, and prompts before them in seconds

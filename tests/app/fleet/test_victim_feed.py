@@ -39,12 +39,12 @@ class Store:
         return self.value
 
     def tell(self, seq: Any, *replicas: str, lasts_s: Any = 5.0) -> frozenset[str]:
-        """Write a message, look once, and return what fades then."""
+        """Write a message, poll once, and return what fades then."""
         self.value = json.dumps({"seq": seq, "replicas": replicas, "lasts_s": lasts_s}).encode()
-        return self.look()
+        return self.poll()
 
-    def look(self) -> frozenset[str]:
-        self.feed.look()
+    def poll(self) -> frozenset[str]:
+        self.feed.poll()
         return self.fading.names()
 
 
@@ -52,7 +52,7 @@ class Store:
 def store() -> Store:
     """One at which has been looked, with nothing in it."""
     store = Store()
-    assert store.look() == frozenset()
+    assert store.poll() == frozenset()
     return store
 
 
@@ -62,9 +62,9 @@ def test_news_last_as_long_as_they_say_and_are_replaced_as_a_whole(store: Store)
     store.now += 4.9
     assert store.tell(8, "b", "c") == {"b", "c"}
     store.now += 4.9
-    assert store.look() == {"b", "c"}
+    assert store.poll() == {"b", "c"}
     store.now += 0.2
-    assert store.look() == frozenset(), "nobody has said it again"
+    assert store.poll() == frozenset(), "nobody has said it again"
     assert store.tell(9, "a") == {"a"}
     assert store.tell(10) == frozenset(), "demand is back"
     assert store.feed.state() == {"taken": 4, "faults": 0, "fading": []}
@@ -74,12 +74,12 @@ def test_what_is_read_again_or_older_is_no_news(store: Store) -> None:
     assert store.tell(7, "a") == {"a"}
     for _ in range(20):
         store.now += 1.0
-        store.look()
+        store.poll()
     assert store.fading.names() == frozenset(), "its publisher is dead"
     assert store.tell(7, "a", "b") == frozenset()
     assert store.tell(6, "b") == frozenset()
     store.value = None
-    assert store.look() == frozenset()
+    assert store.poll() == frozenset()
     assert store.tell(7, "b") == frozenset(), "nothing in between makes it young again"
     assert store.tell(8, "b") == {"b"}
 
@@ -87,7 +87,7 @@ def test_what_is_read_again_or_older_is_no_news(store: Store) -> None:
 def test_what_is_there_at_the_first_look_may_be_of_a_dead_publisher() -> None:
     store = Store()
     assert store.tell(7, "a") == frozenset()
-    assert store.look() == frozenset()
+    assert store.poll() == frozenset()
     assert store.tell(8, "a") == {"a"}, "it lives"
 
 
@@ -127,9 +127,9 @@ MALFORMED = [
 def test_malformed_news_change_nothing(store: Store, value: bytes) -> None:
     assert store.tell(7, "a") == {"a"}
     store.value = value
-    assert store.look() == {"a"}
+    assert store.poll() == {"a"}
     assert store.feed.faults == 1
-    assert store.look() == {"a"}
+    assert store.poll() == {"a"}
     assert store.feed.faults == 1, "the same value is one fault, however often it is read"
     assert store.tell(8, "b") == {"b"}
 
@@ -156,17 +156,17 @@ def test_what_the_scaling_policy_publishes_is_understood(store: Store) -> None:
     publisher = publishing.Publisher(Sink())
     publisher.app, publisher.deployment = "quire", "engine"
     publisher.victims(1e9, ["a", "b"])
-    assert store.look() == {"a", "b"}
+    assert store.poll() == {"a", "b"}
     for second in range(1, 20):
         store.now += 1.0
         publisher.victims(1e9 + second, ["b"])
-        assert store.look() == {"b"}
+        assert store.poll() == {"b"}
     restarted = publishing.Publisher(Sink())
     restarted.app, restarted.deployment = "quire", "engine"
     restarted.victims(1e9 + 20, ["c"])
-    assert store.look() == {"c"}
+    assert store.poll() == {"c"}
     restarted.victims(1e9 + 21, [])
-    assert store.look() == frozenset()
+    assert store.poll() == frozenset()
     assert (publisher.failures, restarted.failures, store.feed.faults) == (0, 0, 0)
 
 
@@ -177,7 +177,7 @@ def test_failed_looks_are_counted_and_told_at_powers_of_two(
     store.error = ConnectionError("no head node")
     with caplog.at_level(logging.WARNING):
         for _ in range(9):
-            assert store.look() == {"a"}
+            assert store.poll() == {"a"}
     assert store.feed.faults == 9
     said = [record.getMessage() for record in caplog.records]
     assert [f"({count} times so far)" in line for count, line in zip((1, 2, 4, 8), said, strict=True)] == [
@@ -185,7 +185,7 @@ def test_failed_looks_are_counted_and_told_at_powers_of_two(
     ] * 4
     assert "ConnectionError: no head node" in said[0]
     store.now += 5
-    assert store.look() == frozenset(), "without news it ends"
+    assert store.poll() == frozenset(), "without news it ends"
     store.error = None
     assert store.tell(8, "b") == {"b"}
 
@@ -193,7 +193,7 @@ def test_failed_looks_are_counted_and_told_at_powers_of_two(
 def test_a_failed_first_look_is_none() -> None:
     store = Store()
     store.error = ConnectionError("not yet")
-    store.look()
+    store.poll()
     store.error = None
     assert store.tell(7, "a") == frozenset()
     assert store.tell(8, "a") == {"a"}

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
 
-from app.api.chat import PromptTokenizer
 from app.api.openai_types import ChatMessage
+from app.api.prompt_tokenizer import PromptTokenizer
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
 

@@ -1,4 +1,4 @@
-"""Openings are tokenized once, and never change a token."""
+"""Shared beginnings of chats are tokenized once, and never change a token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.api.chat import PromptTokenizer
 from app.api.openai_types import ChatMessage
-from app.api.openings import LEAST_CHARS, MAX_CHARS, MAX_OPENINGS, Openings
+from app.api.prefix_token_cache import MAX_CHARS, MAX_PREFIXES, MIN_PREFIX_CHARS, PrefixTokenCache
+from app.api.prompt_tokenizer import PromptTokenizer
 
 SPECIAL = re.compile(r"<\|end\|>")
 
@@ -34,36 +34,36 @@ def chat(first: str, second: str) -> str:
 
 def test_an_opening_is_tokenized_once() -> None:
     encode = Letters()
-    openings = Openings(encode, SPECIAL)
-    first = "s" * LEAST_CHARS
+    openings = PrefixTokenCache(encode, SPECIAL)
+    first = "s" * MIN_PREFIX_CHARS
     for second in ("a", "b", "c"):
         text = chat(first, second)
         assert openings.encode(text, first) == list(map(ord, text))
     assert openings.hits == 2
-    whole = LEAST_CHARS + len("<|end|>")
+    whole = MIN_PREFIX_CHARS + len("<|end|>")
     assert encode.chars == 3 * len(chat("", "a")[len("<|end|>") :]) + 2 * whole + len("a<|end|>")
 
 
 def test_a_tokenizer_that_cannot_be_cut_is_not() -> None:
-    openings = Openings(Letters(context=True), SPECIAL)
-    first = "s" * LEAST_CHARS
+    openings = PrefixTokenCache(Letters(context=True), SPECIAL)
+    first = "s" * MIN_PREFIX_CHARS
     for second in ("a", "bb", "ccc"):
         text = chat(first, second)
         assert openings.encode(text, first) == Letters(context=True)(text)
 
 
-@pytest.mark.parametrize("text", [chat("s" * LEAST_CHARS, "x"), "no special token", ""])
+@pytest.mark.parametrize("text", [chat("s" * MIN_PREFIX_CHARS, "x"), "no special token", ""])
 def test_what_has_no_opening_is_encoded_whole(text: str) -> None:
-    openings = Openings(Letters(), SPECIAL)
-    for first in ("short", "t" * LEAST_CHARS):
+    openings = PrefixTokenCache(Letters(), SPECIAL)
+    for first in ("short", "t" * MIN_PREFIX_CHARS):
         assert openings.encode(text, first) == list(map(ord, text))
     assert openings.hits == 0
 
 
 def test_one_owners_openings_save_another_nothing() -> None:
     encode = Letters()
-    openings = Openings(encode, SPECIAL)
-    first = "s" * LEAST_CHARS
+    openings = PrefixTokenCache(encode, SPECIAL)
+    first = "s" * MIN_PREFIX_CHARS
     cost = []
     for owner in (("one", ""), ("two", ""), ("one", "salt"), ("one", "")):
         before = encode.chars
@@ -73,11 +73,11 @@ def test_one_owners_openings_save_another_nothing() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    openings = Openings(Letters(), SPECIAL)
-    for number in range(2 * MAX_OPENINGS):
-        first = f"{number:05d}" * (LEAST_CHARS // 5)
+    openings = PrefixTokenCache(Letters(), SPECIAL)
+    for number in range(2 * MAX_PREFIXES):
+        first = f"{number:05d}" * (MIN_PREFIX_CHARS // 5)
         openings.encode(chat(first, "x"), first, owner=number)
-    assert len(openings._known) == MAX_OPENINGS
+    assert len(openings._known) == MAX_PREFIXES
     first = "s" * (MAX_CHARS - 50)
     openings.encode(chat(first, "x"), first)
     assert openings._chars <= MAX_CHARS
@@ -97,4 +97,4 @@ def test_the_bundled_model_gets_the_same_tokens(bundled_model: Path) -> None:
         system = "".join(rng.choices(words, k=600))
         for _ in range(4):
             check(system, "".join(rng.choices(words, k=20)))
-    assert tokenizer.openings.hits == 60
+    assert tokenizer.prefix_tokens.hits == 60

@@ -1,4 +1,4 @@
-"""From prompts and messages to token ids: chat template and tokenizer, off the event loop if long."""
+"""Prompts and messages to token ids: chat template and tokenizer, in a thread if the text is long."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 from jinja2.exceptions import TemplateError
 
 from app.api.openai_types import ChatMessage
-from app.api.openings import Openings
+from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.text import TextDecoder
 from engine.errors import ConfigError, InvalidRequestError
 from engine.tokenizer import load_tokenizer
 
 INLINE_CHARS = 2000
-"""Shorter texts are tokenized at once, in well under a millisecond; longer ones in a thread."""
+"""Texts up to this length are tokenized on the event loop, in under a millisecond; longer ones in a thread."""
 
 MAX_THREADS = 4
-"""Texts tokenized at once. The tokenizer frees the interpreter lock, so they take as many processors."""
+"""Texts tokenized at the same time; the tokenizer releases the interpreter lock, so each takes a core."""
 
 MESSAGE_CHARS = 50
-"""Rendering a message costs as much as tokenizing about so many characters."""
+"""Rendering a message costs as much as tokenizing this many characters."""
 
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class PromptTokenizer:
-    """One model's tokenizer, for any number of requests at a time.
+    """One model's tokenizer, for any number of concurrent requests.
 
-    ``folder`` holds the tokenizer's files. Every method that takes text also takes ``max_tokens``, the longest
-    sequence that can run: text that certainly exceeds it is refused before any work is done for it.
+    ``folder`` has the tokenizer's files. Methods that take text also take ``max_tokens``, the maximum length of
+    a sequence: text that certainly exceeds it is refused before it is tokenized.
 
     Raises:
         ConfigError: there is no usable tokenizer.
@@ -67,14 +67,14 @@ class PromptTokenizer:
             [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
         )
         self._first_chars = {token.content[0] for _, token in specials}
-        # Stand-ins for those characters occur neither in a special token's name nor in the template.
+        # Placeholders for those characters must not occur in a special token's name or in the template.
         self._reserved = set(str(self._hf.chat_template)).union(*(token.content for _, token in specials))
-        self.openings = Openings(self._encode, self._special_token)
+        self.prefix_tokens = PrefixTokenCache(self._encode, self._special_token)
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
 
     async def encode_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Raw prompts: special tokens written in them count as such; the tokenizer adds its own (BOS) once."""
+        """Raw prompts: special tokens written in the text are recognized; the tokenizer adds BOS once."""
         for text in texts:
             self._check_length(len(text), max_tokens, "prompt")
         return await self._run(sum(map(len, texts)), lambda: [self._encode_raw(text) for text in texts])
@@ -82,12 +82,10 @@ class PromptTokenizer:
     async def encode_chat(
         self, messages: Sequence[ChatMessage], max_tokens: int, owner: Hashable = None
     ) -> list[int]:
-        """Messages through the chat template, with the opening of the assistant's turn.
+        """Messages through the chat template, up to the beginning of the assistant's turn.
 
-        What has been tokenized before saves time only to requests of the same ``owner``.
-
-        Names of special tokens inside a message are ordinary text: no message can end its turn or begin
-        another's.
+        Only requests of the same ``owner`` share cached tokens. Names of special tokens inside a message are
+        ordinary text, so no message can end its turn or begin another.
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses the messages, or they
@@ -116,7 +114,7 @@ class PromptTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
 
     def _encode_raw(self, text: str) -> list[int]:
-        # encode_batch_fast frees the interpreter lock meanwhile; encode does not.
+        # encode_batch_fast releases the interpreter lock; encode does not.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
         if self._bos is not None and text.startswith(self._bos[0]) and ids[:2] == [self._bos[1]] * 2:
             return ids[1:]
@@ -126,17 +124,17 @@ class PromptTokenizer:
         contents = [message.content for message in messages]
         named = self._special_name
         if named is None or not any(map(named.search, contents)):
-            return self.openings.encode(self._render(messages, contents), contents[0], owner)
-        stand_ins = self._stand_ins(contents)
-        broken = [_broken(named, content, stand_ins) for content in contents]
-        return self._encode_broken(self._render(messages, broken), stand_ins)
+            return self.prefix_tokens.encode(self._render(messages, contents), contents[0], owner)
+        placeholders = self._placeholders(contents)
+        masked = [_masked(named, content, placeholders) for content in contents]
+        return self._encode_masked(self._render(messages, masked), placeholders)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _stand_ins(self, contents: Sequence[str]) -> dict[str, str]:
-        """A character that occurs nowhere else for each one that begins a special token's name."""
+    def _placeholders(self, contents: Sequence[str]) -> dict[str, str]:
+        """For each first character of a special token's name, a character that occurs nowhere else."""
         used = self._reserved.union(*contents)
         free = [char for char in _PRIVATE_USE if char not in used]
         if len(free) < len(self._first_chars):
@@ -147,10 +145,10 @@ class PromptTokenizer:
             )
         return dict(zip(sorted(self._first_chars), free, strict=False))
 
-    def _encode_broken(self, text: str, stand_ins: dict[str, str]) -> list[int]:
-        """Tokenize a rendered template in which the special names that came from messages are broken."""
+    def _encode_masked(self, text: str, placeholders: dict[str, str]) -> list[int]:
+        """Tokenize a rendered template in which the special tokens' names from messages are masked."""
         assert self._special_token is not None
-        restored = str.maketrans({stand_in: char for char, stand_in in stand_ins.items()})
+        restored = str.maketrans({placeholder: char for char, placeholder in placeholders.items()})
         ids: list[int] = []
         begin = 0
         for match in self._special_token.finditer(text):
@@ -178,8 +176,8 @@ def _any_of(patterns: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(patterns)) if patterns else None
 
 
-def _broken(named: re.Pattern[str], text: str, stand_ins: dict[str, str]) -> str:
-    """``text`` with the first character of each special token's name replaced, also where names overlap."""
+def _masked(named: re.Pattern[str], text: str, placeholders: dict[str, str]) -> str:
+    """``text`` with the first character of each special token's name replaced, even where names overlap."""
     while named.search(text):
-        text = named.sub(lambda match: stand_ins[match.group()[0]] + match.group()[1:], text)
+        text = named.sub(lambda match: placeholders[match.group()[0]] + match.group()[1:], text)
     return text
