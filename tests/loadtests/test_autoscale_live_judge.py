@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from loadtests.client import Outcome
 from loadtests.experiments.autoscale_live import judge
 from loadtests.experiments.autoscale_live.judge import Recording
-from loadtests.experiments.autoscale_live.picture import draw
 from loadtests.experiments.autoscale_live.plan import BLOCK_SIZE, FULL, MOST_TOKENS, POOL_BLOCKS, QUICK, STREAMS
 from loadtests.experiments.autoscale_live.watch import EngineLook, ServeLook
 
@@ -26,7 +24,7 @@ def serve(
 
 
 def engine(at: float, waiting: int = 0) -> EngineLook:
-    return EngineLook(at, waiting, 20, 0, 20, 25)
+    return EngineLook(at, waiting, 0)
 
 
 def request(
@@ -152,8 +150,3 @@ def test_streams_stay_within_their_blocks() -> None:
     assert FULL.stream_tokens(1000.0) == MOST_TOKENS < BLOCK_SIZE - 100
     assert QUICK.stream_tokens(5.0) < FULL.stream_tokens(5.0)
     assert STREAMS < 0.6 * POOL_BLOCKS
-
-
-def test_a_run_is_drawn(tmp_path: Path) -> None:
-    path = draw(recording(), tmp_path / "plots")
-    assert path.read_bytes().startswith(b"\x89PNG")

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from loadtests.experiments.autoscale_live.judge import figures
-from loadtests.experiments.autoscale_live.picture import draw
 from loadtests.experiments.autoscale_live.plan import FULL, OPTIONS, QUICK
 from loadtests.experiments.autoscale_live.stage import Stage
 from loadtests.experiments.fleet import started
@@ -20,7 +18,7 @@ from loadtests.report import Figure, add_arguments, finish, print_figures
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run, report, draw."""
+    """Run and report."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.autoscale_live",
         description="Does the fleet follow its load, on real Ray Serve?",
@@ -28,7 +26,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="shorter, with less time after the controller's end"
     )
-    parser.add_argument("--plot", metavar="DIR", type=Path, help="also draw what happened as a PNG file there")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     began = time.monotonic()
@@ -41,8 +38,6 @@ def main(argv: list[str] | None = None) -> None:
         stage = Stage(cluster, QUICK if arguments.quick else FULL, say)
         run = stage.run()
         found = figures(run)
-        if arguments.plot is not None:
-            print(f"wrote {draw(run, arguments.plot)}")
         found += stage.from_zero()
     found.append(Figure("whole command", time.monotonic() - began, " s"))
     print_figures("what", found)

@@ -19,7 +19,7 @@ REACTION_S = 3.0
 
 @dataclass(slots=True)
 class Recording:
-    """One run; times of ``time.perf_counter``. ``events`` are moments with a name, for the plot."""
+    """One run; times of ``time.perf_counter``. ``events`` are moments with a name."""
 
     began: float
     serve: Sequence[ServeLook] = ()

@@ -52,7 +52,7 @@ class Stage:
         self._cluster.deploy(**OPTIONS)
         tokens = self._plan.stream_tokens(self._pace())
         load = Load(self._cluster.url, CLIENT_TOKENS, self._cluster.model)
-        watch = Watch(self._cluster, lambda: (load.open_streams, load.open_requests))
+        watch = Watch(self._cluster)
         run = Recording(time.perf_counter())
         load.start()
         watch.start()

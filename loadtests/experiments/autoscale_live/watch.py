@@ -39,23 +39,18 @@ class ServeLook:
 
 @dataclass(frozen=True, slots=True)
 class EngineLook:
-    """Sums over the engines, and what the clients have open; ``at`` is when the engines were asked."""
+    """Sums over the engines; ``at`` is when they were asked."""
 
     at: float
     waiting: int
-    held_blocks: int
     preemptions: int
-    streams: int
-    requests: int
 
 
 class Watch:
     """Two threads that look, each of which remembers all it saw; ``start`` to ``stop``."""
 
-    def __init__(self, cluster: LocalCluster, open_now: Callable[[], tuple[int, int]]) -> None:
-        """``open_now`` says how many streams and how many clients' requests are open."""
+    def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
-        self._open_now = open_now
         self._stopping = threading.Event()
         self._pids: dict[str, int] = {}
         self._threads = [
@@ -98,10 +93,8 @@ class Watch:
 
     def _look_at_engines(self, at: float) -> None:
         states = self._cluster.inspect()
-        waiting, held, preemptions = (
-            sum(state[key] for state in states) for key in ("waiting", "referenced_blocks", "preemptions")
-        )
-        self.engines.append(EngineLook(at, waiting, held, preemptions, *self._open_now()))
+        waiting, preemptions = (sum(state[key] for state in states) for key in ("waiting", "preemptions"))
+        self.engines.append(EngineLook(at, waiting, preemptions))
 
 
 def engine_details() -> dict[str, Any] | None:
