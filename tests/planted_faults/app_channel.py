@@ -21,7 +21,7 @@ CHANNEL: list[Fault] = [
         "app/channel/engine_channel.py",
         "        if load != self.last_load:\n",
         "        if True:\n",
-        _CHANNEL,
+        _KV,
         "an unchanged load is sent again with every step",
     ),
     Fault(
@@ -63,14 +63,14 @@ CHANNEL: list[Fault] = [
         "app/channel/engine_attempt.py",
         "            if hub.detach(attempt):\n                engine.abort(engine_id)",
         "            hub.detach(attempt)",
-        _CHANNEL,
+        _CLIENT,
         "an attempt whose call is cancelled runs on",
     ),
     Fault(
         "app/channel/ingress_channel.py",
         "        if frame.epoch != epoch or frame.sequence != self._frames:",
         "        if frame.epoch != epoch:",
-        (*_CHANNEL, *_CLIENT),
+        _KV,
         "a lost frame goes unnoticed",
     ),
     Fault(
@@ -82,8 +82,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/kv_feed.py",
-        "        if route not in self._trusted:\n            return True\n",
-        "",
+        "        if hello.keys is None or not hello.agrees:",
+        "        if hello.keys is None:",
         _KV,
         "a replica that names blocks otherwise fills the index",
     ),

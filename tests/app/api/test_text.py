@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer
@@ -144,6 +144,7 @@ def first_stop(text: str, stops: list[str]) -> str:
     return text
 
 
+@example(pieces=["aa", "ab"], stops=["aab"])  # begins again within its own beginning
 @settings(max_examples=200)
 @given(
     pieces=st.lists(st.text("ab👋", max_size=4), max_size=12),

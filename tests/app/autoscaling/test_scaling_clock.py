@@ -46,6 +46,18 @@ def test_a_clock_that_was_set_back_stops_no_scaling(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_clock_that_was_set_back_after_a_scale_down_stops_no_further_one(policy: Policy) -> None:
+    time = Time(policy, 4)
+    assert time.run(70.0, 2_400.0) == 4
+    while time.target == 4:
+        time.run(0.5, 100.0)
+    lowered = time.target
+    assert lowered > 1
+    time.now -= 3_600.0
+    assert time.run(300.0, 100.0) < lowered
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("jump", [-3_600.0, 3_600.0])
 def test_what_was_seen_before_a_jump_fills_no_window(policy: Policy, jump: float) -> None:
     time = Time(policy, 3)

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 from engine_client_setting import run, until
 from kv_loopback import KvIngress, KvReplica, connected
+from virtual_time import loop_time
 
 from app.channel import ingress_channel, wire
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED
@@ -45,6 +47,22 @@ def test_a_lost_batch_leads_to_a_snapshot() -> None:
     run(test)
 
 
+def test_a_frame_that_is_lost_ends_the_channel() -> None:
+    async def test() -> None:
+        replica = KvReplica("r")
+        ingress = await connected(replica)
+        replica.hub._channels["ingress"].sequence += 1
+        replica.step(1)
+        await until(lambda: bool(ingress.closed))
+        (reason,) = ingress.closed
+        assert "was due" in reason
+        await until(lambda: ingress.in_step(replica))
+        assert [route.epoch for route in ingress.routes] == [1, 2]
+        await ingress.stop()
+
+    run(test)
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_lost_batch_is_noticed_though_nothing_follows_the_one_after_it() -> None:
     """The first answer to the request for a snapshot is lost as well; the engine is idle by then."""
@@ -63,6 +81,35 @@ def test_a_lost_batch_is_noticed_though_nothing_follows_the_one_after_it() -> No
         replica.step(2)
         await until(lambda: ingress.in_step(replica))
         assert replica.snapshots == 3
+        await ingress.stop()
+
+    run(test)
+
+
+def test_a_request_for_a_snapshot_that_failed_is_repeated_with_the_next_beat() -> None:
+    async def test() -> None:
+        replica = KvReplica("r")
+        ingress = await connected(replica)
+        beat, asked = replica.hub.beat, list[float]()
+
+        def fail_once(
+            cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = (), resync: bool = False
+        ) -> bool:
+            if resync:
+                asked.append(loop_time())
+                if len(asked) == 1:
+                    raise ConnectionError("a test broke it")
+            return beat(cid, epoch, acknowledged, stale, resync)
+
+        replica.hub.beat = fail_once  # type: ignore[method-assign]
+        lost = iter([True])
+        replica.hub.change = lambda section: None if next(lost, False) else section
+        replica.step(1)
+        await until(lambda: replica.hub.snapshot()["ingress"]["frames"] > 2)
+        replica.step(2)
+        await until(lambda: ingress.in_step(replica))
+        first, second = asked
+        assert second - first <= 1.1 * channel_ingress.BEAT_S < channel_ingress.RESYNC_S
         await ingress.stop()
 
     run(test)

@@ -1,0 +1,74 @@
+"""Outputs of one response as pieces of text: what ends them, and what ends with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from app.api.choices import Job, Piece, pieces
+from app.api.generation import Delta, GenerateRequest, GenerationError, UnavailableError
+from app.api.openai_types import parse_completion
+from app.api.text import TextDecoder
+
+
+@pytest.fixture(scope="module")
+def backend(bundled_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(bundled_model / "tokenizer.json"))
+
+
+def job(prompts: int, **body: object) -> Job:
+    asked = {"prompt": [[7]] * prompts if prompts > 1 else [7], "max_tokens": 9, **body}
+    return Job(parse_completion(asked).options, [[7]] * prompts, chat=False)
+
+
+class Source:
+    """Answers each prompt with its deltas; the last step may be an error, or ``None``: it never ends."""
+
+    def __init__(self, *answers: list[Delta | Exception | None]) -> None:
+        self._answers = list(answers)
+        self.running = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        answer = self._answers[int(request.request_id.rpartition("-")[2])]
+        self.running += 1
+        try:
+            for step in answer:
+                if isinstance(step, Exception):
+                    raise step
+                if step is None:
+                    await asyncio.Event().wait()
+                else:
+                    yield step
+        finally:
+            self.running -= 1
+
+
+async def all_of(source: Source, wanted: Job, decoder: TextDecoder) -> list[Piece]:
+    return [piece async for piece in pieces(wanted, "test", source, decoder)]
+
+
+def test_a_stop_string_in_the_last_token_is_the_reason(backend: Tokenizer) -> None:
+    tokens = tuple(backend.encode("one two three", add_special_tokens=False).ids)
+    source = Source([Delta(tokens, "length", 0, 0, final=True)])
+    (piece,) = asyncio.run(all_of(source, job(1, stop=" three"), TextDecoder(backend)))
+    assert (piece.text, piece.finish_reason, piece.num_tokens) == ("one two", "stop", len(tokens))
+
+
+def test_an_error_of_one_prompt_ends_the_others(backend: Tokenizer) -> None:
+    async def test() -> None:
+        source = Source([UnavailableError("none is left")], [Delta((5,), None, 0, 0), None])
+        with pytest.raises(UnavailableError, match="none is left"):
+            await asyncio.wait_for(all_of(source, job(2), TextDecoder(backend)), 30)
+        assert source.running == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("last", [[], [Delta((5,), "abort", 0, 0, final=True)]])
+def test_an_end_without_a_reason_is_an_error(backend: Tokenizer, last: list[Delta | Exception | None]) -> None:
+    with pytest.raises(GenerationError):
+        asyncio.run(all_of(Source(last), job(1), TextDecoder(backend)))
