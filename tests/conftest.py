@@ -12,6 +12,8 @@ from leftovers import give_back
 from app.launch.model_store import resolve
 
 END_TO_END = Path(__file__).parent / "e2e"
+OWN_DEPLOYMENT = {"test_autoscaling.py", "test_memory_pressure.py", "test_refusals.py"}
+"""Files of it that deploy the application with other options."""
 
 MUCH = 800_000_000
 """Bytes of this process from which on what the tests before have left is given back."""
@@ -21,17 +23,25 @@ MUCH = 800_000_000
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """With ``--dist loadgroup``, one worker runs a whole file, and one all end-to-end tests on one Ray.
 
-    These come first, whatever the order of the others: they take the longest.
+    These come first, whatever the order of the others: they take the longest. Among them, those that need
+    another deployment come last, so that there are few.
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group("e2e" if end_to_end(item) else str(item.path)))
     yield
-    items.sort(key=end_to_end, reverse=True)  # stable: the order is otherwise as shuffled
+    items.sort(key=turn)  # stable: the order is otherwise as shuffled
 
 
 def end_to_end(item: pytest.Item) -> bool:
     """Whether a test needs Ray."""
     return END_TO_END in item.path.parents
+
+
+def turn(item: pytest.Item) -> int:
+    """Lower ones come first."""
+    if end_to_end(item):
+        return int(item.path.name in OWN_DEPLOYMENT)
+    return 2
 
 
 @pytest.fixture(scope="module", autouse=True)

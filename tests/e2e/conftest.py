@@ -35,10 +35,10 @@ def bare_cluster() -> Iterator[BreakableCluster]:
         cluster.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def deployed(bare_cluster: BreakableCluster, bundled_model: Path) -> BreakableCluster:
-    """The bundled model on two engine replicas of one thread each, fp32."""
-    bare_cluster.deploy(**OPTIONS)
+    """The bundled model on two engine replicas of one thread each, fp32, whatever another file has deployed."""
+    bare_cluster.ensure(**OPTIONS)
     return bare_cluster
 
 

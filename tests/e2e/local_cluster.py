@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 
 from app.launch import serving
 from loadtests.cluster import LocalCluster
+
+SOON_S = 60.0
+"""Until which something must have come about, however busy the machine is; usually it takes a second."""
 
 
 class BreakableCluster(LocalCluster):
@@ -15,6 +19,11 @@ class BreakableCluster(LocalCluster):
 
     def __init__(self) -> None:
         super().__init__("breakable_application:build", [Path(__file__).parent])
+
+    def ensure(self, **options: Any) -> None:
+        """Deploy, unless exactly that is deployed already."""
+        if self.options != options:
+            self.deploy(**options)
 
     def break_engine(self, replica: str) -> None:
         """Make the loop of a replica's engine raise."""

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 from ray import serve
 from ray.serve.context import _get_global_client
 from scaled_toy import FIRST, Other, broken, toy
@@ -104,13 +104,10 @@ def stays(condition: Callable[[], Any], seconds: float) -> bool:
 
 
 @pytest.fixture(scope="module")
-def scaled(bare_cluster: BreakableCluster, bundled_model: Path) -> Iterator[BreakableCluster]:
+def scaled(bare_cluster: BreakableCluster, bundled_model: Path) -> BreakableCluster:
     """One replica of at most two, which goes when it has nothing to do."""
-    before = bare_cluster.options
     bare_cluster.deploy(**OPTIONS)
-    yield bare_cluster
-    if before:
-        bare_cluster.deploy(**before)
+    return bare_cluster
 
 
 @pytest.fixture
@@ -160,7 +157,7 @@ def test_down_after_it_without_a_cut_stream(scaled: BreakableCluster) -> None:
 
 def test_to_zero_and_back_for_the_first_request(scaled: BreakableCluster) -> None:
     wait_for(lambda: not scaled.engine_pids(), STARTED_S, "the last replica stays")
-    wait_for(lambda: scaled.health().get("status") == "asleep", 10.0, "the ingress does not know of it")
+    wait_for(lambda: scaled.health().get("status") == "asleep", SOON_S, "the ingress does not know of it")
     assert httpx.get(f"{scaled.url}/health").status_code == 200
     assert httpx.get(f"{scaled.url}/v1/models").json()["data"][0]["object"] == "model"
     assert stays(lambda: not scaled.engine_pids(), 2.0), "it was woken for nobody"

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 
 from loadtests.client import Outcome, complete, complete_all, vanish
 from loadtests.cluster import gone, wait_for
@@ -15,6 +15,7 @@ from loadtests.workloads import prompts
 
 STREAMS = 16
 TOKENS = 64
+FRAMES = 5  # of an engine, after which its streams are under way
 FEW = 6
 LONG = 300  # tokens of a few streams; enough that a stopping replica is gone before they end
 
@@ -27,6 +28,14 @@ def check_same(outcomes: list[Outcome], undisturbed: list[Outcome]) -> None:
         assert outcome.finish_reason == "length"
         assert outcome.text[: len(expected.text)] == expected.text
         assert len(outcome.text) >= len(expected.text)
+
+
+def frames(cluster: BreakableCluster) -> dict[str, int]:
+    """Frames that each engine has sent; one for each step that made tokens."""
+    return {
+        state["replica"]: sum(channel["frames"] for channel in state["channels"].values())
+        for state in cluster.inspect()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +59,14 @@ async def while_streaming(
             state["running"] > 0 for state in states
         )
 
-    await asyncio.to_thread(wait_for, all_busy, 30.0, "not every engine is busy")
-    await asyncio.sleep(0.3)
+    await asyncio.to_thread(wait_for, all_busy, SOON_S, "not every engine is busy")
+    begun = frames(cluster)
+    await asyncio.to_thread(
+        wait_for,
+        lambda: all(count >= begun[replica] + FRAMES for replica, count in frames(cluster).items()),
+        SOON_S,
+        "no tokens come",
+    )
     await asyncio.to_thread(act)
     return await streams
 
@@ -59,8 +74,8 @@ async def while_streaming(
 def test_a_thousand_clients_vanish(cluster: BreakableCluster) -> None:
     before = cluster.channels()
     asyncio.run(vanish(cluster.url, 1000, seed=7))
-    wait_for(cluster.idle, 5.0, "requests or blocks are left")
-    wait_for(lambda: cluster.health()["live_requests"] == 0, 5.0, "the ingress still has requests")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    wait_for(lambda: cluster.health()["live_requests"] == 0, SOON_S, "the ingress still has requests")
     assert cluster.channels() == before
     assert set(cluster.health()["booked_tokens"].values()) == {0}
 
@@ -69,7 +84,7 @@ def test_channel_outlives_its_first_client(cluster: BreakableCluster) -> None:
     # A fresh ingress process: nobody has used its channels.
     old = cluster.channels()
     cluster.kill(cluster.ingress_pids()[0])
-    wait_for(lambda: cluster.channels() and not cluster.channels() & old, 30.0, "no new ingress has come")
+    wait_for(lambda: cluster.channels() and not cluster.channels() & old, SOON_S, "no new ingress has come")
     cluster.wait_routable(2)
     fresh = cluster.channels()
 
@@ -89,7 +104,7 @@ def test_engine_killed_amid_streams(cluster: BreakableCluster, undisturbed: list
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(cluster.idle, 5.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
@@ -98,7 +113,7 @@ def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undistur
     check_same(outcomes, undisturbed)
     wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica without an engine")
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(cluster.idle, 5.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
@@ -109,7 +124,7 @@ def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: 
         cluster.kill(victim["pid"], signal.SIGCONT)
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(cluster.idle, 10.0, "the engine still computes for nobody")
+    wait_for(cluster.idle, SOON_S, "the engine still computes for nobody")
 
 
 def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
@@ -120,27 +135,27 @@ def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
             *(complete(cluster.url, text, LONG) for text in prompts(8)), return_exceptions=True
         )
         await asyncio.to_thread(
-            wait_for, lambda: all(state["running"] for state in cluster.inspect()), 30.0, "no engine is busy"
+            wait_for, lambda: sum(state["running"] for state in cluster.inspect()) == 8, SOON_S, "not all run"
         )
         cluster.kill(cluster.ingress_pids()[0])
         await streams
 
     asyncio.run(kill())
-    wait_for(cluster.idle, 10.0, "a dead ingress still holds blocks")
-    wait_for(lambda: not cluster.channels() & before, 10.0, "a dead ingress still holds channels")
+    wait_for(cluster.idle, SOON_S, "a dead ingress still holds blocks")
+    wait_for(lambda: not cluster.channels() & before, SOON_S, "a dead ingress still holds channels")
     cluster.wait_routable(2, timeout_s=60)
     assert asyncio.run(complete(cluster.url, "Hello", 4)).done
 
 
 def test_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
-    wait_for(cluster.idle, 5.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     before = cluster.engine_pids()
     cluster.scale(1)
     try:
-        wait_for(lambda: len(cluster.inspect()) == 1, 30.0, "no replica was told to stop")
+        wait_for(lambda: len(cluster.inspect()) == 1, SOON_S, "no replica was told to stop")
         (left,) = (state["pid"] for state in cluster.inspect())
         (stopped,) = (pid for pid in before if pid != left)
-        wait_for(lambda: gone(stopped), 5.0, "the idle replica is still there")
+        wait_for(lambda: gone(stopped), SOON_S, "the idle replica is still there")
         assert asyncio.run(complete(cluster.url, "Hello", 4)).done
     finally:
         cluster.scale(2)
@@ -152,10 +167,10 @@ def test_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undi
 
     def stop_one() -> None:
         cluster.scale(1)
-        wait_for(lambda: len(cluster.inspect()) == 1, 30.0, "no replica was told to stop")
+        wait_for(lambda: len(cluster.inspect()) == 1, SOON_S, "no replica was told to stop")
         (left,) = (state["pid"] for state in cluster.inspect())
         (stopped,) = (pid for pid in before if pid != left)
-        wait_for(lambda: gone(stopped), 30.0, "the replica is still there")
+        wait_for(lambda: gone(stopped), SOON_S, "the replica is still there")
         still_running.extend(state["live_requests"] for state in cluster.inspect())
 
     try:

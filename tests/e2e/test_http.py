@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from local_cluster import SOON_S
 
 from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster, wait_for
@@ -73,7 +74,7 @@ def test_a_stop_string_ends_the_stream_and_the_engines_work(cluster: LocalCluste
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "The capital of France "
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    wait_for(lambda: all(s["live_requests"] == 0 for s in cluster.inspect()), 20, "the request still runs")
+    wait_for(lambda: all(s["live_requests"] == 0 for s in cluster.inspect()), SOON_S, "the request still runs")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from local_cluster import BreakableCluster
 
@@ -25,19 +23,11 @@ def said(deployed: BreakableCluster) -> list[str]:
     return with_room.texts
 
 
-@pytest.fixture(scope="module")
-def small(deployed: BreakableCluster, said: list[str]) -> Iterator[BreakableCluster]:
-    """The same cluster, to be deployed with small pools; the others get theirs back."""
-    before = deployed.options
-    yield deployed
-    deployed.deploy(**before)
-
-
-def test_all_streams_end_with_the_same_tokens(small: BreakableCluster, said: list[str]) -> None:
+def test_all_streams_end_with_the_same_tokens(deployed: BreakableCluster, said: list[str]) -> None:
     # Room to swap to for a few of the preempted ones only: the others are computed again.
     changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": "swap", "swap_space": "6MiB"}
-    redeploy(small, {**small.options, **changes})
-    pressed: Pressed = press(small, PROMPTS, TOKENS)
+    redeploy(deployed, {**deployed.options, **changes})
+    pressed: Pressed = press(deployed, PROMPTS, TOKENS)
     assert pressed.refused == 0
     assert all(outcome.complete for outcome in pressed.outcomes)
     assert pressed.texts == said

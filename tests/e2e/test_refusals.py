@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 
 from loadtests.client import MODEL
 from loadtests.cluster import wait_for
@@ -40,13 +39,10 @@ class Answer(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def small(bare_cluster: BreakableCluster, bundled_model: object) -> Iterator[BreakableCluster]:
-    """The session's cluster with one engine that holds little; what was there before comes back."""
-    before = bare_cluster.options
+def small(bare_cluster: BreakableCluster, bundled_model: object) -> BreakableCluster:
+    """The session's cluster with one engine that holds little."""
     redeploy(bare_cluster, OPTIONS)
-    yield bare_cluster
-    if before:
-        bare_cluster.deploy(**before)
+    return bare_cluster
 
 
 async def ask(client: httpx.AsyncClient, prompt: str) -> Answer:
@@ -97,8 +93,8 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
     assert admission["refused"] == len(refused)
     assert admission["faults"] == 0
 
-    wait_for(small.idle, 30.0, "requests or blocks are left")
-    wait_for(lambda: not small.ingresses()[0]["admission"]["refusing"], 5.0, "the door stays closed")
+    wait_for(small.idle, SOON_S, "requests or blocks are left")
+    wait_for(lambda: not small.ingresses()[0]["admission"]["refusing"], SOON_S, "the door stays closed")
     again = httpx.post(f"{small.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=60)
     assert again.status_code == 200
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 
 from loadtests.client import MODEL
 from loadtests.cluster import wait_for
@@ -126,7 +126,7 @@ def test_all_sequences_go_on_when_their_engine_dies(
     asked = {**SAMPLED, "n": 4, "max_tokens": 200}
     undisturbed = texts(sdk.completions.create(**asked))
     assert len(set(undisturbed)) == 4
-    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
     def die() -> None:
         (victim,) = (state for state in cluster.inspect() if state["live_requests"] > 0)
@@ -138,15 +138,15 @@ def test_all_sequences_go_on_when_their_engine_dies(
 
     assert stream_and(sdk, asked, die, after=10) == undisturbed
     cluster.wait_routable(2, timeout_s=60)
-    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def test_a_client_that_leaves_ends_all_sequences(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:
     stream = sdk.completions.create(**{**SAMPLED, "n": 4, "max_tokens": 400}, stream=True)
     next(iter(stream))
     stream.close()
-    wait_for(cluster.idle, 10.0, "requests or blocks are left")
-    wait_for(lambda: cluster.health()["live_requests"] == 0, 5.0, "the ingress still has requests")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    wait_for(lambda: cluster.health()["live_requests"] == 0, SOON_S, "the ingress still has requests")
 
 
 def cached_tokens(sdk: openai.OpenAI, prompt: list[int], tenant: str = "") -> int:
@@ -160,7 +160,7 @@ def cached_tokens(sdk: openai.OpenAI, prompt: list[int], tenant: str = "") -> in
 def test_every_replica_forgets_its_prefixes(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:
     prompt = list(range(5000, 5064))
     assert max(cached_tokens(sdk, prompt) for _ in range(3)) > 0, "one of two replicas had it twice"
-    wait_for(cluster.idle, 10.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     before = sum(state["cached_blocks"] for state in cluster.inspect())
     response = httpx.post(f"{cluster.url}/admin/reset_prefix_cache", timeout=30)
     assert (response.status_code, response.json()) == (200, {"replicas": 2, "freed_blocks": before})
