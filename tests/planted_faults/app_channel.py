@@ -7,7 +7,6 @@ from tests.planted_faults.fault import Fault
 _CHANNEL = ("app/channel/test_channel.py",)
 _WIRE = ("app/channel/test_wire.py",)
 _KV = ("app/channel/test_kv_resync.py", "app/channel/test_kv_section.py", "app/channel/test_kv_outbox.py")
-_CLIENT = ("app/fleet/test_engine_client.py", "app/fleet/test_engine_client_calls.py")
 
 CHANNEL: list[Fault] = [
     Fault(
@@ -63,7 +62,7 @@ CHANNEL: list[Fault] = [
         "app/channel/engine_attempt.py",
         "            if hub.detach(attempt):\n                engine.abort(engine_id)",
         "            hub.detach(attempt)",
-        _CLIENT,
+        _CHANNEL,
         "an attempt whose call is cancelled runs on",
     ),
     Fault(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.planted_faults.app_api import API
 from tests.planted_faults.app_autoscaling import AUTOSCALING
 from tests.planted_faults.app_channel import CHANNEL
+from tests.planted_faults.app_fleet import FLEET
 from tests.planted_faults.engine_execution import EXECUTION
 from tests.planted_faults.engine_kv import KV
+from tests.planted_faults.engine_scheduling import SCHEDULING
 from tests.planted_faults.fault import Fault
 
-FAULTS: list[Fault] = [*KV, *EXECUTION, *API, *CHANNEL, *AUTOSCALING]
+FAULTS: list[Fault] = [*KV, *SCHEDULING, *EXECUTION, *API, *CHANNEL, *FLEET, *AUTOSCALING]

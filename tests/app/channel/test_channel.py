@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from loopback import LIMITS
+from engine_client_setting import until
+from loopback import LIMITS, CountingEngine
 from virtual_time import run_virtually
 
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
+from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
 from engine.request import FinishReason, TokenDelta
+from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
@@ -296,6 +299,26 @@ def test_detached_attempt_leaves_nothing_behind() -> None:
         setting.token(1, 1, 11)
         state = setting.hub.inspect()["ingress"]
         assert (state["attempts"], state["unsent"]) == (0, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        engine = CountingEngine()
+        engine.hub = setting.hub
+        params = SamplingParams(max_tokens=1 if ended else 9, temperature=0.0)
+        payload = wire.pack_submission(wire.Submission("r", 7, [1, 2], params))
+        call = asyncio.ensure_future(run_attempt(setting.hub, engine, "ingress", 1, payload))
+        await until(lambda: bool(engine.live))
+        engine.step()
+        call.cancel()
+        await asyncio.wait({call})
+        assert engine.aborted == ([] if ended else ["ingress:7"])
+        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        await stream.aclose()  # type: ignore[attr-defined]
 
     run(test)
 

@@ -1,0 +1,121 @@
+"""Faults in the ingress's view of the engines: client, attempts, moves, wake, admission."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_CLIENT = (
+    "app/fleet/test_engine_client.py",
+    "app/fleet/test_engine_client_calls.py",
+    "app/fleet/test_engine_client_routes.py",
+    "app/fleet/test_engine_client_sequences.py",
+)
+_OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
+
+FLEET: list[Fault] = [
+    Fault(
+        "app/fleet/engine_client.py",
+        "                if self._channels.known(route.replica):\n                    live.fault(reason)\n",
+        "                live.fault(reason)\n",
+        _CLIENT,
+        "planned stops count as faults",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "            if booking is None or booking.route != route:",
+        "            if booking is None:",
+        _CLIENT,
+        "a record of an old route is accepted",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "        if request.params.seed is None:",
+        "        if False:",
+        _CLIENT,
+        "each replica draws a seed of its own",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "            if not live.complete:\n                live.driver.cancel()",
+        "            pass",
+        _CLIENT,
+        "the request of a client that has left runs on",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "            if live.faults > MAX_FAULTS:",
+        "            if False:",
+        _CLIENT,
+        "a request that kills its replicas kills them all",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "            live.avoid = booking.route.replica\n",
+        "            pass\n",
+        _CLIENT,
+        "an attempt goes to the replica that has just failed",
+    ),
+    Fault(
+        "app/fleet/live_request.py",
+        "            and record.index == len(self.outputs[sequence])",
+        "            and record.index >= len(self.outputs[sequence])",
+        _CLIENT,
+        "a gap in the tokens goes unnoticed",
+    ),
+    Fault(
+        "app/fleet/live_request.py",
+        "            generated_before=len(self.outputs[0]) if single else 0,",
+        "            generated_before=0,",
+        _CLIENT,
+        "a request that moves begins to count anew",
+    ),
+    Fault(
+        "app/fleet/attempt.py",
+        "                return Setback(str(error), fault=False)",
+        "                return Setback(str(error), fault=True)",
+        _CLIENT,
+        "finding no route counts as a replica's failure",
+    ),
+    Fault(
+        "app/fleet/hand_over.py",
+        "            if long and self._fleet.ledger.routable(self._fleet.members - held):",
+        "            if long:",
+        ("app/routing/test_cordon.py",),
+        "a cordon moves requests although no other replica can take them",
+    ),
+    Fault(
+        "app/fleet/wake.py",
+        "            if not self._waiting:\n                self.stop()",
+        "            pass",
+        ("app/fleet/test_wake.py",),
+        "a fleet is woken for requests that have gone",
+    ),
+    Fault(
+        "app/fleet/admission.py",
+        " * min(replicas / self._most_replicas, 1.0)",
+        "",
+        _OVERLOAD,
+        "replicas that may still come do not count",
+    ),
+    Fault(
+        "app/fleet/admission.py",
+        "        if not (self._overloaded and self._over):",
+        "        if not self._overloaded:",
+        _OVERLOAD,
+        "an overload refuses requests while the wait is within the limit",
+    ),
+    Fault(
+        "app/fleet/admission.py",
+        "            if expected is not None and math.isnan(expected.seconds):\n",
+        "            if False:\n",
+        _OVERLOAD,
+        "a wait that is not a number counts",
+    ),
+    Fault(
+        "app/fleet/admission.py",
+        "        if over is not self._over:\n            self._over, self._since = over, now",
+        "        if over is not self._over:\n            self._over = over",
+        _OVERLOAD,
+        "a burst counts as a long overload",
+    ),
+]
