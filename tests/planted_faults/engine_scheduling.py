@@ -14,6 +14,8 @@ _RECOVERY = ("engine/scheduling/test_recovery.py", "engine/scheduling/test_recov
 _SURVIVAL = ("engine/scheduling/test_survival.py",)
 _SHARES = ("engine/scheduling/test_swap_shares.py", *_SURVIVAL)
 _RANDOM = ("engine/scheduling/test_scheduler_random.py",)
+_OPERATIONS = ("engine/scheduling/test_scheduler_operations.py",)
+_RESERVE = ("engine/scheduling/test_growth_reserve.py",)
 
 SCHEDULING: list[Fault] = [
     Fault(
@@ -90,21 +92,21 @@ SCHEDULING: list[Fault] = [
         "engine/scheduling/growth_reserve.py",
         "            self._growth = max(1.0, 0.99 * self._growth)",
         "            pass",
-        _SCHEDULE,
+        _RESERVE,
         "a growth reserve never decays",
     ),
     Fault(
         "engine/scheduling/growth_reserve.py",
         "            self._growth = min(_MAX_GROWTH, 2 * self._growth)",
         "            self._growth = 2 * self._growth",
-        _SCHEDULE,
+        _RESERVE,
         "a growth reserve has no bound",
     ),
     Fault(
         "engine/scheduling/growth_reserve.py",
         "                blocks += (sequence.num_seqs - 1) * (max(own, 0) + 1)",
         "                pass",
-        _ADMISSION,
+        _RESERVE,
         "nothing is reserved for the forks of a running sequence",
     ),
     Fault(
@@ -167,21 +169,21 @@ SCHEDULING: list[Fault] = [
         "engine/scheduling/block_tables.py",
         "        copy = first < len(table) and pool.references(table[first]) > 1",
         "        copy = False",
-        _RANDOM,
+        _OPERATIONS,
         "a shared block is written without a copy",
     ),
     Fault(
         "engine/scheduling/block_tables.py",
         "            table[place] = NO_BLOCK\n",
         "",
-        _RANDOM,
+        _OPERATIONS,
         "a block outside the window stays in the table after its release",
     ),
     Fault(
         "engine/scheduling/swapping.py",
         "    sources = sequence.host_table[found : pool.blocks_for(sequence.computed)]",
         "    sources = sequence.host_table[: pool.blocks_for(sequence.computed)]",
-        (*_RANDOM, *_RECOVERY),
+        _OPERATIONS,
         "blocks that survived are copied back, too",
     ),
     Fault(
@@ -200,8 +202,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/scheduler.py",
-        "            if caching and computed >= (sequence.indexed + 1) * size:",
-        "            if caching and computed + 1 >= (sequence.indexed + 1) * size:",
+        "        full = sequence.computed // state.pool.block_size",
+        "        full = -(-sequence.computed // state.pool.block_size)",
         _SCHEDULE,
         "a block is found before its last token is computed",
     ),

@@ -159,6 +159,33 @@ def test_a_head_that_does_not_fit_is_passed_within_bounds_and_then_served() -> N
     assert run(8, 0) == ["large", *every_small]
 
 
+def test_a_group_needs_a_slot_for_each_of_its_sequences() -> None:
+    scheduler = make_scheduler(64, 4, max_num_seqs=4)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    for number, name in enumerate("ab"):
+        scheduler.add(make_request(name, tokens(5, 10 * number), 20, arrival=float(number)))
+    simulation.step(scheduler)
+    scheduler.add(make_request("group", tokens(5, 30), 4, arrival=9.0, n=3))
+    assert simulation.step(scheduler).admitted == []
+    scheduler.abort("a")
+    assert [sequence.request_id for sequence in simulation.step(scheduler).admitted] == ["group"]
+    simulation.step(scheduler)
+    assert (scheduler.stats().running, scheduler.stats().preemptions) == (4, 0)
+
+
+def test_a_group_needs_a_block_for_each_of_its_sequences() -> None:
+    scheduler = make_scheduler(8, 4)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("old", tokens(13), 3, arrival=1.0))
+    simulation.step(scheduler)
+    # Two blocks for its prompt, and one for the first token of each of three forks: one more than there are.
+    scheduler.add(make_request("group", tokens(7, 20), 2, arrival=2.0, n=4))
+    assert simulation.step(scheduler).admitted == []
+    while "old" not in simulation.ended:
+        assert simulation.step(scheduler).admitted == []
+    assert [sequence.request_id for sequence in simulation.step(scheduler).admitted] == ["group"]
+
+
 def test_nothing_passes_a_preempted_request_into_blocks_that_it_needs() -> None:
     scheduler = make_scheduler(8, 4)
     simulation = KVSimulation(4, lambda sequence: 7)

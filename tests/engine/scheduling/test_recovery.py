@@ -75,6 +75,13 @@ def test_blocks_that_are_expected_to_be_found_cost_neither_way() -> None:
     assert (decision.findable, decision.held) == (6, 2)
 
 
+def test_the_choice_counts_no_copy_of_a_block_that_survives() -> None:
+    # Of 11 blocks 10 are held: one is copied back in 0.005 s, or its 10 tokens computed in 0.01 s.
+    decision = policy().choose(victim(170, to_copy=0, findable=10, held=10))
+    assert decision.recovery is SWAP
+    assert decision.estimate == pytest.approx(0.005)
+
+
 def test_a_request_whose_last_block_is_findable_and_held_costs_nothing_to_compute() -> None:
     decision = policy().choose(victim(tokens=150, findable=10, held=10))
     assert (decision.recovery, decision.estimate) == (RECOMPUTE, 0.0)

@@ -82,6 +82,24 @@ def test_each_prompt_teaches_what_its_tokens_took() -> None:
     assert policy.rates == before
 
 
+def test_a_recompute_is_charged_with_the_lost_tokens_alone() -> None:
+    """The last of its chunks may run tokens that it had not computed before."""
+    policy = RecoveryPolicy(RecoveryMode.RECOMPUTE, 16, Rates(1000.0, 100.0, 200.0))
+    tracker = RecoveryTracker(BlockPool(16, 16), HostPool(0), policy)
+    sequence = add(make_scheduler(64, 16, token_budget=40), make_request("r", [1] * 40))
+    sequence.computed = 20
+    decision = tracker.preempted(sequence, [0, 1], [(0, 1, 16), (1, 1, 4)])
+    assert decision is not None
+    sequence.computed = 0
+    for tokens in (15, 20):
+        plan = StepPlan(40)
+        plan.add(sequence, tokens)
+        tracker.account(plan, StepTiming(tokens / 10.0))
+        sequence.computed += tokens
+    assert decision.outcome == pytest.approx(1.5 + 0.5)
+    assert decision.ended
+
+
 @pytest.mark.parametrize("refit", [False, True])
 def test_copies_told_as_a_pace_keep_the_calibrated_fixed_part(refit: bool) -> None:
     """Each is charged what a block of the one before it took, so that a line would go through the origin."""
