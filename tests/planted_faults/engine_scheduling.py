@@ -190,7 +190,7 @@ SCHEDULING: list[Fault] = [
         "engine/scheduling/state.py",
         "            self.host.share(_present(child.host_table))\n",
         "",
-        (*_RANDOM, "engine/scheduling/test_scheduler_operations.py"),
+        _SCHEDULE,
         "a fork of a swapped sequence does not hold its host blocks",
     ),
     Fault(

@@ -1,0 +1,96 @@
+"""Faults in the router: who holds which blocks, and which are on their way."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_INDEX = ("app/routing/test_kv_index.py", "app/routing/test_kv_index_model.py")
+_CLAIMS = ("app/routing/test_claim_tree.py", "app/routing/test_speculation.py", *_INDEX)
+_CORDON = ("app/routing/test_cordon.py",)
+
+ROUTING: list[Fault] = [
+    Fault(
+        "app/routing/kv_index.py",
+        "            if sequence == feed.sequence + 1:",
+        "            if sequence > feed.sequence:",
+        _INDEX,
+        "a gap in the events of a replica goes unnoticed",
+    ),
+    Fault(
+        "app/routing/kv_index.py",
+        "        if feed is None or epoch < feed.epoch:",
+        "        if feed is None:",
+        _INDEX,
+        "events of an old epoch are applied",
+    ),
+    Fault(
+        "app/routing/kv_index.py",
+        "        if sequence < feed.floor:\n            self.counters.late += 1\n            return False\n",
+        "",
+        _INDEX,
+        "a snapshot from before the deltas that wait is taken",
+    ),
+    Fault(
+        "app/routing/kv_index.py",
+        "        if delta.cleared:\n            self._empty(replica, feed)\n",
+        "",
+        _INDEX,
+        "a replica that has cleared its cache seems to hold it",
+    ),
+    Fault(
+        "app/routing/kv_index.py",
+        "            if deadline <= now:\n                continue\n",
+        "",
+        _INDEX,
+        "a claim whose deadline has come is made",
+    ),
+    Fault(
+        "app/routing/kv_index.py",
+        "        self._exact &= ~(1 << feed.slot)\n        self._empty(replica, feed)\n",
+        "",
+        _INDEX,
+        "a replica that is out of step counts with what it held",
+    ),
+    Fault(
+        "app/routing/claim_tree.py",
+        "        if not (run.paths or run.children):",
+        "        if not run.paths:",
+        _CLAIMS,
+        "a path that ends takes along those that go on behind it",
+    ),
+    Fault(
+        "app/routing/speculation.py",
+        "        self._end(claims[-1])\n        return True",
+        "        for claim in list(claims):\n            self._end(claim)\n        return True",
+        _CLAIMS,
+        "a request that is withdrawn takes its siblings' claims along",
+    ),
+    Fault(
+        "app/routing/speculation.py",
+        "        while self._deadlines and self._deadlines[0][0] <= now:",
+        "        while self._deadlines and self._deadlines[0][0] < now:",
+        _CLAIMS,
+        "a claim outlives its deadline",
+    ),
+    Fault(
+        "app/routing/prefix_walk.py",
+        "            elif starts[bit] == 0 or place - starts[bit] >= window:",
+        "            elif place - starts[bit] >= window:",
+        _INDEX,
+        "with a window, a short prefix that is there from its beginning is no hit",
+    ),
+    Fault(
+        "app/routing/timed_set.py",
+        "        return frozenset(replica for replica, one in held.items() if one.until > now)",
+        "        return frozenset(held)",
+        _CORDON,
+        "a cordon never ends by itself",
+    ),
+    Fault(
+        "app/routing/timed_set.py",
+        "before[replica].since if replica in before and before[replica].until > now else now",
+        "now",
+        _CORDON,
+        "a cordon that is repeated begins anew each time",
+    ),
+]
