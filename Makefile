@@ -14,7 +14,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 4))')
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help serve test check loadtest bench clean
+.PHONY: help serve test check faults loadtest bench clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ check: $(READY)  ## Lint and type-check.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+faults: $(READY)  ## Plant faults in copies of the code: 95 % must be caught by the unit tests of the file (ARGS="--only WORDS").
+	$(BIN)/python -m tests.planted_faults $(ARGS)
 
 loadtest: $(READY)  ## 60 s of streaming chat by 16 users with Locust; report in loadtests/reports/.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)

@@ -19,6 +19,11 @@ BLOCKS = 100.0
 FIRST = 3
 
 
+def asked(path: Path) -> Path:
+    """A file that grows by a byte whenever a replica with the orders ``path`` is asked for a report."""
+    return path.with_suffix(".asked")
+
+
 class Toy:
     """Each replica has nothing to do, so that one would be enough, unless the file ``path`` says otherwise."""
 
@@ -31,6 +36,8 @@ class Toy:
         return self._name
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
+        with asked(self._path).open("ab") as file:
+            file.write(b".")
         orders = json.loads(self._path.read_text())
         if self._name in orders.get("silent", ()):
             raise ValueError("a test broke it")

@@ -19,7 +19,7 @@ import ray
 from local_cluster import SOON_S, BreakableCluster
 from ray import serve
 from ray.serve.context import _get_global_client
-from scaled_toy import FIRST, Other, broken, toy
+from scaled_toy import FIRST, Other, asked, broken, toy
 
 from app.launch import serving
 from loadtests.client import Outcome, complete
@@ -46,6 +46,7 @@ OPTIONS: dict[str, Any] = {
 BUSY, TOKENS = 20, 80  # together more blocks than 75 % of one pool
 FEW = 2
 STARTED_S = 120.0
+REPORTS = 8  # of each replica, one for each decision; the window of the toys has two
 
 
 class Clients:
@@ -98,6 +99,16 @@ def stays(condition: Callable[[], Any], seconds: float) -> bool:
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if not condition():
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def stays_for_reports(path: Path) -> bool:
+    """Whether all toys with the orders ``path`` run until each has been asked for ``REPORTS`` more reports."""
+    enough = asked(path).stat().st_size + FIRST * REPORTS
+    while asked(path).stat().st_size < enough:
+        if running("toy", "toy") != FIRST:
             return False
         time.sleep(0.1)
     return True
@@ -188,11 +199,11 @@ def test_reports_that_break_or_fail_to_come_move_nothing(
         serve.run(broken(str(path), **options), name="broken", route_prefix=None)
         serve.run(toy(str(path), **options), name="toy", route_prefix=None)
         wait_for(lambda: running("toy", "toy") == FIRST, 60.0, "the toys have not started")
-        # Without the guards one replica would be enough within two seconds.
-        assert stays(lambda: running("toy", "toy") == FIRST, 5.0), "no number is no demand"
+        # Without the guards one replica would be enough after three reports of each.
+        assert stays_for_reports(path), "no number is no demand"
         silent = serve.get_deployment_handle("toy", "toy").broadcast("name").results(timeout_s=30)[:1]
         order(silent=silent)
-        assert stays(lambda: running("toy", "toy") == FIRST, 5.0), "a third of the reports is missing"
+        assert stays_for_reports(path), "a third of the reports is missing"
         answers = serve.run(Other.bind(), name="other", route_prefix=None)  # type: ignore[attr-defined]
         assert answers.answer.remote().result(timeout_s=30) == 42
         assert running("broken", "broken") == 1

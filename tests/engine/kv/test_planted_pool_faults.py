@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from planted_faults import Check, Fault, Faults, assert_all_needed, assert_found
+from faulty_states import Check, Fault, Faults, assert_all_needed, assert_found
 
 from engine.kv.block_pool import BlockPool
 
