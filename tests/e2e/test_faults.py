@@ -60,7 +60,7 @@ async def while_streaming(
         )
 
     await asyncio.to_thread(wait_for, all_busy, SOON_S, "not every engine is busy")
-    begun = frames(cluster)
+    begun = await asyncio.to_thread(frames, cluster)
     await asyncio.to_thread(
         wait_for,
         lambda: all(count >= begun[replica] + FRAMES for replica, count in frames(cluster).items()),
