@@ -20,28 +20,28 @@ _RESERVE = ("engine/scheduling/test_growth_reserve.py",)
 SCHEDULING: list[Fault] = [
     Fault(
         "engine/scheduling/recovery.py",
-        "self._in.mean(victim.blocks - kept)",
+        "self._in.mean(victim.blocks - found)",
         "self._in.mean(victim.blocks)",
         _RECOVERY,
         "the cost of a swap-in ignores the blocks that survive",
     ),
     Fault(
         "engine/scheduling/recovery.py",
-        "self._in.likely(victim.blocks - kept)",
+        "self._in.likely(victim.blocks - found)",
         "self._in.likely(victim.blocks)",
         _RECOVERY,
         "the likely cost of a swap-in ignores the blocks that survive",
     ),
     Fault(
         "engine/scheduling/recovery.py",
-        "self._prefill.mean(victim.tokens - kept * self._block_size)",
+        "self._prefill.mean(victim.tokens - found * self._block_size)",
         "self._prefill.mean(victim.tokens)",
         _RECOVERY,
         "the cost of a recompute ignores the blocks that survive",
     ),
     Fault(
         "engine/scheduling/recovery.py",
-        "        if unheld < 1 or decision.taught:",
+        "        if unheld < 1 or decision.survival_known:",
         "        if unheld < 1:",
         (*_RECOVERY, *_SURVIVAL),
         "a decision teaches twice",
@@ -111,8 +111,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
-        "                state.num_seqs + sequence.num_seqs <= state.max_num_seqs and needed + kept",
-        "                needed + kept",
+        "                state.num_seqs + sequence.num_seqs <= state.max_num_seqs\n                and needed",
+        "                needed",
         _ADMISSION,
         "the slots of a group's sequences are not counted in admission",
     ),
@@ -132,7 +132,7 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
-        "            kept += _blocks_in_all(state, sequence)",
+        "            withheld += _blocks_in_all(state, sequence)",
         "            pass",
         _ADMISSION,
         "blocks that a preempted sequence waits for go to those behind it",

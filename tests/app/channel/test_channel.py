@@ -317,7 +317,7 @@ def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) 
         call.cancel()
         await asyncio.wait({call})
         assert engine.aborted == ([] if ended else ["ingress:7"])
-        assert setting.hub.snapshot()["ingress"]["attempts"] == 0
+        assert setting.hub.inspect()["ingress"]["attempts"] == 0
         await stream.aclose()  # type: ignore[attr-defined]
 
     run(test)

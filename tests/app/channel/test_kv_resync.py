@@ -55,7 +55,7 @@ def test_a_frame_that_is_lost_ends_the_channel() -> None:
         replica.step(1)
         await until(lambda: bool(ingress.closed))
         (reason,) = ingress.closed
-        assert "was due" in reason
+        assert "received frame" in reason
         await until(lambda: ingress.in_step(replica))
         assert [route.epoch for route in ingress.routes] == [1, 2]
         await ingress.stop()
@@ -105,11 +105,11 @@ def test_a_request_for_a_snapshot_that_failed_is_repeated_with_the_next_beat() -
         lost = iter([True])
         replica.hub.change = lambda section: None if next(lost, False) else section
         replica.step(1)
-        await until(lambda: replica.hub.snapshot()["ingress"]["frames"] > 2)
+        await until(lambda: replica.hub.inspect()["ingress"]["frames"] > 2)
         replica.step(2)
         await until(lambda: ingress.in_step(replica))
         first, second = asked
-        assert second - first <= 1.1 * channel_ingress.BEAT_S < channel_ingress.RESYNC_S
+        assert second - first <= 1.1 * ingress_channel.BEAT_S < ingress_channel.RESYNC_S
         await ingress.stop()
 
     run(test)
