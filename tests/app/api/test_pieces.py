@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from app.api.choices import Job, Piece, pieces
-from app.api.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 from app.api.openai_types import parse_completion
 from app.api.text import TextDecoder
+from app.fleet.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 
 
 @pytest.fixture(scope="module")
