@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parser().parse_args(given)
     began = time.monotonic()
     chosen = {name: SCENARIOS[name](arguments.seeds) for name in arguments.only or SCENARIOS}
+    names = [name for name, scenario in chosen.items() for _ in scenario.runs]
     runs = [run for scenario in chosen.values() for run in scenario.runs]
     summaries: dict[int, Summary] = {}
     figures: list[Figure] = []
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
             bar.update()
             run = runs[place]
             bar.write(
-                f"{time.monotonic() - began:6.1f} s  {run.workload}, {run.name}, {run.arm.value}, seed "
+                f"{time.monotonic() - began:6.1f} s  {names[place]}: {run.name}, {run.arm.value}, seed "
                 f"{run.seed}: {summary.throughput:,.0f} tokens/s, hits {100 * summary.hit_rate:.1f} %, "
                 f"TTFT p99 {summary.quantile(0.99):.3f} s, took {summary.took:.1f} s"
             )
