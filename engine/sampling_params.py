@@ -29,14 +29,14 @@ class SamplingParams:
         seed: key of the random draws; the same (seed, position) draws the same on any device.
             ``None`` lets the engine choose one.
         stop_token_ids: tokens that end the request, besides the model's own end-of-sequence tokens.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         n: sequences to return, 1 to 64; the prompt is computed once for all of them.
         best_of: sequences to draw, of which the ``n`` with the highest mean log probability are returned.
         use_beam_search: search for the likeliest sequences instead of drawing; needs temperature 0 or 1 and no
             filter.
         beam_width: beams to keep, at least ``n``; ``None`` takes ``best_of`` or ``n``.
         length_penalty: exponent of the length that a finished beam's summed log probability is divided by.
-        early_stopping: end as soon as there are ``beam_width`` finished beams; ``False`` goes on while a
+        early_stopping: end as soon as there are ``beam_width`` finished beams; ``False`` continues while a
             running beam looks better than the worst of them, ``"never"`` while any could become better.
     """
 

@@ -85,3 +85,23 @@ def test_outputs_that_nobody_could_have_are_refused(
     with pytest.raises(InvalidRequestError, match="outputs has"):
         scheduler.add(make_request("a", [1, 2, 3], outputs=outputs, **sequences))
     assert not scheduler.has_work()
+
+
+def test_the_output_of_a_single_sequence_is_continued() -> None:
+    scheduler = make_scheduler()
+    sequence = add(scheduler, make_request("a", [1, 2, 3], max_tokens=4, outputs=((5, 6),)))
+    assert sequence.token_ids == [1, 2, 3, 5, 6]
+    assert (sequence.num_generated, sequence.num_output_tokens) == (2, 0)
+    deltas = []
+    while scheduler.has_work():
+        deltas += scheduler.commit(scheduler.schedule(), [7])
+    assert [(delta.index, delta.token_ids) for delta in deltas] == [(2, (7,)), (3, (7,))]
+
+
+def test_the_request_stays_as_it_was() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", [1, 2, 3], max_tokens=2)
+    sequence = add(scheduler, request)
+    scheduler.commit(scheduler.schedule(), [7])
+    assert sequence.token_ids == [1, 2, 3, 7]
+    assert request.token_ids == [1, 2, 3]
