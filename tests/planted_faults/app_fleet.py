@@ -92,7 +92,7 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/admission.py",
-        " * min(replicas / self._most_replicas, 1.0)",
+        " * min(replicas / self._max_replicas, 1.0)",
         "",
         _OVERLOAD,
         "replicas that may still come do not count",

@@ -7,6 +7,8 @@ from tests.planted_faults.fault import Fault
 _INDEX = ("app/routing/test_kv_index.py", "app/routing/test_kv_index_model.py")
 _CLAIMS = ("app/routing/test_claim_tree.py", "app/routing/test_speculation.py", *_INDEX)
 _CORDON = ("app/routing/test_cordon.py",)
+_COST = ("app/routing/test_cost.py", "app/routing/test_choice.py")
+_LEDGER = ("app/routing/test_ledger.py", "app/routing/test_ledger_index.py")
 
 ROUTING: list[Fault] = [
     Fault(
@@ -36,13 +38,6 @@ ROUTING: list[Fault] = [
         "",
         _INDEX,
         "a replica that has cleared its cache seems to hold it",
-    ),
-    Fault(
-        "app/routing/kv_index.py",
-        "            if deadline <= now:\n                continue\n",
-        "",
-        _INDEX,
-        "a claim whose deadline has come is made",
     ),
     Fault(
         "app/routing/kv_index.py",
@@ -92,5 +87,68 @@ ROUTING: list[Fault] = [
         "now",
         _CORDON,
         "a cordon that is repeated begins anew each time",
+    ),
+    Fault(
+        "app/routing/cost.py",
+        "                admission = view.admission_s(excess, sequences)",
+        "                pass",
+        _COST,
+        "waiting for a slot or for blocks costs nothing",
+    ),
+    Fault(
+        "app/routing/cost.py",
+        "                eviction = evicted * reuse * view.token_cost",
+        "                eviction = evicted * view.token_cost",
+        _COST,
+        "blocks that nobody will reuse cost as much as others",
+    ),
+    Fault(
+        "app/routing/cost.py",
+        "            wait += view.started_until - now",
+        "            pass",
+        _COST,
+        "work that has been started counts as done",
+    ),
+    Fault(
+        "app/routing/cost.py",
+        "min(load.waiting_tokens / rate, SILENT_S)",
+        "load.waiting_tokens / rate",
+        _COST,
+        "an engine that hangs seems to empty itself",
+    ),
+    Fault(
+        "app/routing/cost.py",
+        "max(load.running, state.acknowledged_rows)",
+        "load.running",
+        _COST,
+        "a report that lags hides the requests that were sent since",
+    ),
+    Fault(
+        "app/routing/replica.py",
+        "            if not booking.prefilled:\n                self.pending_prefill -= booking.prefill\n",
+        "            self.pending_prefill -= booking.prefill\n",
+        _LEDGER,
+        "a report takes off a prompt whose first token has come already",
+    ),
+    Fault(
+        "app/routing/replica.py",
+        "        self.booked_tokens -= booking.decode\n",
+        "",
+        _LEDGER,
+        "a booking that has ended leaves its tokens",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "            if booking is not None and not booking.prefilled:",
+        "            if booking is not None:",
+        _LEDGER,
+        "each token releases the prefill part of a booking",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "            placed_before = self._release(attempt)",
+        "            placed_before = False",
+        _LEDGER,
+        "an attempt that is booked again holds two bookings",
     ),
 ]
