@@ -17,7 +17,7 @@ from engine.scheduling.recovery import Recovery
 from loadtests.client import Outcome, complete_all
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.experiments.fleet import started
-from loadtests.report import Figure, finish, most, print_table
+from loadtests.report import Figure, finish, most, print_figures
 from loadtests.workloads import prompts
 
 BLOCK_SIZE = 16
@@ -93,6 +93,7 @@ def figures_of(name: str, pressed: Pressed, said: Sequence[str], tokens: int) ->
         most(f"{name}: streams with another status than 200", pressed.refused),
         Figure(f"{name}: streams with the tokens of the ample pool, of {count}", same, "", count),
         Figure(f"{name}: preemptions", pressed.preemptions, "", 1),
+        *(Figure(f"{name}: recoveries by {kind}", count) for kind, count in pressed.recoveries.items()),
         Figure(f"{name}: output", whole * tokens / pressed.seconds, " tokens/s"),
     ]
 
@@ -128,11 +129,8 @@ def compare_http(arguments: argparse.Namespace) -> None:
         most("ample: preemptions", ample.preemptions),
         Figure("ample: output", whole * TOKENS / ample.seconds, " tokens/s"),
     ]
-    rows = [["ample", f"{ample.seconds:.1f}", "0", "-"]]
     for name, pressed in runs.items():
         figures += figures_of(name, pressed, ample.texts, TOKENS)
-        recoveries = ", ".join(f"{count} {kind}" for kind, count in pressed.recoveries.items() if count)
-        rows.append([name, f"{pressed.seconds:.1f}", str(pressed.preemptions), recoveries or "-"])
     print(f"{STREAMS} streams of {TOKENS} tokens need {needed} blocks; a small pool has {needed // SHARE}")
-    print_table(["pool", "seconds", "preemptions", "recovered by"], rows)
+    print_figures("streams over HTTP", figures)
     finish("loadtests.recovery --http", figures, arguments, threads=arguments.threads)

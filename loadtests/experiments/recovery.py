@@ -28,7 +28,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.recovery import Recovery, RecoveryMode
 from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.sizes import parse_bytes
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, add_arguments, finish, print_figures
 
 BLOCK_SIZE = 16
 TOKEN_RANGE = (100, 40_000)  # ordinary tokens: neither special nor the rare tail
@@ -130,33 +130,15 @@ def compare(arguments: argparse.Namespace) -> None:
 
     ample = once("ample", AMPLE_BLOCKS, swap_space=0)
     figures = [Figure("output, ample pool", ample.rate, " tokens/s")]
-    rows = [["ample", f"{ample.rate:.1f}", str(ample.scheduler.preemptions), *["-"] * 7]]
     raw: dict[str, Any] = {"ample": summary(ample)}
     for mode in arguments.modes:
         space = 0 if mode == "recompute" else parse_bytes(arguments.swap_space)
         one = once(mode, arguments.blocks, swap_space=space, recovery=mode)
         same = one.tokens == ample.tokens
         raw[mode] = {**summary(one), "same_tokens": same}
-        rows.append(row(mode, one, same))
         figures += bars(mode, one, same)
-    header = ["recovery", "tokens/s", "preempted"]
-    for recovery in (Recovery.SWAP, Recovery.RECOMPUTE):
-        header += [f"{recovery}s", "error", "ratio"]
-    print(f"{load.requests} requests in {arguments.blocks} blocks of {BLOCK_SIZE} tokens")
-    print_table([*header, "tokens"], rows)
+    print_figures(f"{load.requests} requests in {arguments.blocks} blocks of {BLOCK_SIZE} tokens", figures)
     finish("loadtests.recovery", figures, arguments, runs=raw, threads=arguments.threads)
-
-
-def row(mode: str, one: Run, same: bool) -> list[str]:
-    """A line of the table."""
-    recovery = one.scheduler.recovery
-    cells = [mode, f"{one.rate:.1f}", str(one.scheduler.preemptions)]
-    for kind in (Recovery.SWAP, Recovery.RECOMPUTE):
-        error, ratio = recovery.median_error[kind], recovery.median_ratio[kind]
-        cells.append(str(recovery.decisions[kind]))
-        cells.append("-" if error is None else f"{error:.2f}")
-        cells.append("-" if ratio is None else f"{ratio:.2f}")
-    return [*cells, "same" if same else "DIFFER"]
 
 
 def bars(mode: str, one: Run, same: bool) -> list[Figure]:
@@ -165,6 +147,7 @@ def bars(mode: str, one: Run, same: bool) -> list[Figure]:
     figures = [
         Figure(f"{mode}: output", one.rate, " tokens/s"),
         Figure(f"{mode}: all tokens as with an ample pool", float(same), "", 1.0),
+        Figure(f"{mode}: preemptions", one.scheduler.preemptions),
         Figure(f"{mode}: decisions", sum(recovery.decisions.values()), "", LEAST_DECISIONS),
         Figure(f"{mode}: fallbacks to recompute", recovery.fallbacks),
     ]
@@ -176,6 +159,8 @@ def bars(mode: str, one: Run, same: bool) -> list[Figure]:
             bar = None if few or (mode != RecoveryMode.AUTO and mode != kind.value) else LARGEST_ERROR
             name = f"{mode}: median error of {recovery.finished[kind]} {kind} estimates"
             figures.append(Figure(name, error, "", bar, at_most=True))
+            ratio = recovery.median_ratio[kind] or 0.0
+            figures.append(Figure(f"{mode}: median outcome of these, of the estimate", ratio, "x"))
     return figures
 
 
