@@ -1,7 +1,8 @@
 """``python -m loadtests.autoscaling``: how many replicas, and were they enough, in simulated time.
 
-The function that production runs decides, beside Ray Serve's own policy and the usual rules, over a fleet that
-is modelled: a rate of prefill, a step time, a pool, a time to start. Every assumption is in
+The function that production runs decides over a modeled fleet (prefill rate, step time, pool, startup time),
+beside Ray Serve's own policy at its defaults and swept over its settings, and beside the plain occupancy rule.
+Every assumption is in
 ``loadtests/experiments/autoscaling/constants.py``.
 """
 
@@ -17,11 +18,13 @@ from tqdm import tqdm
 
 from engine.errors import ConfigError
 from loadtests.experiments.autoscaling import workloads
+from loadtests.experiments.autoscaling.comparison import Comparison, overview
 from loadtests.experiments.autoscaling.constants import TRACE_TIMES
 from loadtests.experiments.autoscaling.matches import Match
 from loadtests.experiments.autoscaling.pictures import Picture, draw
 from loadtests.experiments.autoscaling.runs import Outcome
 from loadtests.experiments.autoscaling.scenarios import most_stopped, scenarios
+from loadtests.findings import Table
 from loadtests.in_processes import in_processes
 from loadtests.report import Figure, add_arguments, finish, print_table
 
@@ -78,17 +81,24 @@ def main(argv: list[str] | None = None) -> None:
     outcomes = [ended[place] for place in range(len(matches))]
     figures: list[Figure] = []
     pictures: list[Picture] = []
+    tables: list[Table] = []
+    comparisons: list[Comparison] = []
     place = 0
     for part in chosen:
         judgement = part.judge(outcomes[place : place + len(part.matches)])
         place += len(part.matches)
         figures += judgement.figures
         pictures += judgement.pictures
-        for table in judgement.tables:
-            print(f"\n{table.title}")
-            print_table(table.header, table.rows)
-            if table.note:
-                print(f"({table.note})")
+        if judgement.comparison is not None:
+            comparisons.append(judgement.comparison)
+        tables += judgement.tables
+    if len(comparisons) > 1:
+        tables.append(overview(comparisons))
+    for table in tables:
+        print(f"\n{table.title}")
+        print_table(table.header, table.rows)
+        if table.note:
+            print(f"({table.note})")
     figures.append(most_stopped(outcomes))
     if arguments.plot is not None:
         for path in draw(pictures, arguments.plot):

@@ -8,7 +8,7 @@ import pytest
 from app.autoscaling.snapshot import ReplicaStats
 from loadtests.experiments.autoscaling.constants import BLOCK_SIZE, SERVICE
 from loadtests.experiments.autoscaling.fleet import Fleet
-from loadtests.experiments.autoscaling.policies import KvDemand, Occupancy, RayDefault, Saturation, View
+from loadtests.experiments.autoscaling.policies import KvDemand, Occupancy, RayDefault, View
 from loadtests.experiments.autoscaling.runs import simulate
 from loadtests.experiments.autoscaling.workloads import Workload, constant, long_decode, poisson
 
@@ -143,9 +143,3 @@ def test_ray_s_policy_moves_after_its_delay() -> None:
     targets = [policy(view(float(second), 2, 320, fleet)) for second in range(40)]
     assert targets[:30] == [2] * 30
     assert targets[30] == 10
-
-
-def test_saturation_moves_by_one() -> None:
-    fleet = Fleet(load(*[(0.0, 9_000.0, 500.0)] * 90), most=4, first=2, startup_s=0.0)
-    run(fleet, 1.0)
-    assert Saturation()(view(1.0, 2, 90, fleet)) == 3

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
+from loadtests.experiments.autoscaling.comparison import Comparison, Result, one_setting, overview
 from loadtests.experiments.autoscaling.constants import RATE_OF_ONE
-from loadtests.experiments.autoscaling.matches import LOADS, OURS, POLICIES, SIZED_LOADS, Match
+from loadtests.experiments.autoscaling.matches import (
+    LOADS,
+    OURS,
+    POLICIES,
+    RAY_DEFAULT,
+    RAY_SWEEP,
+    SIZED_LOADS,
+    Match,
+)
 from loadtests.experiments.autoscaling.pictures import Picture, draw
 from loadtests.experiments.autoscaling.policies import KvDemand, View
 from loadtests.experiments.autoscaling.runs import IN_TIME_S, Outcome, simulate
@@ -172,3 +181,50 @@ def test_pictures_are_small_files(tmp_path: Path) -> None:
     (path,) = draw([Picture("autoscaling-x", "Title", (outcome, outcome))], tmp_path / "new")
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert path.stat().st_size < 120_000
+
+
+def comparison(load: str, ours: tuple[float, float], **ray: tuple[float, float]) -> Comparison:
+    """Ray's first settings have the given figures (share in time, replica-hours), all others serve nothing."""
+    figures = {OURS: ours, RAY_DEFAULT: (1.0, 99.0)} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
+    figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False))
+    return Comparison(load, {name: Result(name, *both, 0.1, 3.0, 1) for name, both in figures.items()})
+
+
+def test_ray_s_best_needs_the_fewest_hours_of_those_that_serve_as_ours() -> None:
+    first, second, third = RAY_SWEEP[:3]
+    some = comparison("x", (0.99, 5.0), a=(1.0, 7.0), b=(0.986, 4.0), c=(0.9, 2.0))
+    assert some.ray_best.policy == second  # within the tolerance
+    assert [some.serves(one) for one in (first, second, third)] == [True, True, False]
+
+
+def test_ray_s_best_serves_most_where_none_serves_as_ours() -> None:
+    some = comparison("x", (0.99, 5.0), a=(0.9, 7.0), b=(0.95, 4.0), c=(0.95, 3.0))
+    assert some.ray_best.policy == RAY_SWEEP[2]
+
+
+def test_the_one_setting_serves_under_the_most_loads_and_then_costs_the_least() -> None:
+    loads = [
+        comparison("x", (0.99, 5.0), a=(1.0, 7.0), b=(1.0, 6.0), c=(1.0, 2.0)),
+        comparison("y", (0.99, 5.0), a=(1.0, 7.0), b=(1.0, 6.0), c=(0.1, 2.0)),
+    ]
+    assert one_setting(loads) == RAY_SWEEP[1]
+    table = overview(loads)
+    assert [row[0] for row in table.rows] == ["x", "y"]
+    assert [row[4] for row in table.rows] == [RAY_SWEEP[2], RAY_SWEEP[1]]
+    assert all(row[5] == "100.0 %, 6.00 h" for row in table.rows)
+
+
+def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best() -> None:
+    part = scenarios(None, 1)["kv-bound"]
+    outcome = simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.0, 2)))
+    judgement = part.judge([outcome] * len(part.matches))
+    assert judgement.comparison is not None
+    assert {OURS, RAY_DEFAULT, *RAY_SWEEP} <= judgement.comparison.results.keys()
+    (table,) = judgement.tables
+    assert [row[0].split(":")[0] for row in table.rows] == [
+        "ours",
+        "Ray's default",
+        "Ray's best here",
+        "occupancy",
+    ]
+    assert judgement.pictures[0].name == "autoscaling-long-decode"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from loadtests.experiments.autoscaling import policies, workloads
@@ -21,7 +23,7 @@ from loadtests.experiments.autoscaling.workloads import Workload
 
 OURS = "kv demand"
 LOADS: dict[str, Callable[[int], Workload]] = {
-    "day": workloads.day,
+    "recorded": workloads.day,
     "step x3": workloads.step_up,
     "saw-tooth": workloads.saw_tooth,
     "idle, burst": workloads.burst,
@@ -35,15 +37,22 @@ SIZED_LOADS: dict[str, Callable[[int, int], Workload]] = {
     "prompts x10": lambda seed, size: workloads.overload(seed, RATE_OF_ONE * size),
 }
 """Loads for about as many replicas as follow the name."""
+RAY_DEFAULT = policies.ray_name(2, 30, 600)
+"""As Ray Serve has it: ongoing requests of a replica, seconds before an up and before a down."""
+_SETTINGS = [
+    (target, *delays) for target, delays in product((16, 32, 64, 128, 192), ((30, 600), (30, 120), (5, 120)))
+]
+RAY_SWEEP = tuple(policies.ray_name(*setting) for setting in _SETTINGS)
 POLICIES: dict[str, Callable[[], ScalingPolicy]] = {
     OURS: policies.KvDemand,
     "occupancy": policies.Occupancy,
-    "saturation": policies.Saturation,
-    "ray slow": lambda: policies.RayDefault(MAX_REPLICAS, 32, 30, 600),
-    "ray quick": lambda: policies.RayDefault(MAX_REPLICAS, 32, 5, 120),
-    "static": lambda: policies.Static(MAX_REPLICAS),
+    "static": partial(policies.Static, MAX_REPLICAS),
+    **{
+        policies.ray_name(*setting): partial(policies.RayDefault, MAX_REPLICAS, *setting)
+        for setting in [(2, 30, 600), *_SETTINGS]
+    },
 }
-COMPARED = (OURS, "occupancy", "saturation", "ray slow", "ray quick")
+COMPARED = (OURS, "occupancy", RAY_DEFAULT, *RAY_SWEEP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,43 +77,9 @@ class Occupancy(_Rule):
         super().__init__(decide_by_occupancy, startup_s=startup_s, **options)
 
 
-class Saturation:
-    """One up where spare KV memory or queue room is small, one down where the rest could carry it."""
-
-    name = "saturation +-1"
-
-    def __init__(self) -> None:
-        self._calm_since: float | None = None
-
-    def __call__(self, view: View) -> int:
-        """At most one step, and none while replicas start."""
-        if not view.reports or view.running < view.target:
-            return view.target
-        occupied = [one.referenced_blocks / one.num_blocks for one in view.reports.values()]
-        queues = [one.backlog_tokens / 1_000.0 if one.waiting_blocks else 0.0 for one in view.reports.values()]
-        loose = [
-            (0.8 - used, 5.0 - queue)
-            for used, queue in zip(occupied, queues, strict=True)
-            if used < 0.8 and queue < 5.0
-        ]
-        if (
-            not loose
-            or sum(a for a, _ in loose) / len(loose) < 0.1
-            or sum(b for _, b in loose) / len(loose) < 3.0
-        ):
-            self._calm_since = None
-            return min(view.target + 1, view.most)
-        count = len(occupied)
-        fewer = sum(occupied) / max(count - 1, 1)
-        if count > 1 and 0.8 - fewer >= 0.1 and not any(queues):
-            if self._calm_since is None:
-                self._calm_since = view.now
-            if view.now - self._calm_since >= 240.0:
-                self._calm_since = view.now
-                return view.target - 1
-        else:
-            self._calm_since = None
-        return view.target
+def ray_name(target: float, up_s: float, down_s: float) -> str:
+    """Ray's policy with a setting: ongoing requests of a replica, seconds before an up and before a down."""
+    return f"Ray {target:g}, {up_s:g}/{down_s:g} s"
 
 
 class RayDefault:
@@ -127,7 +93,7 @@ class RayDefault:
         from ray.serve.config import AutoscalingConfig
 
         self._policy = _apply_autoscaling_config(default_autoscaling_policy)
-        self.name = f"Ray {target:g}, {up_s:g}/{down_s:g} s"
+        self.name = ray_name(target, up_s, down_s)
         self._config = AutoscalingConfig(
             min_replicas=1,
             max_replicas=most,

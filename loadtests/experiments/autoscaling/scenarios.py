@@ -12,13 +12,17 @@ import numpy as np
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
-from loadtests.experiments.autoscaling.constants import FLEET, MAX_REPLICAS, RATE_OF_ONE, STARTUP_S
-from loadtests.experiments.autoscaling.matches import COMPARED, OURS, Match
+from loadtests.experiments.autoscaling.comparison import Comparison, compared
+from loadtests.experiments.autoscaling.constants import FLEET, MAX_REPLICAS, RATE_OF_ONE, TRACE_TIMES
+from loadtests.experiments.autoscaling.matches import COMPARED, OURS, RAY_DEFAULT, Match
 from loadtests.experiments.autoscaling.pictures import Picture
+from loadtests.experiments.autoscaling.policies import ray_name
 from loadtests.experiments.autoscaling.runs import Outcome
 from loadtests.findings import Table
 from loadtests.report import Figure
 
+RAY_LOW, RAY_LOW_QUICK = ray_name(32, 30, 600), ray_name(32, 5, 120)
+"""Settings that were fixed before the sweep: the bars hold against them."""
 SEEDS = 10
 FLAP_REPLICAS = range(1, 11)
 OVERLOADED = ((3, 20), (200, 5))
@@ -32,6 +36,7 @@ class Judgement:
     tables: list[Table] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
+    comparison: Comparison | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,137 +47,86 @@ class Scenario:
     judge: Callable[[Sequence[Outcome]], Judgement]
 
 
-_HEADER = ("policy", "in time %", "replica-h", "TTFT p99 s", "ups", "downs", "reversals", "preempted")
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load that ours, Ray's policy at each setting and occupancy meet, and the bars of ours."""
+
+    load: str
+    title: str
+    first: int = 2
+    seeds: int = 1
+    in_time: float | None = None  # %, at least
+    ray: str = RAY_DEFAULT  # a setting that ours needs fewer replica-hours than
+    ray_hours: float | None = None  # of that setting's, at most
+    pictured: tuple[str, ...] = ()
 
 
-def _table(title: str, outcomes: Sequence[Outcome], note: str = "") -> Table:
-    rows = tuple(
-        (
-            one.policy,
-            f"{100 * one.served:.2f}",
-            f"{one.replica_hours:.2f}",
-            f"{one.ttft_p99:.2f}",
-            f"{one.ups}",
-            f"{one.downs}",
-            f"{one.reversals}",
-            f"{one.preemptions}",
-        )
-        for one in outcomes
+def _compare(load: _Load, trace: Path | None = None, times: int = TRACE_TIMES, *more: str) -> Scenario:
+    """All policies, and ``more`` of them, under one load."""
+    matches = tuple(
+        Match(load.load, policy, seed, load.first, trace, times)
+        for policy in (*COMPARED, *more)
+        for seed in range(1, load.seeds + 1)
     )
-    return Table(title, _HEADER, rows, note)
-
-
-def _compare(load: str, title: str) -> Scenario:
-    """A load without a bar of its own."""
-    matches = tuple(Match(load, policy) for policy in COMPARED)
 
     def judge(outcomes: Sequence[Outcome]) -> Judgement:
-        by_name = dict(zip(COMPARED, outcomes, strict=True))
-        slug = load.replace(", ", "-").replace(" ", "-")
-        picture = Picture(f"autoscaling-{slug}", title, (by_name[OURS], by_name["ray slow"]))
-        return Judgement([_table(title, outcomes)], [], [picture])
+        runs = [(match.policy, outcome) for match, outcome in zip(matches, outcomes, strict=True)]
+        comparison = compared(load.title, runs)
+        ours, best, name = comparison.ours, comparison.ray_best, load.title
+        hours = ours.hours / comparison.results[load.ray].hours
+        figures = [
+            Figure(f"{name}: in time", 100 * ours.served, " %", load.in_time),
+            Figure(f"{name}: replica-hours, of {load.ray}'s", hours, "", load.ray_hours, at_most=True),
+            Figure(f"{name}: replica-hours, of Ray's best", ours.hours / best.hours),
+            Figure(f"{name}: Ray's best in time", 100 * best.served, " %"),
+        ]
+        pictures = []
+        if load.pictured:
+            first = dict(reversed(runs))  # of several seeds
+            slug = load.load.replace(", ", "-").replace(" ", "-")
+            shown = tuple(first[policy] for policy in (OURS, *load.pictured))
+            pictures.append(Picture(f"autoscaling-{slug}", name, shown))
+        return Judgement([comparison.table(name)], figures, pictures, comparison)
 
     return Scenario(matches, judge)
 
 
 def _recorded(trace: Path | None, times: int) -> Scenario:
     """The trace, or a synthetic day where there is none, also against a static fleet for its peak."""
+    name = f"{trace.stem} x {times}" if trace is not None else "a day in two hours"
     first = 10 if trace is not None else 2
-    name = f"{trace.stem} x {times}" if trace is not None else "day"
-    policies = (*COMPARED, "static")
-    matches = tuple(Match("day", policy, first=first, trace=trace, times=times) for policy in policies)
+    load = _Load("recorded", name, first, 1, 97.0, RAY_LOW, 0.80, (RAY_LOW,))
+    scenario = _compare(load, trace, times, "static")
 
     def judge(outcomes: Sequence[Outcome]) -> Judgement:
-        by_name = dict(zip(policies, outcomes, strict=True))
-        ours, ray = by_name[OURS], by_name["ray slow"]
+        judgement = scenario.judge(outcomes)
+        ours, static = outcomes[0], outcomes[-1]
         peak = int(max(ours.series["target"]))
         # A static fleet of another size costs in proportion.
-        static = by_name["static"].replica_hours * peak / MAX_REPLICAS
-        title = f"{name}, {STARTUP_S:g} s to start a replica"
-        return Judgement(
-            [_table(title, outcomes)],
-            [
-                Figure(f"{name}: in time", 100 * ours.served, " %", 97.0),
-                Figure(
-                    f"{name}: replica-hours, of Ray's", ours.replica_hours / ray.replica_hours, "", 0.80, True
-                ),
-                Figure(f"{name}: Ray's requests in time", 100 * ray.served, " %"),
-                Figure(
-                    f"{name}: in time, of what a static fleet of {MAX_REPLICAS} reaches",
-                    100 * ours.served / by_name["static"].served,
-                    " %",
-                    95.0,
-                ),
-                Figure(
-                    f"{name}: replica-hours, of a static peak of {peak}",
-                    ours.replica_hours / static,
-                    "",
-                    0.75,
-                    True,
-                ),
-            ],
-            [Picture("autoscaling-recorded", title, (ours, ray))],
-        )
+        hours = ours.replica_hours / (static.replica_hours * peak / MAX_REPLICAS)
+        judgement.figures += [
+            Figure(
+                f"{name}: in time, of a static {MAX_REPLICAS}'s", 100 * ours.served / static.served, " %", 95.0
+            ),
+            Figure(f"{name}: replica-hours, of a static peak of {peak}", hours, "", 0.75, True),
+        ]
+        return judgement
 
-    return Scenario(matches, judge)
+    return Scenario(scenario.matches, judge)
 
 
-def _kv_bound() -> Scenario:
-    seeds = (1, 2, 3)
-    matches = tuple(Match("long decode", policy, seed) for policy in (OURS, "ray quick") for seed in seeds)
+def _long_prompts() -> Scenario:
+    scenario = _compare(
+        _Load("long prompts", "long prompts: prefill-bound", 6, pictured=(RAY_LOW, "occupancy"))
+    )
 
     def judge(outcomes: Sequence[Outcome]) -> Judgement:
-        ours, ray = (outcomes[i : i + len(seeds)] for i in range(0, len(outcomes), len(seeds)))
-        hours = sum(one.replica_hours for one in ours) / sum(one.replica_hours for one in ray)
-        title = "Long answers: KV-bound"
-        least = 100 * min(one.served for one in ours)
-        return Judgement(
-            [_table(title, outcomes, f"seeds {', '.join(map(str, seeds))} of each")],
-            [
-                Figure("long decode: in time, least of three seeds", least, " %", 99.0),
-                Figure("long decode: replica-hours, of Ray's", hours, "", 0.85, True),
-            ],
-            [Picture("autoscaling-long-decode", title, (ours[0], ray[0]))],
-        )
+        judgement = scenario.judge(outcomes)
+        more = 100 * (outcomes[0].served - outcomes[COMPARED.index("occupancy")].served)
+        judgement.figures.append(Figure("long prompts: in time, more than by occupancy", more, " points", 20.0))
+        return judgement
 
-    return Scenario(matches, judge)
-
-
-def _prefill_bound() -> Scenario:
-    matches = tuple(Match("long prompts", policy, first=6) for policy in COMPARED)
-
-    def judge(outcomes: Sequence[Outcome]) -> Judgement:
-        by_name = dict(zip(COMPARED, outcomes, strict=True))
-        ours, occupancy, ray = by_name[OURS], by_name["occupancy"], by_name["ray slow"]
-        title = "Long prompts: prefill-bound"
-        more = 100 * (ours.served - occupancy.served)
-        return Judgement(
-            [_table(title, outcomes)],
-            [Figure("long prompts: in time, more than by occupancy", more, " points", 20.0)],
-            [Picture("autoscaling-long-prompts", title, (ours, ray, occupancy))],
-        )
-
-    return Scenario(matches, judge)
-
-
-def _seat_bound() -> Scenario:
-    matches = tuple(Match("short chat", policy, first=3) for policy in COMPARED)
-
-    def judge(outcomes: Sequence[Outcome]) -> Judgement:
-        by_name = dict(zip(COMPARED, outcomes, strict=True))
-        ours, ray = by_name[OURS], by_name["ray slow"]
-        title = "Short prompts and answers: seat-bound"
-        hours = ours.replica_hours / ray.replica_hours
-        return Judgement(
-            [_table(title, outcomes)],
-            [
-                Figure("short chat: in time", 100 * ours.served, " %", 99.0),
-                Figure("short chat: replica-hours, of Ray's", hours, "", 0.80, True),
-            ],
-            [Picture("autoscaling-short-chat", title, (ours, ray))],
-        )
-
-    return Scenario(matches, judge)
+    return Scenario(scenario.matches, judge)
 
 
 def _constant() -> Scenario:
@@ -239,7 +193,7 @@ def _thousand() -> Scenario:
     def judge(outcomes: Sequence[Outcome]) -> Judgement:
         milliseconds = 1e3 * decision_seconds(FLEET)
         return Judgement(
-            [_table("A thousand replicas for an hour", outcomes)],
+            [],
             [
                 Figure("thousand: processor seconds of the simulation", outcomes[0].cpu_s, " s", 60.0, True),
                 Figure("thousand: milliseconds of a decision", milliseconds, " ms", 5.0, True),
@@ -286,13 +240,17 @@ def scenarios(trace: Path | None, times: int) -> dict[str, Scenario]:
     """All parts, by name."""
     return {
         "recorded": _recorded(trace, times),
-        "kv-bound": _kv_bound(),
-        "prefill-bound": _prefill_bound(),
-        "seat-bound": _seat_bound(),
+        "kv-bound": _compare(
+            _Load("long decode", "long answers: KV-bound", 2, 3, 99.0, RAY_LOW_QUICK, 0.85, (RAY_LOW_QUICK,))
+        ),
+        "prefill-bound": _long_prompts(),
+        "seat-bound": _compare(
+            _Load("short chat", "short chats: slot-bound", 3, 1, 99.0, RAY_LOW, 0.80, (RAY_LOW,))
+        ),
         "constant": _constant(),
         "reaction": _reaction(),
-        "step": _compare("step x3", "Three times the rate in the middle third"),
-        "saw-tooth": _compare("saw-tooth", "Six ramps that end at once"),
-        "burst": _compare("idle, burst", "Idle, ten minutes of load, idle"),
+        "step": _compare(_Load("step x3", "three times the rate at once", pictured=(RAY_LOW,))),
+        "saw-tooth": _compare(_Load("saw-tooth", "six ramps")),
+        "burst": _compare(_Load("idle, burst", "idle, then load at once")),
         "thousand": _thousand(),
     }
