@@ -218,8 +218,8 @@ def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best()
     part = scenarios(None, 1)["kv-bound"]
     outcome = simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.0, 2)))
     judgement = part.judge([outcome] * len(part.matches))
-    assert judgement.comparison is not None
-    assert {OURS, RAY_DEFAULT, *RAY_SWEEP} <= judgement.comparison.results.keys()
+    (over_settings,) = judgement.comparisons
+    assert {OURS, RAY_DEFAULT, *RAY_SWEEP} <= over_settings.results.keys()
     (table,) = judgement.tables
     assert [row[0].split(":")[0] for row in table.rows] == [
         "ours",

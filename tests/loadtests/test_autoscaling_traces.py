@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from engine.errors import ConfigError
-from loadtests import autoscaling
-from loadtests.experiments.autoscaling import workloads
+from loadtests.experiments.autoscaling import command, workloads
 from loadtests.experiments.autoscaling.workloads import JITTER_S, trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -89,16 +88,16 @@ def test_more_requests_than_a_run_can_hold_name_the_option(
 def test_the_command_refuses_a_wrong_trace_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autoscaling, "in_processes", lambda *_: pytest.fail("something ran"))
+    monkeypatch.setattr(command, "in_processes", lambda *_: pytest.fail("something ran"))
     with pytest.raises(SystemExit, match=r"trace\.txt: line 2: TIMESTAMP is 'now'"):
-        autoscaling.main(["--trace", str(written(tmp_path, HEADER + "now,1,1\n"))])
+        command.main(["--trace", str(written(tmp_path, HEADER + "now,1,1\n"))])
     with pytest.raises(SystemExit, match="none: cannot be read"):
-        autoscaling.main(["--trace", str(tmp_path / "none")])
+        command.main(["--trace", str(tmp_path / "none")])
 
 
 def test_a_trace_that_no_part_reads_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        autoscaling.main(["--only", "step", "--trace", str(written(tmp_path, AZURE))])
+        command.main(["--only", "step", "--trace", str(written(tmp_path, AZURE))])
     assert "--trace is read by the part recorded only" in capsys.readouterr().err
 
 

@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def ray_best(self) -> Result:
-        """Of the settings that serve as ours, the one with the fewest replica-hours; if none, the most in time."""
+        """Of the settings that serve as ours, the cheapest; if none does, the one with the most in time."""
         swept = [self.results[policy] for policy in RAY_SWEEP]
         serving = [one for one in swept if self.serves(one.policy)]
         if serving:

@@ -18,7 +18,7 @@ from loadtests.experiments.autoscaling.matches import COMPARED, OURS, RAY_DEFAUL
 from loadtests.experiments.autoscaling.pictures import Picture
 from loadtests.experiments.autoscaling.policies import ray_name
 from loadtests.experiments.autoscaling.runs import Outcome
-from loadtests.findings import Table
+from loadtests.findings import Findings, Table
 from loadtests.report import Figure
 
 RAY_LOW, RAY_LOW_QUICK = ray_name(32, 30, 600), ray_name(32, 5, 120)
@@ -30,13 +30,18 @@ OVERLOADED = ((3, 20), (200, 5))
 
 
 @dataclass(slots=True)
-class Judgement:
+class Judgement(Findings):
     """What follows from the outcomes of a scenario."""
 
-    tables: list[Table] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
-    comparison: Comparison | None = None
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    def add(self, other: Judgement) -> None:
+        """Append another scenario's."""
+        self.tables += other.tables
+        self.figures += other.figures
+        self.pictures += other.pictures
+        self.comparisons += other.comparisons
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ def _compare(load: _Load, trace: Path | None = None, times: int = TRACE_TIMES, *
             slug = load.load.replace(", ", "-").replace(" ", "-")
             shown = tuple(first[policy] for policy in (OURS, *load.pictured))
             pictures.append(Picture(f"autoscaling-{slug}", name, shown))
-        return Judgement([comparison.table(name)], figures, pictures, comparison)
+        return Judgement([comparison.table(name)], figures, pictures=pictures, comparisons=[comparison])
 
     return Scenario(matches, judge)
 

@@ -1,0 +1,91 @@
+"""``python -m loadtests.autoscaling``: how many replicas, and were they enough, in simulated time.
+
+The function that production runs decides over a modeled fleet (prefill rate, step time, pool, startup time),
+beside Ray Serve's own policy at its defaults and swept over its settings, and beside the plain occupancy rule.
+Every assumption is in ``loadtests/experiments/autoscaling/constants.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from engine.errors import ConfigError
+from loadtests.experiments.autoscaling import workloads
+from loadtests.experiments.autoscaling.comparison import overview
+from loadtests.experiments.autoscaling.constants import TRACE_TIMES
+from loadtests.experiments.autoscaling.matches import Match
+from loadtests.experiments.autoscaling.pictures import draw
+from loadtests.experiments.autoscaling.scenarios import Judgement, most_stopped, scenarios
+from loadtests.in_processes import in_processes
+from loadtests.report import add_arguments, finish
+
+PARTS = tuple(scenarios(None, 1))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the chosen parts, print their tables, draw their plots, hold the figures to their bars."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.times < 1 or arguments.workers < 1:
+        parser.error("--times and --workers must be at least 1")
+    names = arguments.only or PARTS
+    if arguments.trace is not None:
+        if "recorded" not in names:
+            parser.error("--trace is read by the part recorded only")
+        try:  # before minutes of other parts
+            workloads.trace(arguments.trace, arguments.times, 1)
+        except ConfigError as error:
+            sys.exit(str(error))
+    parts = scenarios(arguments.trace, arguments.times)
+    chosen = [parts[name] for name in PARTS if name in names]
+    began = time.monotonic()
+    matches = [match for part in chosen for match in part.matches]
+    running = in_processes(Match.run, matches, min(arguments.workers, len(matches)))
+    ended = dict(tqdm(running, total=len(matches), unit="run", disable=None))
+    outcomes = [ended[place] for place in range(len(matches))]
+    every = Judgement()
+    place = 0
+    for part in chosen:
+        every.add(part.judge(outcomes[place : place + len(part.matches)]))
+        place += len(part.matches)
+    if len(every.comparisons) > 1:
+        every.tables.append(overview(every.comparisons))
+    every.show()
+    every.figures.append(most_stopped(outcomes))
+    if arguments.plot is not None:
+        for path in draw(every.pictures, arguments.plot):
+            print(f"wrote {path}")
+    print(f"\n{time.monotonic() - began:.0f} s")
+    finish("loadtests.autoscaling", every.figures, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.autoscaling", description="How many replicas, in simulated time."
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"parts: {', '.join(PARTS)}")
+    add("--trace", type=Path, metavar="PATH", help="Azure's CSV or Mooncake's JSON lines, for a synthetic day")
+    add(
+        "--times",
+        type=int,
+        default=TRACE_TIMES,
+        metavar="N",
+        help=f"each of its requests N times ({TRACE_TIMES})",
+    )
+    add("--plot", type=Path, metavar="DIR", help="also draw the plots as PNG files there")
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="runs at a time (default: the cores)",
+    )
+    add_arguments(parser)
+    return parser
