@@ -27,7 +27,7 @@ from app.routing.waiting import ExpectedWait
 
 
 def routing_policy(routing: config.Routing) -> Policy:
-    """How the ledger chooses; where Serve's own router does, the ledger has one candidate."""
+    """How the ledger chooses; with Serve's own routers it gets one candidate."""
     return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
 
 
@@ -42,7 +42,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
-    """Asks this process's fleet of the deployment that the Serve handle ``engine`` is of."""
+    """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it."""
     engines = fleet.of(engine.deployment_id.app_name, engine.deployment_id.name)
     return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
 
@@ -109,7 +109,7 @@ class IngressReplica:
 
 
 def _service_here() -> OpenAIService:
-    """The service of the Serve replica that this process is."""
+    """The service of this process's Serve replica."""
     service: OpenAIService = serve.get_replica_context().servable_object.service
     return service
 

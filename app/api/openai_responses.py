@@ -1,6 +1,6 @@
-"""The bodies and stream chunks of OpenAI's completions and chat routes.
+"""Bodies and stream chunks of OpenAI's completions and chat routes.
 
-A chunk is made for every token, so what stays the same in all chunks of a response is encoded once.
+There is a chunk for every token, so the constant part of a response's chunks is encoded once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one response, all its choices together; a prompt with several counts once."""
+    """Tokens of one response, in all choices; a prompt counts once, however many choices it has."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -38,7 +38,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all bodies and chunks of one response have in common. ``created`` is in Unix seconds."""
+    """The fields that all bodies and chunks of one response share. ``created`` is in Unix seconds."""
 
     id: str
     created: int
@@ -119,7 +119,7 @@ class ChunkWriter:
         return f"{self._head}{choice}{tail}".encode()
 
     def usage(self, usage: Usage) -> bytes:
-        """The last chunk, or nothing if it was not asked for."""
+        """The last chunk; empty without ``include_usage``."""
         return f"{self._head}]{self._usage_tail(usage)}".encode() if self._include_usage else b""
 
     def _usage_tail(self, usage: Usage) -> str:

@@ -1,7 +1,7 @@
-"""The requests of OpenAI's completions and chat routes, checked by hand so that each error names its field.
+"""Requests of OpenAI's completions and chat routes, checked by hand so that each error names its field.
 
-Fields that are ``null`` count as absent. What is not implemented is refused by name, unless its value
-means "off"; an unknown field is refused too, since ignoring one would change what its sender gets.
+A field that is ``null`` counts as absent. Fields that are not implemented are refused by name unless their
+value means "off". Unknown fields are refused, too: ignoring one would change what the client gets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KNOWN = frozenset({
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
     "n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority",
-    # Hints that ask nothing of the answer:
+    # Hints without effect on the answer:
     "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
     "reasoning_effort", "verbosity",
 })
@@ -62,7 +62,7 @@ _OFF: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What both routes share."""
+    """Options of both routes."""
 
     model: str | None
     params: SamplingParams

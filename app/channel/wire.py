@@ -47,11 +47,11 @@ _END_REASONS = {code: reason for reason, code in _END_CODES.items()}
 
 
 class WireError(QuireError):
-    """A message that this version cannot read."""
+    """A message that this process cannot read."""
 
 
 class FrameKind(enum.IntEnum):
-    """What follows a frame's header."""
+    """What follows the header of a frame."""
 
     HELLO = 0
     RECORDS = 1
@@ -59,9 +59,9 @@ class FrameKind(enum.IntEnum):
 
 @dataclass(slots=True)
 class Record:
-    """New tokens of one sequence of an attempt; ``index`` is the offset of the first one in its whole output.
+    """New tokens of one sequence of an attempt; ``index`` is the offset of the first in the sequence's output.
 
-    With ``end`` it is the sequence's last record, with ``final`` the attempt's, too.
+    ``end`` is set in the sequence's last record, ``final`` in the attempt's last.
     """
 
     attempt: int
@@ -76,11 +76,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of a channel: what the engine serves, and what the keys of its blocks depend on.
+    """First frame of a channel: the model's limits, and how the engine makes block keys.
 
-    ``keys`` is ``None`` if it caches no prefixes. ``window`` is the most tokens that any layer sees, if each
-    has a sliding window. ``probe`` are the keys that the engine gives to a fixed text: an ingress that makes
-    other ones of it must not compare its keys with the engine's.
+    ``keys`` is ``None`` without prefix caching. ``window`` is the largest window if all layers slide.
+    ``probe`` has the engine's keys for a fixed text: an ingress whose keys for it differ must not compare its
+    keys with the engine's.
     """
 
     limits: ModelLimits
@@ -90,18 +90,18 @@ class Hello:
 
     @classmethod
     def of(cls, limits: ModelLimits, keys: KeyScheme | None, window: int | None) -> Hello:
-        """With the probe of this process."""
+        """A hello with this process's probe."""
         return cls(limits, keys, window, () if keys is None else tuple(keys.probe()))
 
     @property
     def agrees(self) -> bool:
-        """Whether this process makes the same keys as the engine; also if that caches nothing."""
+        """Whether this process makes the same keys as the engine; true without prefix caching."""
         return self.keys is None or self.probe == tuple(self.keys.probe())
 
 
 @dataclass(slots=True)
 class Frame:
-    """One decoded frame; ``hello`` is set in the first one only."""
+    """One decoded frame; only the first has a ``hello``."""
 
     epoch: int
     sequence: int
@@ -113,10 +113,10 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One attempt: ``token_ids`` ends with the ``generated_before`` tokens that earlier attempts made.
+    """One attempt: ``token_ids`` ends with the ``generated_before`` tokens of earlier attempts.
 
-    If it goes on with several sequences, ``token_ids`` is the prompt alone, and ``outputs`` has the tokens that
-    each of them has so far, or ``None`` for one that has ended.
+    If several sequences continue, ``token_ids`` is the prompt alone, and ``outputs`` has the tokens of each so
+    far, or ``None`` if it has ended.
     """
 
     request_id: str
@@ -127,13 +127,13 @@ class Submission:
     priority: int = 0
     generated_before: int = 0
     outputs: tuple[tuple[int, ...] | None, ...] = ()
-    age_s: float = 0.0  # since the client's request arrived; keeps its place in the engine's order
+    age_s: float = 0.0  # since the client's request arrived; keeps its place in the queue
 
 
 def pack_records(
     epoch: int, sequence: int, records: Iterable[Record], sections: Sequence[Section] = ()
 ) -> bytes:
-    """One frame of records and sections; nothing at all is a sign of life."""
+    """One frame of records and sections; an empty frame is a sign of life."""
     parts = [b""]
     count = 0
     for record in records:
@@ -287,5 +287,5 @@ def _unpack_outputs(
 def _check_version(version: int) -> None:
     if version != VERSION:
         raise WireError(
-            f"message of wire version {version}, but this process speaks {VERSION}; run one release everywhere"
+            f"message of wire version {version}, but this process uses {VERSION}; run one release everywhere"
         )

@@ -1,4 +1,4 @@
-"""Sections of a frame that say what a replica's KV memory holds, and how busy the replica is.
+"""Sections of a frame: changes of a replica's prefix cache, and its load.
 
 Little-endian, after the frame's records::
 
@@ -20,14 +20,14 @@ from app.routing.load import LoadReport
 from engine.kv.kv_events import KvBatch, KvSnapshot
 
 SLICE_KEYS = 4096
-"""Most keys in one slice of a snapshot."""
+"""Maximum number of keys in one slice of a snapshot."""
 
 _BATCH = struct.Struct("<QBIIQI")
 _SLICE = struct.Struct("<QIIQII")
 
 
 class SectionKind(enum.IntEnum):
-    """What a section holds."""
+    """The content of a section."""
 
     LOAD = 1
     BATCH = 2
@@ -36,7 +36,7 @@ class SectionKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSlice:
-    """Part ``part`` of ``parts`` of a snapshot; the first begins a new one, whatever came before."""
+    """Part ``part`` of ``parts`` of a snapshot; the first part replaces everything before."""
 
     sequence: int
     part: int
@@ -51,7 +51,7 @@ Section: TypeAlias = LoadReport | KvSection
 
 
 def slices(snapshot: KvSnapshot) -> list[SnapshotSlice]:
-    """A snapshot in parts that fit a frame; at least one."""
+    """A snapshot in one or more parts that fit a frame."""
     keys = snapshot.keys
     parts = max(1, -(-len(keys) // SLICE_KEYS))
     return [
@@ -68,7 +68,7 @@ def slices(snapshot: KvSnapshot) -> list[SnapshotSlice]:
 
 
 def pack_section(section: Section) -> bytes:
-    """One section, its kind first."""
+    """Encode one section, beginning with its kind."""
     match section:
         case LoadReport():
             return bytes((SectionKind.LOAD,)) + load.pack(section)

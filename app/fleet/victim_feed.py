@@ -35,24 +35,24 @@ class Victims(NamedTuple):
 
 
 class VictimFeed:
-    """Looks once a second, in a thread of its own, since a look waits for an answer of Ray's head.
+    """Polls once a second in a thread of its own, because a read waits for Ray's head.
 
-    ``fading`` is what it keeps up to date. A message is news if its number is above that of the one before.
-    What is there at the first look is not: it may be what a controller left that died long ago.
+    It keeps ``likely_victims`` up to date. A message counts if its number is above the previous one's. One
+    that is there at the first read does not count: its controller may have died long ago.
     """
 
     def __init__(
         self,
         app: str,
         deployment: str,
-        fading: TimedSet,
+        likely_victims: TimedSet,
         read: Read | None = None,
         every_s: float = POLL_S,
     ) -> None:
         self.key = victims_key(app, deployment)
-        self.taken = 0
+        self.received = 0
         self.faults = 0
-        self._fading = fading
+        self._likely_victims = likely_victims
         self._read = read or _read_internal_kv
         self._every_s = every_s
         self._first = True
@@ -73,8 +73,12 @@ class VictimFeed:
         self._stopped.set()
 
     def state(self) -> dict[str, Any]:
-        """For tests and debugging: messages taken, looks and messages that failed, replicas that fade now."""
-        return {"taken": self.taken, "faults": self.faults, "fading": sorted(self._fading.names())}
+        """For tests and debugging: messages received, failed reads and messages, current likely victims."""
+        return {
+            "received": self.received,
+            "faults": self.faults,
+            "likely_victims": sorted(self._likely_victims.names()),
+        }
 
     def poll(self) -> None:
         """Read once and apply a new message; never raises."""
@@ -85,7 +89,7 @@ class VictimFeed:
             self._value = value
             first, self._first = self._first, False
             if value is not None:
-                self._take(parse(value), first)
+                self._apply(parse(value), first)
         except Exception as error:  # noqa: BLE001  (Ray raises many kinds; routing works without the message)
             self.faults += 1
             if self.faults & (self.faults - 1) == 0:
@@ -96,13 +100,13 @@ class VictimFeed:
                     error,
                 )
 
-    def _take(self, victims: Victims, first: bool) -> None:
+    def _apply(self, victims: Victims, first: bool) -> None:
         if victims.seq <= self._seq:
             return
         self._seq = victims.seq
         if not first:
-            self._fading.set(victims.replicas, victims.lasts_s)
-            self.taken += 1
+            self._likely_victims.set(victims.replicas, victims.lasts_s)
+            self.received += 1
 
     def _run(self) -> None:
         while not self._stopped.is_set():

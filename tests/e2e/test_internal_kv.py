@@ -38,9 +38,9 @@ def test_what_one_process_writes_there_another_one_reads(bare_cluster: Breakable
         state: dict[str, Any] = ray.get(ingress.look.remote(), timeout=60)
         return state
 
-    assert look() == {"taken": 0, "faults": 0, "fading": []}
+    assert look() == {"received": 0, "faults": 0, "likely_victims": []}
     ray.get(write.remote(1, ["a", "b"]), timeout=60)
-    assert look() == {"taken": 1, "faults": 0, "fading": ["a", "b"]}
+    assert look() == {"received": 1, "faults": 0, "likely_victims": ["a", "b"]}
     ray.get(write.remote(2, []), timeout=60)
-    assert look() == {"taken": 2, "faults": 0, "fading": []}
+    assert look() == {"received": 2, "faults": 0, "likely_victims": []}
     ray.kill(ingress)

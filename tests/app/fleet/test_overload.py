@@ -18,6 +18,7 @@ from app import config
 from app.fleet.admission import EVERY_S, Admission
 from app.ingress import IngressReplica
 from app.routing.waiting import ExpectedWait
+from engine.errors import ConfigError
 
 LONGEST, STARTUP, MOST = 2.0, 10.0, 4
 TICK = 0.0625  # more than EVERY_S; seconds here are sums of powers of two
@@ -222,6 +223,23 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
         admission.update()
         assert admission.inspect()["limit_s"] == limit
         assert admission._scaled_s == (3.0 if shadow else 1.5)
+        await ingress.__del__()
+
+    asyncio.run(test())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> None:
+    async def test() -> None:
+        ingress = IngressReplica(config.load({"max_live_requests": 100}, {}), LoopbackHandle(1))
+        await ingress.reconfigure({})
+        assert ingress.service.options.max_live_requests == 100
+        await ingress.reconfigure({"max_live_requests": 7})
+        assert ingress.service.options.max_live_requests == 7
+        await ingress.reconfigure({"log_level": "INFO"})
+        assert ingress.service.options.max_live_requests == 100
+        with pytest.raises(ConfigError, match="user_config cannot change block_size"):
+            await ingress.reconfigure({"block_size": 8})
         await ingress.__del__()
 
     asyncio.run(test())

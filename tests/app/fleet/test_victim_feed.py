@@ -67,7 +67,7 @@ def test_news_last_as_long_as_they_say_and_are_replaced_as_a_whole(store: Store)
     assert store.poll() == frozenset(), "nobody has said it again"
     assert store.tell(9, "a") == {"a"}
     assert store.tell(10) == frozenset(), "demand is back"
-    assert store.feed.state() == {"taken": 4, "faults": 0, "fading": []}
+    assert store.feed.state() == {"received": 4, "faults": 0, "likely_victims": []}
 
 
 def test_what_is_read_again_or_older_is_no_news(store: Store) -> None:
@@ -261,7 +261,7 @@ def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
         if scales:
             assert await asyncio.to_thread(looked.wait, 20)
             handle.fleet.likely_victims.set({"a"}, 60)
-            assert (await ingress.inspect())["victims"] == {"taken": 0, "faults": 0, "fading": ["a"]}
+            assert (await ingress.inspect())["victims"] == {"received": 0, "faults": 0, "likely_victims": ["a"]}
         else:
             assert (await ingress.inspect())["victims"] == {}
         await ingress.__del__()
