@@ -105,41 +105,6 @@ class Scheduler:
         self._uncommitted: StepPlan | None = None
         self._check_invariants = check_invariants
 
-    @classmethod
-    def create(
-        cls,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        token_budget: int,
-        prefix_caching: bool,
-        eos_token_ids: Collection[int],
-        model_key: tuple[object, ...],
-        limits: ModelLimits,
-        recovery: RecoveryPolicy,
-        host_blocks: int = 0,
-        window: int | None = None,
-        priority_ageing: float | None = None,
-        check_invariants: bool = False,
-    ) -> Scheduler:
-        """Make a scheduler with pools and an index of its own; ``window`` is the model's largest, in tokens."""
-        pool = BlockPool(num_blocks, block_size)
-        return cls(
-            pool,
-            PrefixIndex(pool, window=window),
-            max_num_seqs=max_num_seqs,
-            token_budget=token_budget,
-            prefix_caching=prefix_caching,
-            eos_token_ids=eos_token_ids,
-            model_key=model_key,
-            limits=limits,
-            recovery=recovery,
-            host=HostPool(host_blocks),
-            priority_ageing=priority_ageing,
-            check_invariants=check_invariants,
-        )
-
     def add(self, request: Request, seed: int = 0) -> None:
         """Queue a request whose random draws begin with ``seed``.
 
