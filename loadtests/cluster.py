@@ -99,6 +99,7 @@ def application(options: Sequence[str]) -> Iterator[tuple[psutil.Process, str]]:
     """
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the application outlives this process
     with tempfile.NamedTemporaryFile(prefix="quire-app-", suffix=".log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app", f"port={port}", *options],
