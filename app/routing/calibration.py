@@ -195,7 +195,8 @@ class Calibration:
 
         An engine computes at least the last token, and with it its block.
         """
-        return min(blocks, max(tokens - 1, 0) // self.block_size)
+        most = (tokens - 1) // self.block_size if tokens else 0
+        return blocks if blocks < most else most
 
 
 def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float] | None:

@@ -141,7 +141,7 @@ def costs(
     charged_tokens, kv_tokens = {}, {}
     for blocks in set(cached_blocks):
         charged_tokens[blocks] = tokens - block_size * (blocks + copied - copy_deficit * blocks)
-        kv_tokens[blocks] = float(tokens + sequences * output - block_size * blocks)
+        kv_tokens[blocks] = tokens + sequences * output - block_size * blocks
 
     sums = []
     for view, blocks in zip(views, cached_blocks, strict=True):

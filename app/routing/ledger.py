@@ -322,14 +322,16 @@ class Ledger:
 
     def _views_of(self, replicas: Sequence[ReplicaState], now: float) -> list[ReplicaView]:
         """Current views; a replica that has not reported, or no prefill rate, is taken for an average one."""
-        for state in replicas:
-            if state.view is None:
-                self._refresh(state)
         views = [view for state in replicas if (view := state.view)]
-        if len(views) == len(replicas):
-            return views
-        mean = average([state.load for state in replicas if state.load is not None])
-        return [state.view or self._assumed(state, mean, now) for state in replicas]
+        if len(views) < len(replicas):
+            for state in replicas:
+                if state.view is None:
+                    self._refresh(state)
+            views = [view for state in replicas if (view := state.view)]
+        if len(views) < len(replicas):
+            mean = average([state.load for state in replicas if state.load is not None])
+            views = [state.view or self._assumed(state, mean, now) for state in replicas]
+        return views
 
     def _refresh(self, state: ReplicaState) -> None:
         """Make a replica's view anew; there is none as long as its load or its prefill rate is unknown."""

@@ -149,5 +149,7 @@ def _tie_tokens(prompt: int, uncached: int, block_size: int) -> float:
     sum would give prefixes away under load; 2 % of the prompt would give the shortest queue away where all
     replicas hold most of it.
     """
-    block = min(block_size, max(prompt, USUAL_BLOCK))
-    return 1.01 * max(block, uncached // 50)
+    block, share = block_size, uncached // 50
+    if block > USUAL_BLOCK and block > prompt:
+        block = max(prompt, USUAL_BLOCK)
+    return 1.01 * (block if block > share else share)
