@@ -20,7 +20,6 @@ from loadtests.experiments.autoscaling.matches import (
     LOADS,
     OURS,
     POLICIES,
-    RAY_DEFAULT,
     RAY_SWEEP,
     SIZED_LOADS,
     Match,
@@ -185,7 +184,7 @@ def test_pictures_are_small_files(tmp_path: Path) -> None:
 
 def comparison(load: str, ours: tuple[float, float], **ray: tuple[float, float]) -> Comparison:
     """Ray's first settings have the given figures (share in time, replica-hours), all others serve nothing."""
-    figures = {OURS: ours, RAY_DEFAULT: (1.0, 99.0)} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
+    figures = {OURS: ours} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
     figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False))
     return Comparison(load, {name: Result(name, *both, 0.1, 3.0, 1) for name, both in figures.items()})
 
@@ -219,7 +218,7 @@ def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best()
     outcome = simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.0, 2)))
     judgement = part.judge([outcome] * len(part.matches))
     (over_settings,) = judgement.comparisons
-    assert {OURS, RAY_DEFAULT, *RAY_SWEEP} <= over_settings.results.keys()
+    assert {OURS, *RAY_SWEEP} <= over_settings.results.keys()
     (table,) = judgement.tables
     assert [row[0].split(":")[0] for row in table.rows] == [
         "ours",

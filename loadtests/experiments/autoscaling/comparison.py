@@ -53,7 +53,7 @@ class Comparison:
 
     def table(self, title: str) -> Table:
         """Ours, Ray's default and best, and the policies without settings."""
-        others = [policy for policy in self.results if policy not in (OURS, RAY_DEFAULT, *RAY_SWEEP)]
+        others = [policy for policy in self.results if policy not in (OURS, *RAY_SWEEP)]
         shown = {
             "ours": self.ours,
             f"Ray's default: {RAY_DEFAULT}": self.results[RAY_DEFAULT],

@@ -40,7 +40,8 @@ SIZED_LOADS: dict[str, Callable[[int, int], Workload]] = {
 RAY_DEFAULT = policies.ray_name(2, 30, 600)
 """As Ray Serve has it: ongoing requests of a replica, seconds before an up and before a down."""
 _SETTINGS = [
-    (target, *delays) for target, delays in product((16, 32, 64, 128, 192), ((30, 600), (30, 120), (5, 120)))
+    (target, *delays)
+    for target, delays in product((2, 4, 8, 16, 32, 64, 128, 192), ((30, 600), (30, 120), (5, 120)))
 ]
 RAY_SWEEP = tuple(policies.ray_name(*setting) for setting in _SETTINGS)
 POLICIES: dict[str, Callable[[], ScalingPolicy]] = {
@@ -49,10 +50,10 @@ POLICIES: dict[str, Callable[[], ScalingPolicy]] = {
     "static": partial(policies.Static, MAX_REPLICAS),
     **{
         policies.ray_name(*setting): partial(policies.RayDefault, MAX_REPLICAS, *setting)
-        for setting in [(2, 30, 600), *_SETTINGS]
+        for setting in _SETTINGS
     },
 }
-COMPARED = (OURS, "occupancy", RAY_DEFAULT, *RAY_SWEEP)
+COMPARED = (OURS, "occupancy", *RAY_SWEEP)
 
 
 @dataclass(frozen=True, slots=True)
