@@ -93,6 +93,11 @@ SATURATED = "at saturation"
 SERVED = "served"
 
 
+def _share(seeds: int) -> float:
+    """Of the oracle's figures, what ours must reach: those of single runs differ by some 3 %."""
+    return 0.97 if seeds >= given.SEEDS else 0.95
+
+
 def _seeds(count: int, run: Run, arms: Sequence[Arm]) -> list[Run]:
     return [replace(run, arm=arm, seed=seed + 1) for arm in arms for seed in range(count)]
 
@@ -124,8 +129,8 @@ def _shared(seeds: int) -> Scenario:
     ours, oracle, turns = ((SATURATED, arm) for arm in (Arm.PREFIX, Arm.ORACLE, Arm.ROUND_ROBIN))
     calm_ours, calm_turns = ((served.name, arm) for arm in (Arm.PREFIX, Arm.ROUND_ROBIN))
     measures = (
-        Measure("throughput, of the oracle's", THROUGHPUT, ours, oracle, 0.97),
-        Measure("hit rate, of the oracle's", HITS, ours, oracle, 0.97),
+        Measure("throughput, of the oracle's", THROUGHPUT, ours, oracle, _share(seeds)),
+        Measure("hit rate, of the oracle's", HITS, ours, oracle, _share(seeds)),
         Measure("throughput over round robin", THROUGHPUT, ours, turns, unit="x"),
         Measure("oracle's throughput over round robin", THROUGHPUT, oracle, turns, unit="x"),
         Measure("ITL at saturation, of the oracle's", ITL, ours, oracle, 1.05, at_most=True),
@@ -146,7 +151,7 @@ def _equal(seeds: int) -> Scenario:
     measures = (
         Measure("throughput over round robin", THROUGHPUT, ours, turns, 1.8, unit="x"),
         Measure("oracle's throughput over round robin", THROUGHPUT, oracle, turns, unit="x"),
-        Measure("under pressure, throughput of the oracle's", THROUGHPUT, here, best, 0.97),
+        Measure("under pressure, throughput of the oracle's", THROUGHPUT, here, best, _share(seeds)),
         Measure("under pressure, throughput over the tree", THROUGHPUT, here, tree, unit="x"),
         Measure("under pressure, oracle over the tree", THROUGHPUT, best, tree, unit="x"),
     )
@@ -162,7 +167,7 @@ def _pressure(seeds: int) -> Scenario:
     ours, tree = (many.name, Arm.PREFIX), (many.name, Arm.APPROXIMATE)
     alone, oracle = (one.name, Arm.PREFIX), (one.name, Arm.ORACLE)
     measures = (
-        Measure("throughput with 4 ingresses, of the oracle's", THROUGHPUT, ours, oracle, 0.97),
+        Measure("throughput with 4 ingresses, of the oracle's", THROUGHPUT, ours, oracle, _share(seeds)),
         Measure("throughput over the tree", THROUGHPUT, ours, tree, unit="x"),
         Measure("oracle over the tree", THROUGHPUT, oracle, tree, unit="x"),
         Measure("hit rate with 4 ingresses, of that with one", HITS, ours, alone, 0.977),
