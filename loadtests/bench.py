@@ -1,6 +1,7 @@
 """``make bench``: every measuring command that needs no GPU, with its checks, the short ones first.
 
-Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``.
+Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``;
+``docs/benchmarks.md`` is updated from them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from loadtests.benchmarks_page import write
 
 COMMANDS: dict[str, list[str]] = {
     "routing_speed": ["loadtests.routing_speed"],
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--reports", type=Path, default=Path("loadtests/reports"), help="folder for the JSON files"
     )
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
     arguments = parser.parse_args()
     arguments.reports.mkdir(parents=True, exist_ok=True)
     ended = {}
@@ -50,6 +54,7 @@ def main() -> None:
         ended[name] = f"{verdict} in {time.monotonic() - began:.0f} s"
         print(f"=== {name}: {ended[name]}", flush=True)
     print("\n" + "\n".join(f"{name}: {how}" for name, how in ended.items()))
+    print(f"wrote {write(arguments.reports, arguments.page)} sections to {arguments.page}")
     failed = [name for name, how in ended.items() if not how.startswith("ok")]
     if failed:
         sys.exit(f"checks failed: {', '.join(failed)}")

@@ -1,0 +1,68 @@
+"""The figures in ``docs/benchmarks.md``, from the JSON files that ``make bench`` leaves.
+
+``python -m loadtests.benchmarks_page`` replaces what stands after the marker; the text before it is written by
+hand. A command without a file keeps the section that it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MARKER = "<!-- Written by python -m loadtests.benchmarks_page -->"
+
+
+def section(document: dict[str, Any]) -> str:
+    """One command's figures with bars or not, its machine and its commit."""
+    on = document["machine"]
+    lines = [
+        f"## `python -m {document['command']}`",
+        "",
+        f"{on['cpu']} ({on['vector']}), {on['cores']} cores; commit {document['commit']}",
+        "",
+        "| Figure | Measured | Bar |",
+        "|---|---|---|",
+    ]
+    for figure in document["figures"]:
+        bar = ""
+        if figure["bar"] is not None:
+            missed = "" if figure["holds"] else " **missed**"
+            bar = f"{'at most' if figure['at_most'] else 'at least'} {figure['bar']:g}{missed}"
+        name = figure["name"].replace("|", "\\|")
+        lines.append(f"| {name} | {figure['value']:.4g}{figure['unit']} | {bar} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(page: str, documents: list[dict[str, Any]]) -> str:
+    """The page with each document's section in the place of the one of the same command, or at its end."""
+    text, marker, old = page.partition(MARKER)
+    sections = {
+        part.splitlines()[0]: part.strip() + "\n" for part in re.split(r"(?m)^(?=## `)", old) if part.strip()
+    }
+    for document in documents:
+        made = section(document)
+        sections[made.splitlines()[0]] = made
+    return f"{text.rstrip()}\n\n{marker or MARKER}\n\n" + "\n".join(sections.values())
+
+
+def write(reports: Path, page: Path) -> int:
+    """Update the page from the JSON files of a folder; returns how many there are."""
+    documents = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
+    page.write_text(updated(page.read_text(), documents))
+    return len(documents)
+
+
+def main() -> None:
+    """Update the page."""
+    parser = argparse.ArgumentParser(prog="python -m loadtests.benchmarks_page", description=__doc__)
+    parser.add_argument("--reports", type=Path, default=Path("loadtests/reports"), help="folder of JSON files")
+    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
+    arguments = parser.parse_args()
+    print(f"wrote {write(arguments.reports, arguments.page)} sections to {arguments.page}")
+
+
+if __name__ == "__main__":
+    main()
