@@ -13,7 +13,7 @@ from loadtests import bench, report
 
 ROOT = Path(__file__).parent.parent.parent
 NEED_A_GPU = {"loadtests.gpu_engine"}
-NOT_MEASURING = {"loadtests.bench"}
+NOT_MEASURING = {"loadtests.bench", "loadtests.benchmarks_page"}
 
 
 def test_every_measuring_command_is_run() -> None:
@@ -27,7 +27,10 @@ def test_every_measuring_command_is_run() -> None:
 
 def test_each_command_leaves_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "COMMANDS", {"good": ["platform"], "bad": ["loadtests.nothing"]})
-    monkeypatch.setattr(sys, "argv", ["bench", "--only", "good", "bad", "--reports", str(tmp_path)])
+    page = tmp_path / "page.md"
+    page.write_text("By hand.\n")
+    options = ["--only", "good", "bad", "--reports", str(tmp_path), "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
     (tmp_path / "bad.json").write_text("of an earlier run")
     with pytest.raises(SystemExit, match=r"^checks failed: bad$"):
         bench.main()
