@@ -10,7 +10,7 @@ from loadtests.experiments.autoscaling.constants import BLOCK_SIZE, SERVICE
 from loadtests.experiments.autoscaling.fleet import Fleet
 from loadtests.experiments.autoscaling.policies import KvDemand, Occupancy, RayDefault, View
 from loadtests.experiments.autoscaling.runs import simulate
-from loadtests.experiments.autoscaling.workloads import Workload, constant, long_decode, poisson
+from loadtests.experiments.autoscaling.workloads import Workload, constant, poisson
 
 
 def load(*requests: tuple[float, float, float], seconds: float = 60.0) -> Workload:
@@ -111,12 +111,14 @@ def test_where_decodes_outgrow_the_pool_the_latest_waits_and_computes_all_anew()
 
 
 def test_the_same_run_twice_gives_the_same() -> None:
-    one, two = (simulate(constant(3, 20.0, 300.0), KvDemand(), 2) for _ in range(2))
+    one, two = (simulate(constant(20.0, 300.0, 3), KvDemand(), 2) for _ in range(2))
     assert (one.served, one.replica_hours, one.ttft_p99) == (two.served, two.replica_hours, two.ttft_p99)
 
 
 def test_kv_bound_load_gets_replicas_where_occupancy_sees_none_missing() -> None:
-    ours, theirs = (simulate(long_decode(1, 14.0, 600.0), policy, 2) for policy in (KvDemand(), Occupancy()))
+    rate = 14.0 * (0.6 + 0.6 * np.sin(np.pi * np.linspace(0.0, 1.0, 60)))
+    workload = poisson("long decode", rate, 600.0, (600.0, 0.5), (2_500.0, 0.5), 1)
+    ours, theirs = (simulate(workload, policy, 2) for policy in (KvDemand(), Occupancy()))
     assert ours.served > theirs.served
     assert ours.most_stopped <= 0.1
 

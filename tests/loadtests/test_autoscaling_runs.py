@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +18,9 @@ from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
 from loadtests.experiments.autoscaling.comparison import Comparison, Result, one_setting, overview
 from loadtests.experiments.autoscaling.constants import RATE_OF_ONE
-from loadtests.experiments.autoscaling.matches import (
-    LOADS,
-    OURS,
-    POLICIES,
-    RAY_SWEEP,
-    SIZED_LOADS,
-    Match,
-)
-from loadtests.experiments.autoscaling.pictures import Picture, draw
-from loadtests.experiments.autoscaling.policies import KvDemand, View
-from loadtests.experiments.autoscaling.runs import IN_TIME_S, Outcome, simulate
-from loadtests.experiments.autoscaling.scenarios import most_stopped, scenarios
+from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_SWEEP, KvDemand, View
+from loadtests.experiments.autoscaling.runs import Outcome, simulate
+from loadtests.experiments.autoscaling.scenarios import QUICK, Match, most_stopped, scenarios
 from loadtests.experiments.autoscaling.workloads import Workload, constant, overload
 
 
@@ -57,17 +50,18 @@ def test_reaction_counts_from_the_first_that_waits(answer: float, reaction: floa
 
 def test_ups_before_the_overload_and_none_at_all_are_no_reaction() -> None:
     assert simulate(jam(10.0), Script((0.0, 1), (9.5, 2)), every_s=0.5).reaction_s == math.inf
-    assert simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.5, 2)), every_s=0.5).reaction_s == math.inf
+    assert simulate(constant(3.0, 60.0, 1), Script((0.0, 1), (9.5, 2)), every_s=0.5).reaction_s == math.inf
 
 
 def test_overload_is_beyond_the_fleet_from_a_moment_on_and_ours_answers_in_three_seconds() -> None:
-    one, two = overload(1, 2 * RATE_OF_ONE), overload(2, 2 * RATE_OF_ONE)
+    one, two = (overload(2 * RATE_OF_ONE, seed) for seed in (1, 2))
     assert one.overload_at != two.overload_at
     before = one.arrival < one.overload_at
     tokens_before = one.prompt[before].sum() / one.overload_at
     tokens_after = one.prompt[~before].sum() / (one.seconds - one.overload_at)
     assert tokens_before < 0.7 * 3 * 20_000 < tokens_after
-    assert Match("prompts x10 2", OURS, 1, first=3, most=16, quick=True).run().reaction_s <= 3.0
+    match = Match(partial(overload, 2 * RATE_OF_ONE), OURS, 1, first=3, most=16, options=QUICK)
+    assert match.run().reaction_s <= 3.0
 
 
 def test_reports_are_as_old_as_it_says() -> None:
@@ -85,7 +79,7 @@ def test_reports_are_as_old_as_it_says() -> None:
 
 @pytest.mark.parametrize(("stops", "share"), [(1, 0.0), (2, 0.1), (5, 0.25)])
 def test_the_share_that_one_decision_stops(stops: int, share: float) -> None:
-    outcome = simulate(constant(1, 1.0, 20.0), Script((0.0, 20), (10.0, 20 - stops)), first=20, startup_s=0.0)
+    outcome = simulate(constant(1.0, 20.0, 1), Script((0.0, 20), (10.0, 20 - stops)), first=20, startup_s=0.0)
     assert outcome.most_stopped == share
     figure = most_stopped([outcome])
     assert figure.value == pytest.approx(100 * share)
@@ -93,15 +87,11 @@ def test_the_share_that_one_decision_stops(stops: int, share: float) -> None:
     assert most_stopped([replace(outcome, policy="another")]).value == 0.0
 
 
-def test_shares_in_time_are_those_of_half_a_minute() -> None:
+def test_the_share_in_time() -> None:
     workload = Workload(
         "two", np.array([1.0, 2.0, 70.0]), np.array([10.0, 90_000.0, 10.0]), np.full(3, 2.0), 90.0
     )
     outcome = simulate(workload, Script((0.0, 1)))
-    assert IN_TIME_S == 30.0
-    first, second, third = outcome.series["in time"]
-    assert (first, third) == (0.5, 1.0)
-    assert math.isnan(second)
     assert outcome.served == pytest.approx(2 / 3)
 
 
@@ -156,13 +146,12 @@ def test_a_fleet_of_hundreds_without_work_does_shrink_a_tenth_at_a_time() -> Non
     assert max(steps[:5]) == 0.1
 
 
-def test_every_part_names_loads_and_policies_that_there_are() -> None:
+def test_every_part_names_policies_that_there_are_and_can_go_to_another_process() -> None:
     parts = scenarios(Path("somewhere.csv"), 3)
     for part in parts.values():
-        for match in part.matches:
-            assert match.policy in POLICIES
-            assert match.load in LOADS or match.load.rpartition(" ")[0] in SIZED_LOADS
-    assert all(match.times == 3 for match in parts["recorded"].matches)
+        assert all(match.policy in POLICIES for match in part.matches)
+        pickle.dumps(part.matches[0])
+    assert all(match.load.args == (Path("somewhere.csv"), 3) for match in parts["recorded"].matches)
 
 
 def test_a_part_is_judged_by_its_outcomes() -> None:
@@ -171,22 +160,15 @@ def test_a_part_is_judged_by_its_outcomes() -> None:
     fine = part.judge([outcome] * len(part.matches))
     late: list[Outcome] = [replace(outcome, reaction_s=3.5)] * 2
     slow = part.judge([outcome] * (len(part.matches) - 2) + late)
-    assert [one.holds for one in fine.figures] == [True, True]
+    assert [one.holds for one in fine.figures] == [True]
     assert not slow.figures[0].holds
-
-
-def test_pictures_are_small_files(tmp_path: Path) -> None:
-    outcome = simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.0, 2)))
-    (path,) = draw([Picture("autoscaling-x", "Title", (outcome, outcome))], tmp_path / "new")
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    assert path.stat().st_size < 120_000
 
 
 def comparison(load: str, ours: tuple[float, float], **ray: tuple[float, float]) -> Comparison:
     """Ray's first settings have the given figures (share in time, replica-hours), all others serve nothing."""
     figures = {OURS: ours} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
     figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False))
-    return Comparison(load, {name: Result(name, *both, 0.1, 3.0, 1) for name, both in figures.items()})
+    return Comparison(load, {name: Result(name, *both, 0.1, 3.0, 1, 4) for name, both in figures.items()})
 
 
 def test_ray_s_best_needs_the_fewest_hours_of_those_that_serve_as_ours() -> None:
@@ -215,7 +197,7 @@ def test_the_one_setting_serves_under_the_most_loads_and_then_costs_the_least() 
 
 def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best() -> None:
     part = scenarios(None, 1)["kv-bound"]
-    outcome = simulate(constant(1, 3.0, 60.0), Script((0.0, 1), (9.0, 2)))
+    outcome = simulate(constant(3.0, 60.0, 1), Script((0.0, 1), (9.0, 2)))
     judgement = part.judge([outcome] * len(part.matches))
     (over_settings,) = judgement.comparisons
     assert {OURS, *RAY_SWEEP} <= over_settings.results.keys()
@@ -226,4 +208,3 @@ def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best()
         "Ray's best here",
         "occupancy",
     ]
-    assert judgement.pictures[0].name == "autoscaling-long-decode"

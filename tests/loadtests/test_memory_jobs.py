@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from loadtests.experiments.memory.constants import ALPACA, SHAREGPT, SIGMA
-from loadtests.experiments.memory.contiguous_runs import possible_hits
 from loadtests.experiments.memory.jobs import draw_lengths, make_jobs
 from loadtests.experiments.memory.traces import TraceError, read_records, read_trace
 
@@ -95,14 +94,6 @@ def test_the_longest_tenth_is_clipped(tmp_path: Path) -> None:
     )
     assert (trace.factor, trace.clipped) == (1, 1)
     assert max(job.total for job in trace.jobs) == 2_048
-
-
-def test_possible_hits_by_hand(tmp_path: Path) -> None:
-    # of 1,100 and 1,030 tokens, the second prompt begins with 1,024 of the first: 64 whole blocks of 16
-    trace = read_trace(write(tmp_path, MOONCAKE), 10)
-    assert possible_hits(trace.jobs, 16) == pytest.approx(100 * 1_024 / 2_130)
-    assert possible_hits([trace.jobs[0]] * 2, 1_100) == 0  # the last token is always computed
-    assert possible_hits([trace.jobs[0]] * 2, 1_099) == pytest.approx(100 * 1_099 / 2_200)
 
 
 def test_limit_reads_the_beginning_only(tmp_path: Path) -> None:

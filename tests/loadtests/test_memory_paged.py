@@ -12,15 +12,14 @@ from engine.scheduling.recovery import RecoveryMode
 from loadtests.experiments.memory import command as memory
 from loadtests.experiments.memory import contiguous_runs
 from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, RecoveryLoad, Truth
-from loadtests.experiments.memory.contiguous_runs import filled, run_saturation, sustained
+from loadtests.experiments.memory.contiguous_runs import filled, run_saturation
 from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
-from loadtests.experiments.memory.plots import draw
 from loadtests.experiments.memory.recovery_runs import run_mode
 from loadtests.experiments.memory.systems import MAX, ORACLE, ORACLE_FIRST_FIT, PAGED, SYSTEMS, simulate
 from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
-from loadtests.findings import Findings, Plot, Table
+from loadtests.findings import Findings, Table
 
 SECOND = StepCost(1.0, 0.0, 0.0, 0.0)
 
@@ -95,12 +94,6 @@ def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.Monke
     assert any("(20.4)" in row[1] for row in found.tables[0].rows)
 
 
-def test_sustained_rate_is_interpolated() -> None:
-    assert sustained((1.0, 2.0, 3.0), [0.1, 0.1, 0.5], 0.3) == 2.5
-    assert sustained((1.0, 2.0), [0.4, 0.5], 0.3) == 0
-    assert sustained((1.0, 2.0), [0.1, 0.2], 0.3) == 2.0
-
-
 @pytest.mark.parametrize("copy", [0.01, 1_000.0])
 def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
     load = RecoveryLoad("small", SHAREGPT, 60, 4_000)
@@ -113,27 +106,25 @@ def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
     assert seconds[RecoveryMode.AUTO] < worse
 
 
-def test_command_prints_draws_and_checks(
+def test_command_prints_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from loadtests.report import Figure
 
     def part(value: float) -> Findings:
-        plot = Plot("lines", "t", "x", "y", {"a": ((1.0, 2.0), (3.0, 4.0))}, log_x=True)
         table = Table("A title", ("a",), (("cell",),), "a note")
-        return Findings([table], [Figure("f", value, bar=1.0)], [plot])
+        return Findings([table], [Figure("f", value, bar=1.0)])
 
     monkeypatch.setitem(memory.PARTS, "prefix", lambda: part(2.0))
-    monkeypatch.setitem(memory.PARTS, "blocks", lambda: part(0.5))
+    monkeypatch.setitem(memory.PARTS, "beam", lambda: part(0.5))
     out = tmp_path / "out.json"
-    memory.main(["--only", "prefix", "--check", "--json", str(out), "--plot", str(tmp_path / "plots")])
+    memory.main(["--only", "prefix", "--check", "--json", str(out)])
     text = capsys.readouterr().out
     assert "A title" in text
     assert "(a note)" in text
     assert json.loads(out.read_text())["figures"][0]["holds"]
-    assert (tmp_path / "plots" / "lines.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="1"):
-        memory.main(["--only", "blocks", "--check"])
+        memory.main(["--only", "beam", "--check"])
 
 
 def test_command_names_a_wrong_trace(tmp_path: Path) -> None:
@@ -149,10 +140,3 @@ def test_command_runs_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
     memory.main(["--trace", str(path)])
     assert "t.csv: 12 requests at 1.09 per second" in capsys.readouterr().out
-
-
-def test_bars_are_drawn(tmp_path: Path) -> None:
-    series = {"tokens": ((0.0, 1.0), (30.0, 90.0)), "external": ((0.0, 1.0), (70.0, 10.0))}
-    paths = draw([Plot("bars", "t", "", "percent", series, ("a", "b"), y_max=100)], tmp_path / "new")
-    assert [path.name for path in paths] == ["bars.png"]
-    assert paths[0].stat().st_size > 5_000

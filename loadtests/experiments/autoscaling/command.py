@@ -8,7 +8,6 @@ Every assumption is in ``loadtests/experiments/autoscaling/constants.py``.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,21 +18,17 @@ from engine.errors import ConfigError
 from loadtests.experiments.autoscaling import workloads
 from loadtests.experiments.autoscaling.comparison import overview
 from loadtests.experiments.autoscaling.constants import TRACE_TIMES
-from loadtests.experiments.autoscaling.matches import Match
-from loadtests.experiments.autoscaling.pictures import draw
-from loadtests.experiments.autoscaling.scenarios import Judgement, most_stopped, scenarios
-from loadtests.in_processes import in_processes
+from loadtests.experiments.autoscaling.scenarios import Judgement, Match, most_stopped, scenarios
+from loadtests.in_processes import add_count, add_workers, in_processes
 from loadtests.report import add_arguments, finish
 
 PARTS = tuple(scenarios(None, 1))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the chosen parts, print their tables, draw their plots, hold the figures to their bars."""
+    """Run the chosen parts, print their tables, hold the figures to their bars."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.times < 1 or arguments.workers < 1:
-        parser.error("--times and --workers must be at least 1")
     names = arguments.only or PARTS
     if arguments.trace is not None:
         if "recorded" not in names:
@@ -46,21 +41,21 @@ def main(argv: list[str] | None = None) -> None:
     chosen = [parts[name] for name in PARTS if name in names]
     began = time.monotonic()
     matches = [match for part in chosen for match in part.matches]
-    running = in_processes(Match.run, matches, min(arguments.workers, len(matches)))
+    running = in_processes(Match.run, matches, arguments.workers)
     ended = dict(tqdm(running, total=len(matches), unit="run", disable=None))
     outcomes = [ended[place] for place in range(len(matches))]
     every = Judgement()
     place = 0
     for part in chosen:
-        every.add(part.judge(outcomes[place : place + len(part.matches)]))
+        judgement = part.judge(outcomes[place : place + len(part.matches)])
+        every.tables += judgement.tables
+        every.figures += judgement.figures
+        every.comparisons += judgement.comparisons
         place += len(part.matches)
     if len(every.comparisons) > 1:
         every.tables.append(overview(every.comparisons))
     every.show()
     every.figures.append(most_stopped(outcomes))
-    if arguments.plot is not None:
-        for path in draw(every.pictures, arguments.plot):
-            print(f"wrote {path}")
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.autoscaling", every.figures, arguments)
 
@@ -72,20 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"parts: {', '.join(PARTS)}")
     add("--trace", type=Path, metavar="PATH", help="Azure's CSV or Mooncake's JSON lines, for a synthetic day")
-    add(
-        "--times",
-        type=int,
-        default=TRACE_TIMES,
-        metavar="N",
-        help=f"each of its requests N times ({TRACE_TIMES})",
-    )
-    add("--plot", type=Path, metavar="DIR", help="also draw the plots as PNG files there")
-    add(
-        "--workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="runs at a time (default: the cores)",
-    )
+    add_count(parser, "--times", TRACE_TIMES, "each of its requests N times")
+    add_workers(parser)
     add_arguments(parser)
     return parser

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from loadtests.experiments.autoscaling.matches import OURS, RAY_DEFAULT, RAY_SWEEP
+from loadtests.experiments.autoscaling.policies import OURS, RAY_DEFAULT, RAY_SWEEP
 from loadtests.experiments.autoscaling.runs import Outcome
 from loadtests.findings import Table
 
@@ -24,6 +24,7 @@ class Result:
     ttft_p99: float  # of the worst run
     moves: float  # changes of the target, mean
     reversals: int  # of the worst run
+    peak: int  # highest target
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,12 @@ class Comparison:
             f"Ray's default: {RAY_DEFAULT}": self.results[RAY_DEFAULT],
             f"Ray's best here: {self.ray_best.policy}": self.ray_best,
         } | {policy: self.results[policy] for policy in others}
-        rows = tuple(
-            (
-                name,
-                f"{100 * one.served:.2f}",
-                f"{one.hours:.2f}",
-                f"{one.ttft_p99:.2f}",
-                f"{one.moves:.0f}",
-                f"{one.reversals}",
-            )
-            for name, one in shown.items()
-        )
-        return Table(title, ("policy", "in time %", "replica-h", "TTFT p99 s", "moves", "reversals"), rows)
+        rows = []
+        for name, one in shown.items():
+            figures = (f"{100 * one.served:.2f}", f"{one.hours:.2f}", f"{one.ttft_p99:.2f}", f"{one.moves:.0f}")
+            rows.append((name, *figures, f"{one.reversals}"))
+        header = ("policy", "in time %", "replica-h", "TTFT p99 s", "moves", "reversals")
+        return Table(title, header, tuple(rows))
 
 
 def compared(load: str, runs: Sequence[tuple[str, Outcome]]) -> Comparison:
@@ -83,8 +78,9 @@ def compared(load: str, runs: Sequence[tuple[str, Outcome]]) -> Comparison:
             min(one.served for one in some),
             fmean(one.replica_hours for one in some),
             max(one.ttft_p99 for one in some),
-            fmean(one.ups + one.downs for one in some),
+            fmean(one.moves for one in some),
             max(one.reversals for one in some),
+            max(one.peak for one in some),
         )
     return Comparison(load, results)
 
@@ -106,20 +102,13 @@ def overview(comparisons: Sequence[Comparison]) -> Table:
     def figures(one: Result) -> str:
         return f"{100 * one.served:.1f} %, {one.hours:.2f} h"
 
-    rows = tuple(
-        (
-            one.load,
-            figures(one.ours),
-            figures(one.results[RAY_DEFAULT]),
-            figures(one.ray_best),
-            one.ray_best.policy,
-            figures(one.results[fixed]),
-        )
-        for one in comparisons
-    )
+    rows = []
+    for one in comparisons:
+        ours, default, best = map(figures, (one.ours, one.results[RAY_DEFAULT], one.ray_best))
+        rows.append((one.load, ours, default, best, one.ray_best.policy, figures(one.results[fixed])))
     header = ("load", "ours", "Ray's default", "Ray's best for the load", "its setting", fixed)
     note = (
         f"requests in time, replica-hours; of Ray's settings, {fixed} serves at least as many requests in time "
         f"as ours (within {100 * TOLERANCE:g} points) under the most loads"
     )
-    return Table("Ray's policy over its own settings", header, rows, note)
+    return Table("Ray's policy over its own settings", header, tuple(rows), note)

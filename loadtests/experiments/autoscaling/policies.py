@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any, Protocol
 
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
-from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
-from loadtests.experiments.autoscaling.constants import STARTUP_S, TPOT_TARGET_S, TTFT_TARGET_S
+from app.autoscaling.snapshot import ReplicaStats, Snapshot
+from loadtests.experiments.autoscaling.constants import MAX_REPLICAS, STARTUP_S, TPOT_TARGET_S, TTFT_TARGET_S
+
+OURS = "kv demand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,44 +41,29 @@ class ScalingPolicy(Protocol):
         """The target."""
 
 
-class _Rule:
-    """One of the rules that production runs."""
+class KvDemand:
+    """Ours, as production runs it."""
 
-    name = ""
+    name = OURS
+    rule = staticmethod(decide)
 
-    def __init__(
-        self, rule: Callable[[Snapshot, ScalingConfig, ScalingState], Decision], **options: Any
-    ) -> None:
-        self.config = ScalingConfig(
-            ttft_target_s=TTFT_TARGET_S, tpot_target_s=TPOT_TARGET_S, report_interval_s=1.0, **options
+    def __init__(self, startup_s: float = STARTUP_S) -> None:
+        self._config = ScalingConfig(
+            ttft_target_s=TTFT_TARGET_S, tpot_target_s=TPOT_TARGET_S, report_interval_s=1.0, startup_s=startup_s
         )
-        self.state = ScalingState()
-        self.last: Decision | None = None
-        self._rule = rule
+        self._state = ScalingState()
 
     def __call__(self, view: View) -> int:
         """The decision's target."""
         snapshot = Snapshot(view.now, view.target, view.running, 1, view.most, view.reports, float(view.queued))
-        self.last = self._rule(snapshot, self.config, self.state)
-        return self.last.target
+        return self.rule(snapshot, self._config, self._state).target
 
 
-class KvDemand(_Rule):
-    """Ours."""
-
-    name = "kv demand"
-
-    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
-        super().__init__(decide, startup_s=startup_s, **options)
-
-
-class Occupancy(_Rule):
+class Occupancy(KvDemand):
     """The usual ratio rule on used KV memory, which Quire has, too, with the guards of its own rule."""
 
     name = "occupancy 70 %"
-
-    def __init__(self, startup_s: float = STARTUP_S, **options: Any) -> None:
-        super().__init__(decide_by_occupancy, startup_s=startup_s, **options)
+    rule = staticmethod(decide_by_occupancy)
 
 
 def ray_name(target: float, up_s: float, down_s: float) -> str:
@@ -149,3 +138,18 @@ class Static:
     def __call__(self, view: View) -> int:
         """That many."""
         return self._count
+
+
+RAY_DEFAULT = ray_name(2, 30, 600)
+"""As Ray Serve has it: ongoing requests of a replica, seconds before an up and before a down."""
+_SWEEP = {
+    ray_name(target, *delays): partial(RayDefault, MAX_REPLICAS, target, *delays)
+    for target, delays in product((2, 4, 8, 16, 32, 64, 128, 192), ((30, 600), (30, 120), (5, 120)))
+}
+RAY_SWEEP = tuple(_SWEEP)
+POLICIES: dict[str, Callable[[], ScalingPolicy]] = {
+    OURS: KvDemand,
+    "occupancy": Occupancy,
+    "static": partial(Static, MAX_REPLICAS),
+    **_SWEEP,
+}

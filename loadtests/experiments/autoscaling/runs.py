@@ -6,10 +6,9 @@ import itertools
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from app.autoscaling.snapshot import ReplicaStats
 from loadtests.experiments.autoscaling.constants import (
@@ -27,33 +26,22 @@ from loadtests.experiments.autoscaling.workloads import Workload
 
 AFTERMATH_S = 600.0
 """How long requests may take to end after the last has come."""
-IN_TIME_S = 30.0
-"""Requests that come within so many seconds are one value of a series."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Figures of one run.
-
-    ``series``: demand in pools, target and running replicas at each decision, and ``in time``, the share of the
-    requests that came within each ``IN_TIME_S`` (not a number where none came).
-    """
+    """Figures of one run."""
 
     policy: str
-    workload: str
     served: float  # share of the requests whose first token and pace were within the targets
     replica_hours: float
-    ups: int
-    downs: int
+    moves: int  # changes of the target while requests came
     reversals: int
+    peak: int  # highest target
     most_stopped: float  # largest share of the fleet that one decision stopped, where it was not one replica
     reaction_s: float  # from the first request of an overload that waits to a higher target; else infinite
-    preemptions: int
-    mean_replicas: float
     ttft_p99: float
     cpu_s: float  # processor time of the simulation
-    every_s: float  # between decisions
-    series: dict[str, list[float]] = field(default_factory=dict)
 
 
 def simulate(
@@ -75,9 +63,8 @@ def simulate(
     began = time.process_time()
     fleet = Fleet(workload, most, first, startup_s)
     late: deque[tuple[float, dict[int, ReplicaStats]]] = deque()
-    series: dict[str, list[float]] = {"demand": [], "target": [], "running": []}
     moves: list[int] = []
-    most_stopped = 0.0
+    most_stopped, peak = 0.0, 0
     ups: list[float] = []
     ticks = round(every_s / TICK_S)
     count = 0
@@ -108,10 +95,7 @@ def simulate(
                 if change < -1:
                     most_stopped = max(most_stopped, -change / fleet.target)
                 fleet.set_target(target)
-            pool = fleet.service.pool_tokens
-            series["demand"].append(float((fleet.held.sum() + fleet.lacking.sum()) / pool))
-            series["target"].append(fleet.target)
-            series["running"].append(fleet.running)
+            peak = max(peak, fleet.target)
         fleet.tick()
         count += 1
         if fleet.now <= workload.seconds:
@@ -122,34 +106,18 @@ def simulate(
     pace /= np.maximum(workload.output - 1, 1)
     # Half a microsecond for sums of floats.
     good = (wait <= TTFT_TARGET_S) & (pace <= TPOT_TARGET_S + 5e-7)
-    series["in time"] = _shares(workload.arrival, good)
     return Outcome(
         policy.name,
-        workload.name,
         float(good.mean()) if len(good) else 1.0,
         hours,
-        moves.count(1),
-        moves.count(-1),
+        len(moves),
         sum(a != b for a, b in itertools.pairwise(moves)),
+        peak,
         most_stopped,
         _reaction(workload, wait - fleet.uncached / fleet.service.prefill_rate, ups),
-        fleet.preemptions,
-        float(np.mean(series["running"])),
         float(np.quantile(wait, 0.99, method="higher")) if len(wait) else 0.0,
         time.process_time() - began,
-        every_s,
-        series,
     )
-
-
-def _shares(arrival: Floats, good: npt.NDArray[np.bool_]) -> list[float]:
-    part = (arrival / IN_TIME_S).astype(np.int64)
-    counts = np.bincount(part)
-    sums = np.bincount(part, good.astype(float))
-    return [
-        float(one) if count else math.nan
-        for one, count in zip(sums / np.maximum(counts, 1), counts, strict=True)
-    ]
 
 
 def _reaction(workload: Workload, waited: Floats, ups: list[float]) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError
-from loadtests.experiments.autoscaling.constants import LONGEST_TRACE_S, MOST_REQUESTS
+from loadtests.experiments.autoscaling.constants import FLEET, LONGEST_TRACE_S, MOST_REQUESTS
 from loadtests.experiments.memory.traces import TraceError, read_records
 
 Floats = npt.NDArray[np.float64]
@@ -56,60 +57,41 @@ def poisson(
 
 
 CHAT = ((1_000.0, 0.8), (250.0, 0.6))
-LONG_DECODE = ((600.0, 0.5), (2_500.0, 0.5))
-LONG_PROMPTS = ((12_000.0, 0.5), (100.0, 0.5))
-SHORT_CHAT = ((50.0, 0.5), (500.0, 0.5))
 
+_PARTS = np.linspace(0.0, 1.0, 60)  # of half an hour
+_ARCH = np.sin(np.pi * _PARTS)
+_HOURS = np.linspace(0.0, 1.0, 240)
+_DAY = 0.1 + 0.9 * np.sin(np.pi * _HOURS) ** 2 * (1.0 - 0.25 * np.exp(-(((_HOURS - 0.5) / 0.06) ** 2)))
 
-def constant(seed: int, rate: float = 8.0, seconds: float = 1_800.0) -> Workload:
-    """The same rate throughout."""
-    return poisson("constant", rate, seconds, *CHAT, seed)
-
-
-def day(seed: int, peak: float = 120.0, seconds: float = 7_200.0) -> Workload:
-    """A day in two hours: from a tenth of the peak up and back, with a dent at noon."""
-    at = np.linspace(0.0, 1.0, 240)
-    wave = 0.1 + 0.9 * np.sin(np.pi * at) ** 2 * (1.0 - 0.25 * np.exp(-(((at - 0.5) / 0.06) ** 2)))
-    return poisson("day", peak * wave, seconds, *CHAT, seed)
-
-
-def step_up(seed: int, rate: float = 20.0, seconds: float = 1_800.0) -> Workload:
-    """Three times the rate in the middle third."""
-    return poisson("step x3", [rate, 3 * rate, rate], seconds, *CHAT, seed)
-
-
-def saw_tooth(seed: int, peak: float = 80.0, seconds: float = 3_600.0) -> Workload:
-    """Six ramps from a tenth of the peak, each ending at once."""
-    ramp = np.linspace(0.1, 1.0, 60)
-    return poisson("saw-tooth", peak * np.tile(ramp, 6), seconds, *CHAT, seed)
-
-
-def burst(seed: int, rate: float = 60.0, seconds: float = 1_800.0) -> Workload:
-    """Next to nothing, then ten minutes of load, then next to nothing."""
-    return poisson("idle, burst", [0.05, rate, 0.05], seconds, *CHAT, seed)
-
-
-def long_decode(seed: int, rate: float = 10.0, seconds: float = 1_800.0) -> Workload:
-    """Short prompts and long answers: KV-bound. The rate doubles and falls back to where it was."""
-    at = np.linspace(0.0, 1.0, 60)
-    return poisson("long decode", rate * (0.6 + 0.6 * np.sin(np.pi * at)), seconds, *LONG_DECODE, seed)
-
-
-def many(seed: int, replicas: int, seconds: float) -> Workload:
-    """Long prompts and answers, for so many replicas about half full."""
-    return poisson("many replicas", 0.4 * replicas, seconds, (8_000.0, 0.5), (4_000.0, 0.5), seed)
-
-
-def long_prompts(seed: int, rate: float = 6.0, seconds: float = 1_800.0) -> Workload:
-    """Long prompts and short answers: prefill-bound. The rate nearly triples and falls back."""
-    at = np.linspace(0.0, 1.0, 60)
-    return poisson("long prompts", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *LONG_PROMPTS, seed)
-
+# Seed to workload.
+# A day in two hours: from a tenth of the peak up and back, with a dent at noon.
+DAY = partial(poisson, "day", 120.0 * _DAY, 7_200.0, *CHAT)
+# Three times the rate in the middle third.
+STEP_UP = partial(poisson, "step x3", [20.0, 60.0, 20.0], 1_800.0, *CHAT)
+# Six ramps from a tenth of the peak, each ending at once.
+SAW_TOOTH = partial(poisson, "saw-tooth", 80.0 * np.tile(np.linspace(0.1, 1.0, 60), 6), 3_600.0, *CHAT)
+# Next to nothing, then ten minutes of load, then next to nothing.
+BURST = partial(poisson, "idle, burst", [0.05, 60.0, 0.05], 1_800.0, *CHAT)
+# Short prompts, long answers: KV-bound. The rate doubles and falls back, as it does for the next two.
+LONG_DECODE = partial(poisson, "long decode", 10.0 * (0.6 + 0.6 * _ARCH), 1_800.0, (600.0, 0.5), (2_500.0, 0.5))
+# Prefill-bound.
+LONG_PROMPTS = partial(
+    poisson, "long prompts", 6.0 * (0.5 + 0.9 * _ARCH), 1_800.0, (12_000.0, 0.5), (100.0, 0.5)
+)
+# Short prompts and answers: sequence slots run out first.
+SHORT_CHAT = partial(poisson, "short chat", 60.0 * (0.5 + 0.9 * _ARCH), 1_800.0, (50.0, 0.5), (500.0, 0.5))
+# Long prompts and answers, for the largest fleet about half full.
+MANY = partial(poisson, "many replicas", 0.4 * FLEET, 3_600.0, (8_000.0, 0.5), (4_000.0, 0.5))
 
 _CALM_S, _RUSH_S = 60.0, 10.0
 
 
-def overload(seed: int, rate: float) -> Workload:
+def constant(rate: float, seconds: float, seed: int) -> Workload:
+    """Chat at the same rate throughout."""
+    return poisson("constant", rate, seconds, *CHAT, seed)
+
+
+def overload(rate: float, seed: int) -> Workload:
     """Chat at a constant rate, then at ten times that."""
     parts = [*[rate] * round(_CALM_S / _RUSH_S), 10.0 * rate]
     made = poisson("prompts x10", parts, _CALM_S + _RUSH_S, *CHAT, seed)
@@ -117,12 +99,6 @@ def overload(seed: int, rate: float) -> Workload:
     shift = float(np.random.default_rng(seed).random())
     seconds = made.seconds + shift
     return replace(made, arrival=made.arrival + shift, seconds=seconds, overload_at=_CALM_S + shift)
-
-
-def short_chat(seed: int, rate: float = 60.0, seconds: float = 1_800.0) -> Workload:
-    """Short prompts and answers: seats run out first. The rate nearly triples and falls back."""
-    at = np.linspace(0.0, 1.0, 60)
-    return poisson("short chat", rate * (0.5 + 0.9 * np.sin(np.pi * at)), seconds, *SHORT_CHAT, seed)
 
 
 JITTER_S = 10.0

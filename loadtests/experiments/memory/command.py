@@ -14,13 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from loadtests.experiments.memory.contiguous_runs import (
-    run_block_sizes,
-    run_latency,
-    run_saturation,
-    run_trace,
-)
-from loadtests.experiments.memory.plots import draw
+from loadtests.experiments.memory.contiguous_runs import run_saturation, run_trace
 from loadtests.experiments.memory.recovery_runs import run_recovery
 from loadtests.experiments.memory.sharing_runs import run_beam, run_parallel, run_prefix
 from loadtests.experiments.memory.traces import TraceError
@@ -29,11 +23,9 @@ from loadtests.report import Figure, add_arguments, finish
 
 PARTS: dict[str, Callable[[], Findings]] = {
     "saturation": run_saturation,
-    "latency": run_latency,
     "parallel": run_parallel,
     "beam": run_beam,
     "prefix": run_prefix,
-    "blocks": run_block_sizes,
     "recovery": run_recovery,
 }
 
@@ -45,9 +37,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     parts = f"parts: {', '.join(PARTS)}"
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=parts)
-    parser.add_argument(
-        "--plot", metavar="DIR", type=Path, help="also draw plots as PNG files into this folder"
-    )
     parser.add_argument(
         "--trace",
         metavar="PATH",
@@ -68,8 +57,6 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"error: {error}")
         figures += findings.figures
         findings.show()
-        for path in draw(findings.plots, arguments.plot) if arguments.plot else ():
-            print(f"wrote {path}")
         print(f"{time.monotonic() - began:.0f} s", flush=True)
     finish("loadtests.memory", figures, arguments)
 

@@ -17,7 +17,6 @@ MAX_LENGTH = 2_048
 """Longest sequence, prompt and output together: the model's context length."""
 
 BLOCK_SIZE = 16
-BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 SIGMA = 0.75
 """Of the logarithm of both lengths.
@@ -42,23 +41,19 @@ class Lengths:
     prompt: float
     output: float
     published_rate: float  # requests per second
-    rates: tuple[float, ...]  # of the latency curves, requests per second
 
 
-SHAREGPT = Lengths(
-    "161/338", 161, 338, 2.0, (0.125, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0)
-)
-ALPACA = Lengths("19/58", 19, 58, 30.0, (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 30.0, 36.0, 42.0))
+SHAREGPT = Lengths("161/338", 161, 338, 2.0)
+ALPACA = Lengths("19/58", 19, 58, 30.0)
 WORKLOADS = (SHAREGPT, ALPACA)
 
 SHARED_PREFIXES = (80, 341)
 """Tokens of the translation prompts with one and with five examples (section 6.4)."""
 
-TRANSLATION = Lengths("translation", 30, 30, 0.0, ())
+TRANSLATION = Lengths("translation", 30, 30, 0.0)
 """What follows a shared prefix: one sentence, and its translation."""
 
 WIDTHS = (2, 4, 6)
-
 
 GPU_LIKE = StepCost(
     base=24e-3,
@@ -109,21 +104,10 @@ PUBLISHED_SAVING = {
 PUBLISHED_PREFIX_GAIN = {80: 1.67, 341: 3.58}
 """Throughput over Orca (Oracle) with that shared prefix (figure 16)."""
 
-PUBLISHED_RATE_GAIN = {"Orca Oracle": "1.7 to 2.7", "Orca Max": "2.7 to 8"}
-"""Request rate over these baselines at about the same latency, ShareGPT, over the models (section 6.2)."""
-
 SATURATION_RATE = 4.0
 """Arrivals at saturation, in multiples of the published rate."""
 
 SATURATION_JOBS = {SHAREGPT.name: 1_500, ALPACA.name: 4_000}
-CURVE_SECONDS = {SHAREGPT.name: 600, ALPACA.name: 120}
-"""How long requests keep arriving at each rate of the latency curves."""
-
-BLOCK_SIZE_JOBS = {SHAREGPT.name: 500, ALPACA.name: 2_000}
-BLOCK_SIZE_RATE = {SHAREGPT.name: 1.8, ALPACA.name: 30.0}  # requests per second, of the latency by block size
-
-LATENCY_LIMIT = 0.2
-"""Seconds per output token up to which a rate counts as served."""
 
 SHARING_JOBS = {SHAREGPT.name: 150, ALPACA.name: 600}
 SHARING_SEQUENCE_RATE = {SHAREGPT.name: 1.0, ALPACA.name: 12.0}

@@ -8,7 +8,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from loadtests.experiments.memory.allocators import BuddyAllocator, FirstFitAllocator
-from loadtests.experiments.memory.constants import BLOCK_SIZE, GPU_LIKE, POOL_SLOTS
+from loadtests.experiments.memory.constants import GPU_LIKE, POOL_SLOTS
 from loadtests.experiments.memory.contiguous import Reservation, simulate_contiguous
 from loadtests.experiments.memory.jobs import Job
 from loadtests.experiments.memory.measure import Meter, Result
@@ -32,13 +32,11 @@ CONTIGUOUS: dict[str, tuple[Reservation, type[BuddyAllocator | FirstFitAllocator
 SYSTEMS = (*CONTIGUOUS, PAGED)
 
 
-def simulate(
-    system: str, jobs: Sequence[Job], *, saturated: bool = True, block_size: int = BLOCK_SIZE
-) -> Result:
+def simulate(system: str, jobs: Sequence[Job], *, saturated: bool = True) -> Result:
     """Run one of ``SYSTEMS`` on the GPU-like machine; a tenth of the requests warms it up."""
     meter = Meter(len(jobs) // 10, saturated)
     if system == PAGED:
-        return simulate_paged(jobs, SimulatedReplica(paged_config(block_size=block_size)), meter)
+        return simulate_paged(jobs, SimulatedReplica(paged_config()), meter)
     reservation, allocator = CONTIGUOUS[system]
     return simulate_contiguous(jobs, reservation, allocator(POOL_SLOTS), GPU_LIKE, meter)
 
