@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from app.channel import wire
+from app.channel.failures import describe, is_defect
 from app.channel.wire_sections import KvSection, SnapshotSlice
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
@@ -96,14 +97,8 @@ class IngressChannel:
         self._clock = clock
         self._route: Route | None = None
         self._stopped = False
-        self._frames = 0
-        self._acknowledged = 0
-        self._last_frame = 0.0
-        self._stale: set[int] = set()
-        self._needs_snapshot = False  # KV events are missing
-        self._next_resync = 0.0
-        self._end_reason = ""
         self._generator: Any = None
+        self._reset()
         self._beat_now = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
 
@@ -118,26 +113,37 @@ class IngressChannel:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
+    def _reset(self) -> None:
+        """Begin to count for a new epoch."""
+        self._frames = self._acknowledged = 0
+        self._last_frame = self._clock()
+        self._stale: set[int] = set()
+        self._needs_snapshot = False  # KV events are missing
+        self._next_resync = 0.0
+        self._end_reason = ""
+
     async def _run(self) -> None:
         backoff = 0.1
         while not self._stopped:
             epoch = self._next_epoch()
             self._route = None
-            reason = "it ended"
+            reason, defect = "the replica ended it", False
             try:
                 await self._read(epoch)
-                reason = "the replica ended it"
             except asyncio.CancelledError:
                 reason = "closed here"
                 if self._stopped or self._task.cancelling():
                     raise
                 reason = "Serve cancelled it"
-            except Exception as error:  # noqa: BLE001  (whatever ended this channel, a new one is opened)
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            except Exception as error:
+                reason, defect = describe(error), is_defect(error)
+                if defect:
+                    logger.exception("channel to %s failed", self.replica)
             finally:
                 was_open = self._route is not None
                 self._end(reason)
-            backoff = 0.1 if was_open else min(2 * backoff, MAX_BACKOFF_S)
+            # A defect may end each channel right after it opens.
+            backoff = 0.1 if was_open and not defect else min(2 * backoff, MAX_BACKOFF_S)
             await asyncio.sleep(backoff)
 
     def _end(self, reason: str) -> None:
@@ -149,16 +155,14 @@ class IngressChannel:
         route, self._route = self._route, None
         if route is not None:
             logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
-            self._events.on_closed(route, reason)
+            try:
+                self._events.on_closed(route, reason)
+            except Exception:  # a defect must not keep the channel from being reopened
+                logger.exception("channel to %s failed while it was closed", self.replica)
 
     async def _read(self, epoch: int) -> None:
         self.state = ChannelState.OPENING
-        self._frames = self._acknowledged = 0
-        self._stale.clear()
-        self._needs_snapshot = False  # KV events are missing
-        self._next_resync = 0.0
-        self._end_reason = ""
-        self._last_frame = self._clock()
+        self._reset()
         self._generator = self._stream.channel.remote(self._cid, epoch, target=self.replica)
         loop = asyncio.get_running_loop()
         watch: asyncio.Task[None] | None = None
@@ -231,6 +235,10 @@ class IngressChannel:
                     beat = loop.create_task(self._beat(epoch))
                     pending.add(beat)
                     beat.add_done_callback(pending.discard)
+        except Exception as error:
+            logger.exception("channel to %s failed", self.replica)
+            self._end_reason = describe(error)
+            limit.reschedule(loop.time())
         finally:
             for task in pending:
                 task.cancel()
@@ -256,8 +264,11 @@ class IngressChannel:
             )
             async with asyncio.timeout(DEAD_S):
                 known = await response
-        except Exception as error:  # noqa: BLE001  (the channel itself shows whether the replica is alive)
-            logger.info("a beat to %s failed: %s", self.replica, error)
+        except Exception as error:
+            if is_defect(error):
+                logger.exception("a beat to %s failed", self.replica)
+            else:
+                logger.info("a beat to %s failed: %s", self.replica, describe(error))
             if response is not None:
                 response.cancel()
             if resync:

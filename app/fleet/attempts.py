@@ -10,6 +10,7 @@ from typing import Any
 
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
+from app.channel.failures import answer_of, describe, is_defect
 from app.channel.kv_feed import KvFeed
 from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
 from app.fleet.in_flight import InFlightRequest
@@ -138,8 +139,8 @@ class AttemptRunner:
         try:
             response = self._generate.remote(self._channels.cid, payload, meta=request.routing_meta(number))
         except Exception as error:  # noqa: BLE001  (like any failure of a call below)
-            return AttemptFailure(_describe(error), fault=True)
-        answer = asyncio.ensure_future(_await(response))
+            return self._failed(request, error)
+        answer = asyncio.ensure_future(answer_of(response))
         interrupted = asyncio.ensure_future(request.interrupt.wait())
         try:
             await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
@@ -152,7 +153,7 @@ class AttemptRunner:
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
                 # nobody here has canceled. If the replica is lost, its channel ends, too, and counts the fault.
-                return None if request.interrupt.is_set() else AttemptFailure(_describe(error), fault=True)
+                return None if request.interrupt.is_set() else self._failed(request, error)
             return await self._finish(request, outcome, interrupted)
         finally:
             interrupted.cancel()
@@ -160,6 +161,12 @@ class AttemptRunner:
                 self._await_late_answer(answer, response)
             elif not answer.done():
                 _cancel(answer, response)
+
+    def _failed(self, request: InFlightRequest, error: BaseException) -> AttemptFailure:
+        """A call failed; a defect is logged in full, since its one-line warning reads like a lost replica."""
+        if is_defect(error):
+            logger.error("a call for request %s failed", request.request.request_id, exc_info=error)
+        return AttemptFailure(describe(error), fault=True)
 
     async def _finish(
         self, request: InFlightRequest, outcome: dict[str, Any], interrupted: asyncio.Future[Any]
@@ -190,15 +197,7 @@ class AttemptRunner:
         answer.add_done_callback(done)
 
 
-async def _await(response: Any) -> Any:
-    return await response
-
-
 def _cancel(answer: asyncio.Future[Any], response: Any) -> None:
     """The task first: awaiting a canceled response raises."""
     answer.cancel()
     response.cancel()
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from app.channel.failures import first_line
+
 RESET_WITHIN_S = 30.0
 """Timeout of the call; an engine answers between two steps."""
 
@@ -48,5 +50,5 @@ async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheRe
         elif isinstance(error, TimeoutError):
             failures[replica] = f"no answer within {RESET_WITHIN_S:g} s"
         else:
-            failures[replica] = (str(error) or type(error).__name__).splitlines()[0]
+            failures[replica] = first_line(error) or type(error).__name__
     return CacheReset(freed, failures)

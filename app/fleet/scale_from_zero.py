@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from app.channel.failures import answer_of, describe
+
 RETRY_S = 1.0
 """Pause after a wake-up call has ended, before the next one; there is one only while requests wait."""
 
@@ -91,20 +93,16 @@ async def _call(handle: Any) -> None:
     try:
         response = handle.options(_by_reference=False).wake.remote(wait=True)
     except Exception as error:  # noqa: BLE001  (like any failure of the call below)
-        logger.warning("the wake-up call could not be sent: %s: %s", type(error).__name__, error)
+        logger.warning("the wake-up call could not be sent: %s", describe(error))
         return
-    answer = asyncio.ensure_future(_await(response))
+    answer = asyncio.ensure_future(answer_of(response))
     try:
         # Not awaited directly: Serve raises CancelledError for calls that nobody here has canceled.
         await asyncio.wait((answer,))
         failure = None if answer.cancelled() else answer.exception()
         if failure is not None:
-            logger.warning("the wake-up call failed: %s: %s", type(failure).__name__, failure)
+            logger.warning("the wake-up call failed: %s", describe(failure))
     finally:
         if not answer.done():
             answer.cancel()
             response.cancel()
-
-
-async def _await(response: Any) -> Any:
-    return await response

@@ -9,7 +9,7 @@ The ledger owns all state. A choice itself (``app/routing/policies.py``) is a pu
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +29,8 @@ from engine.errors import QuireError
 __all__ = ["BlockIndex", "Booking", "Ledger", "NoRouteError", "Route"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = Policy.PREFIX  # Python 3.11 finds a member of an enumeration by a call
 
@@ -119,7 +121,8 @@ class Ledger:
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
         """Run what reads or changes the index's part of a replica under the lock, as all of that must.
 
-        ``None`` if there is a defect in it: then the index has the replica no more until its next route.
+        ``None`` if there is a defect in it: then the index drops the replica until its next route. If it cannot
+        drop it, that is a second fault, and the replica's blocks may be wrong.
         """
         with self._lock:
             return self._guarded(replica, step)
@@ -423,8 +426,11 @@ class Ledger:
         except Exception:  # noqa: BLE001  (as in _decide)
             self._faults.add()
             if self._index is not None:
-                with contextlib.suppress(Exception):
+                try:
                     self._index.remove(replica)
+                except Exception:
+                    self._faults.add()
+                    logger.exception("the index cannot drop replica %s; its blocks may be wrong", replica)
             return None
 
     def _tried(self, change: Callable[..., object], *arguments: object) -> None:

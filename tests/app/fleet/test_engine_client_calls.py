@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 from engine_client_setting import collect, quiet, request, run, started, until
 from kv_loopback import SCHEME, KvReplica
 from loopback import LoopbackHandle, expected_tokens, stepping
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
+from app.channel.engine_channel import UnknownEpochError
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerationError
 from app.routing.fleet import NotAcceptedError
@@ -211,6 +216,80 @@ def test_replicas_that_do_not_accept_a_call_have_not_failed_under_it() -> None:
         handle.generate.remote = remote
         async with stepping(handle):
             assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("callback", ["on_open", "on_records", "on_suspect", "on_closed"])
+def test_a_defect_in_a_callback_of_a_channel_is_logged_and_the_channel_reopened(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, callback: str
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        original, failures = getattr(client, callback), [KeyError("planted")]
+
+        def broken(*arguments: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return original(*arguments)
+
+        monkeypatch.setattr(client, callback, broken)
+        if callback in ("on_open", "on_closed"):
+            for channel in list(only.hub._channels.values()):
+                only.hub.close(channel, "a test broke it")
+        if callback == "on_suspect":
+            # Its frames stop, and it is silent.
+            (channel,) = only.hub._channels.values()
+            channel.last_frame = float("inf")
+            await until(lambda: not failures)
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert not failures
+        (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert record.exc_info is not None
+        assert "planted" in str(record.exc_info[1])
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "defect"),
+    [
+        (KeyError("planted"), True),
+        (RayTaskError("generate", "its traceback", KeyError("planted")).as_instanceof_cause(), True),
+        (RayTaskError("generate", "its traceback", UnknownEpochError("planted")).as_instanceof_cause(), False),
+        (ActorDiedError(), False),
+        (ConnectionError("planted"), False),
+        (TimeoutError(), False),
+        (DeploymentUnavailableError(DeploymentID("engine")), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_defect_in_a_call_is_logged_with_its_traceback_and_a_lost_replica_is_not(
+    caplog: pytest.LogCaptureFixture, error: Exception, defect: bool, sent: bool
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        send, failures = handle.generate.remote, [error]
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if not failures:
+                return send(*args, **kwargs)
+            if not sent:
+                raise failures.pop()
+            failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            failed.set_exception(failures.pop())
+            return failed
+
+        handle.generate.remote = remote
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        logged = [record.exc_info for record in caplog.records if record.levelno >= logging.ERROR]
+        assert [info[1] for info in logged if info is not None] == ([error] if defect else [])
         await client.stop()
 
     run(test)

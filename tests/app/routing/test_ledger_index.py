@@ -67,9 +67,15 @@ def test_a_replica_that_the_index_cannot_add_is_routed_to_all_the_same(
     assert ledger.faults == ledger.state()["faults"] == len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(("owner", "method"), [(KvIndex, "remove"), (Speculation, "clear")])
+@pytest.mark.parametrize(
+    ("owner", "method", "faults"),
+    [
+        (KvIndex, "remove", 2),  # dropping the replica after the first failure fails, too
+        (Speculation, "clear", 1),
+    ],
+)
 def test_a_route_closes_though_the_index_cannot_forget_its_replica(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, faults: int
 ) -> None:
     ledger = Ledger(index=KvIndex())
     for route in (A, B):
@@ -80,11 +86,24 @@ def test_a_route_closes_though_the_index_cannot_forget_its_replica(
     booked = [ledger.book(f"r{attempt}", attempt, 50, 5, keys=keys).route for attempt in range(8)]
     monkeypatch.setattr(owner, method, fail)
     assert ledger.close(A) == [attempt for attempt, route in enumerate(booked) if route == A]
-    assert ledger.faults == 1
+    assert ledger.faults == faults
     assert (ledger.routable(), list(ledger.load())) == (["b"], ["b"])
     ledger.expect(9)
     assert ledger.book("r9", 9, 50, 5, keys=keys).route == B
-    assert ledger.faults == 1
+    assert ledger.faults == faults
+
+
+def test_an_index_that_cannot_drop_a_replica_after_a_defect_counts_two_faults(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    ledger.open(A)
+    monkeypatch.setattr(index, "remove", fail)
+    assert ledger.with_index("a", fail) is None
+    assert ledger.faults == 2
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+    assert "cannot drop replica a" in caplog.messages[1]
 
 
 def test_a_defect_while_the_index_changes_takes_its_replica_out() -> None:

@@ -1,0 +1,36 @@
+"""Failures of calls to engine replicas: telling a defect from a lost connection, and describing either."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from engine.errors import QuireError
+
+_EXPECTED = (QuireError, OSError, asyncio.CancelledError, RayError, RayServeException)
+"""``OSError`` includes ``TimeoutError`` and ``ConnectionError``."""
+
+
+def is_defect(error: BaseException) -> bool:
+    """Whether the code failed, here or on the replica, rather than the connection to the replica."""
+    if isinstance(error, RayTaskError):  # what the code on the replica raised
+        return not isinstance(error.cause, _EXPECTED)
+    return not isinstance(error, _EXPECTED)
+
+
+def describe(error: BaseException) -> str:
+    """The error's class and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message; empty if there is none."""
+    return next(iter(str(error).splitlines()), "")
+
+
+async def answer_of(response: Any) -> Any:
+    """Await a Serve response, which is awaitable but no coroutine."""
+    return await response
