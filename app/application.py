@@ -11,10 +11,10 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app import config
-from app.autoscaling.deployment import replicas_options
 from app.config import AppConfig
 from app.launch import placement, serving
 from app.routing.fleet import DEPLOYMENT
+from app.scaling_deployment import replicas_options
 from engine.errors import ConfigError
 
 INGRESS = "ingress"

@@ -12,13 +12,13 @@ from typing import Any
 import ray
 
 from app import config, metrics
-from app.autoscaling.replica_stats import StatsReporter
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.config import AppConfig
 from app.launch import placement
 from app.launch.model_store import resolve
+from app.replica_stats import StatsReporter
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
 from engine.kv.kv_events import KvSnapshot

@@ -1,7 +1,7 @@
 """The policies that Serve's controller runs.
 
 The controller unpickles them in its own environment, where Quire need not be installed: this package is pickled
-by value, so its modules import the standard library and each other only.
+by value, so its modules import the standard library and each other only, and Ray where ``publishing`` uses it.
 """
 
 from __future__ import annotations

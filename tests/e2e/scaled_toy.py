@@ -10,8 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from app import config
-from app.autoscaling import deployment
+from app import config, scaling_deployment
 from app.autoscaling.policy import KvDemandPolicy
 from app.autoscaling.snapshot import ReplicaStats
 
@@ -55,7 +54,9 @@ class BrokenPolicy(KvDemandPolicy):
 
 def toy(path: str, **options: Any) -> Application:
     """``path`` is the file of orders, ``options`` the application's that scale it."""
-    scaled = deployment.autoscaling_config(config.load({"engine_replicas": FIRST, **options}, {}).scaling)
+    scaled = scaling_deployment.autoscaling_config(
+        config.load({"engine_replicas": FIRST, **options}, {}).scaling
+    )
     return (
         serve.deployment(Toy)
         .options(name="toy", autoscaling_config=scaled, ray_actor_options={"num_cpus": 0})
@@ -65,7 +66,7 @@ def toy(path: str, **options: Any) -> Application:
 
 def broken(path: str, **options: Any) -> Application:
     """The same with a defect in the policy."""
-    scaled = deployment.autoscaling_config(config.load({"engine_replicas": 1, **options}, {}).scaling)
+    scaled = scaling_deployment.autoscaling_config(config.load({"engine_replicas": 1, **options}, {}).scaling)
     policy = scaled.policy.model_copy(deep=True)
     policy = type(policy)(policy_function=BrokenPolicy, policy_kwargs=policy.policy_kwargs)
     return (

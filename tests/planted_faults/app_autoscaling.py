@@ -8,7 +8,6 @@ _DEMAND = ("app/autoscaling/test_kv_demand.py",)
 _POLICY = ("app/autoscaling/test_kv_demand_policy.py",)
 _OCCUPANCY = ("app/autoscaling/test_scaling_occupancy.py",)
 _CLOCK = ("app/autoscaling/test_scaling_clock.py",)
-_STATS = ("app/autoscaling/test_scaling_stats.py",)
 
 AUTOSCALING: list[Fault] = [
     Fault(

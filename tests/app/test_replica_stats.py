@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kv_simulation import KVSimulation, make_request, make_scheduler
 from test_metrics import STATS
 
-from app.autoscaling.replica_stats import StatsReporter
 from app.autoscaling.snapshot import ReplicaStats
+from app.replica_stats import StatsReporter
 from engine.engine import EngineStats
 from engine.scheduling.load_report import EngineLoad, LoadReporter
 from engine.scheduling.step import StepTiming

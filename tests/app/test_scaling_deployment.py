@@ -12,8 +12,7 @@ import pytest
 from ray import cloudpickle
 from ray.serve._private.config import DeploymentConfig
 
-from app import application, config
-from app.autoscaling import deployment
+from app import application, config, scaling_deployment
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats
 from engine.errors import ConfigError
@@ -69,7 +68,9 @@ def numbers() -> dict[str, tuple[float, float]]:
 def test_what_the_options_allow_the_policy_takes(name: str) -> None:
     """Else it would fail in Serve's controller only."""
     for value in numbers()[name]:
-        made = ScalingConfig.from_options(deployment.policy_kwargs(options(max_replicas=4, **{name: value})))
+        made = ScalingConfig.from_options(
+            scaling_deployment.policy_kwargs(options(max_replicas=4, **{name: value}))
+        )
         assert value in [getattr(made, one) for one in ScalingConfig.__slots__]
     for wrong in ("inf", "nan", 1e7):
         with pytest.raises(ConfigError, match=f"{name}=.*must be at most"):
@@ -87,7 +88,7 @@ def test_the_policy_alone_decides_when() -> None:
 def test_reports_are_rarer_the_more_replicas_there_are(most: int, interval: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Serve's, if it sees too little in a report
-        got = deployment.autoscaling_config(options(max_replicas=most))
+        got = scaling_deployment.autoscaling_config(options(max_replicas=most))
     assert got.metrics_interval_s == interval
     assert got.look_back_period_s > interval
     assert ScalingConfig(**got.policy.policy_kwargs).report_interval_s == interval
