@@ -12,7 +12,7 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -257,17 +257,10 @@ async def complete_all(url: str, texts: Sequence[str], max_tokens: int, model: s
         return await asyncio.gather(*(client.complete(text, max_tokens) for text in texts))
 
 
-async def vanish(
-    url: str,
-    count: int,
-    seed: int,
-    at_once: int = 32,
-    on_left: Callable[[], object] | None = None,
-    model: str = MODEL,
-) -> int:
+async def vanish(url: str, count: int, seed: int, model: str = MODEL) -> int:
     """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream.
 
-    ``on_left`` is called as each has left. Returns how many had read some of their stream.
+    32 are there at once. Returns how many had read some of their stream.
     """
     rng = random.Random(seed)
     plans = [(text, rng.choice((0, 0, 1, 2, 5)), rng.random() * 0.2) for text in prompts(count, seed)]
@@ -275,13 +268,10 @@ async def vanish(
     async def one(plan: tuple[str, int, float]) -> bool:
         text, chunks, delay_s = plan
         how: dict[str, Any] = {"leave_after": chunks} if chunks else {"leave_s": delay_s}
-        outcome = await client.complete(text, 200, **how)
-        if on_left is not None:
-            on_left()
-        return bool(outcome.events)
+        return bool((await client.complete(text, 200, **how)).events)
 
     async with Client(url, model) as client:
-        return sum(await closed_loop(at_once, plans, one))
+        return sum(await closed_loop(32, plans, one))
 
 
 def stream_blocking(http: httpx.Client, path: str, outcome: Outcome, **fields: Any) -> Outcome:

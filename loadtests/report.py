@@ -9,11 +9,12 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -61,6 +62,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that all measuring commands share."""
     parser.add_argument("--json", metavar="OUT", type=Path, help="also write every figure to this file")
     parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
+
+
+def parse(
+    command: str,
+    description: str | None,
+    options: Mapping[str, tuple[Any, str]] | None = None,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """The arguments of ``python -m loadtests.COMMAND``; ``options`` have a default and a meaning each.
+
+    The default says what an option takes: nothing (``False``: a flag), words or numbers of its type, one or
+    more of them where it is a list. A number must be above 0 where its default is.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m loadtests.{command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    for name, (default, meaning) in (options or {}).items():
+        if default is False:
+            parser.add_argument(name, action="store_true", help=meaning)
+        else:
+            several = isinstance(default, list)
+            parser.add_argument(
+                name,
+                type=_reader(default[0] if several else default),
+                nargs="+" if several else None,
+                default=default,
+                help=f"{meaning} (%(default)s)",
+            )
+    return parser.parse_args(argv)
+
+
+def _reader(default: Any) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = type(default)(text)
+        if isinstance(default, int | float) and default > 0 and not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    read.__name__ = type(default).__name__  # argparse names it where a value is refused
+    return read
 
 
 @contextmanager

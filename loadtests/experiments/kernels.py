@@ -1,17 +1,17 @@
-"""The CPU kernels beside torch, on the shapes of SmolLM2-135M: ``python -m loadtests.kernels``.
+"""Our kernels beside torch: ``python -m loadtests.kernels``.
 
-Attention over a paged cache of 30 layers (one layer alone would fit a large CPU's caches): 32 decoding requests
-of 1,024 tokens each, and a prompt of 512; the peer gathers the blocks and calls SDPA. Linear: the layers' four
-maps, against ``F.linear``. Both sides take turns and the best time of each counts. What the machine can do is
-measured beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product in the
-dtype that is measured, or in float32 where that is faster.
+On the CPU the shapes are those of SmolLM2-135M. Attention reads a paged cache of 30 layers (one layer alone
+would fit a large CPU's caches); the peer gathers the blocks and calls SDPA. Linear: the layers' four maps,
+against ``F.linear``. Both sides take turns and the best time of each counts. The machine's limits are measured
+beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product.
 
-``--device cuda`` measures the Triton kernels instead, see ``gpu_kernels.py``.
+``--device cuda`` measures attention in Triton with the heads of Llama-3-8B in bfloat16. The peer is torch's SDPA
+on contiguous keys and values, with the fastest backend that takes them. Times are medians between events of the
+device. The limits are a large copy and a large product.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,45 +20,34 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.cpu import CpuKernels
 from kernels.interface import AttentionMetadata, AttentionOptions, kv_pool_shape
-from loadtests.experiments.paged_step import BLOCK_SIZE, make_metadata
-from loadtests.report import Figure, add_arguments, finish, print_table, save
-from loadtests.stats import by_turns
+from kernels.registry import get_kernels
+from loadtests.report import Figure, finish, parse, print_table, save
+from loadtests.stats import by_turns, median
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 30, 9, 3, 64
-SCALE = HEAD_DIM**-0.5
-OPTIONS = AttentionOptions(SCALE)
+BLOCK_SIZE = 16
+LAYERS = 30  # on the CPU
 MAPS = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # in and out: QKV, output, gate and up, down
 LINEAR_ROWS = (1, 8, 32, 256)
 # In float32 the peer is a vendor's tuned library, which does not keep a row's bits from batch to batch.
 LINEAR_BARS = {torch.bfloat16: 1.0, torch.float32: 0.8}
+CPU_ATTENTION = {"attention, 32 x 1 query over 1,024, bf16": (32, 1024, 1)}  # requests, context, queries
+CPU_ATTENTION["attention, a prompt of 512, bf16"] = (1, 512, 512)
+GPU_ATTENTION = {
+    f"decode, {requests} x {context}": (requests, context, 1)
+    for requests in (1, 8, 32, 128, 256)
+    for context in (1024, 4096, 16_384, 32_768)
+    if requests * context <= 4_718_592  # 18 GiB of keys and values
+}
+GPU_ATTENTION |= {f"prefill, {context}": (1, context, context) for context in (512, 2048, 8192, 16_384)}
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 BYTES = "bytes"
 Call = Callable[[], object]
-
-
-class Limits:
-    """What this machine does at best: bytes read in a second (``BYTES``), and operations by dtype.
-
-    Measured more than once, on a machine that may be busy; the highest counts.
-    """
-
-    def __init__(self) -> None:
-        self.rates: dict[object, float] = {}
-
-    def measure(self) -> None:
-        """Reductions of 256 MB, and square products of 2,048."""
-        numbers = torch.ones(1 << 26)
-        reductions = by_turns(8, numbers.sum, numbers.max, lambda: torch.dot(numbers, numbers))
-        self._take(BYTES, numbers.nbytes / min(map(min, reductions)))
-        for dtype in (torch.float32, torch.bfloat16):
-            a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-            self._take(dtype, 2 * 2048**3 / min(by_turns(5, partial(torch.matmul, a, b))[0]))
-        self._take(torch.bfloat16, self.rates[torch.float32])  # what is narrow can be computed wide
-
-    def _take(self, kind: object, rate: float) -> None:
-        self.rates[kind] = max(rate, self.rates.get(kind, 0.0))
+Limits = dict[object, float]
+"""What the machine does at best: bytes moved in a second (``BYTES``), and operations by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,128 +59,267 @@ class Measured:
     theirs: float
     amount: float
     kind: object
-    bar: float
+    bar: float | None = None
+    peer: str = ""
 
     @property
-    def ratio(self) -> float:
-        """Torch's time over ours."""
-        return self.theirs / self.ours
-
-    def share(self, limits: Limits) -> float:
-        """Of the machine's limit."""
-        return self.amount / self.ours / limits.rates[self.kind]
+    def figures(self) -> list[Figure]:
+        """The ratio, with its bar, and our rate."""
+        scale, unit = (1e9, " GB/s") if self.kind == BYTES else (1e12, " TFLOP/s")
+        return [
+            Figure(f"{self.name}: torch over ours", self.theirs / self.ours, "x", self.bar),
+            Figure(f"{self.name}: a second", self.amount / self.ours / scale, unit),
+        ]
 
     def row(self, limits: Limits) -> list[str]:
         """Cells for the table."""
-        times = [f"{self.ours * 1e3:.2f}", f"{self.theirs * 1e3:.2f}", f"{self.ratio:.2f}x"]
-        rate = f"{self.amount / self.ours / 1e9:.1f} {'GB/s' if self.kind == BYTES else 'GFLOP/s'}"
-        return [self.name, *times, rate, f"{self.share(limits):.0%}"]
+        times = [f"{self.ours * 1e3:.3f}", f"{self.theirs * 1e3:.3f} {self.peer}".rstrip()]
+        ratio, rate = self.figures
+        share = self.amount / self.ours / limits[self.kind]
+        return [self.name, *times, f"{ratio.value:.2f}x", f"{rate.value:.4g}{rate.unit}", f"{share:.0%}"]
 
 
-def best(rounds: int, ours: Call, theirs: Call) -> tuple[float, float]:
-    """The shortest time of each call in seconds; the calls take turns."""
-    first, second = by_turns(rounds, ours, theirs)
-    return min(first), min(second)
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of the queries, of keys and values, and the size of each."""
+
+    queries: int
+    kv: int
+    size: int
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.size**-0.5)
+
+    def step(
+        self, requests: int, context: int, queries: int, layers: int, device: str
+    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Queries, KV pool and metadata in bfloat16: requests of equal length on scattered blocks.
+
+        The last ``queries`` tokens of each are new.
+        """
+        blocks = -(-context // BLOCK_SIZE)
+        tables = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0)).int()
+        tables = tables.view(requests, blocks).to(device)
+        positions = torch.arange(context - queries, context, device=device)
+        slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        metadata = AttentionMetadata(
+            query_start=torch.arange(requests + 1, dtype=torch.int32, device=device) * queries,
+            context_lens=torch.full((requests,), context, dtype=torch.int32, device=device),
+            block_tables=tables,
+            positions=positions.repeat(requests),
+            slot_mapping=slots.flatten(),
+            max_query_len=queries,
+            max_context_len=context,
+        )
+        shape = kv_pool_shape(requests * blocks, layers, BLOCK_SIZE, self.kv, self.size)
+        pool = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+        q = torch.randn(requests * queries, self.queries, self.size, device=device).bfloat16()
+        return q, pool, metadata
+
+    def amount(self, requests: int, context: int, queries: int) -> tuple[float, object]:
+        """Of one layer: the bytes of all keys and values in decode, else the operations."""
+        if queries == 1:
+            return 2.0 * requests * context * self.kv * self.size * 2, BYTES
+        return requests * 4 * self.queries * self.size * context * (context + 1) / 2, torch.bfloat16
 
 
-def gather_and_sdpa(q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """What one writes in torch: gather every request's blocks, then SDPA over the batch."""
-    requests = metadata.block_tables.shape[0]
-    gathered = kv_layer[metadata.block_tables.long()]  # [R, blocks, 2, block, kv_heads, dim]
-    k, v = (gathered[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
-    queries = q.view(requests, -1, HEADS, HEAD_DIM).transpose(1, 2)
-    causal = queries.shape[2] > 1
-    out = F.scaled_dot_product_attention(queries, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
-    return out.transpose(1, 2).reshape(q.shape)
+CPU_HEADS, GPU_HEADS = Heads(9, 3, 64), Heads(32, 8, 128)
 
 
-def attention_calls(kernels: CpuKernels, requests: int, context: int, queries: int) -> tuple[Call, Call]:
-    """All layers in bfloat16, ours and torch's."""
-    metadata = make_metadata(requests, context, queries)
-    shape = kv_pool_shape(metadata.block_tables.numel(), LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    pool = torch.empty(shape, dtype=torch.bfloat16)
-    for block in pool:
-        block.normal_()
-    q = torch.randn(requests * queries, HEADS, HEAD_DIM).bfloat16()
-    ours = kernels.attention(q, pool[:, 0], metadata, OPTIONS)
-    if not torch.allclose(ours.float(), gather_and_sdpa(q, pool[:, 0], metadata).float(), atol=0.05):
-        raise SystemExit(f"attention of {queries} queries over {context}: the kernel and torch disagree")
-    layers = [pool[:, layer] for layer in range(LAYERS)]
-    return (
-        lambda: [kernels.attention(q, layer, metadata, OPTIONS) for layer in layers],
-        lambda: [gather_and_sdpa(q, layer, metadata) for layer in layers],
-    )
+def contiguous(layer: Tensor, metadata: AttentionMetadata, context: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of every request, gathered from its blocks: ``[R, kv_heads, context, dim]``."""
+    gathered = layer[metadata.block_tables.long()]  # [R, blocks, 2, block, kv_heads, dim]
+    k, v = (gathered[:, :, place].flatten(1, 2)[:, :context].transpose(1, 2) for place in (0, 1))
+    return k, v
 
 
-def linear_calls(kernels: CpuKernels, rows: int, dtype: torch.dtype) -> tuple[Call, Call]:
-    """All layers' maps, ours and torch's."""
-    weights = [torch.randn(n, k).to(dtype) for _ in range(LAYERS) for k, n in MAPS]
-    packed = [kernels.pack_linear(weight, None) for weight in weights]
-    inputs = [torch.randn(rows, k).to(dtype) for k, _ in MAPS] * LAYERS
-    return (
-        lambda: [kernels.linear(x, weight) for x, weight in zip(inputs, packed, strict=True)],
-        lambda: [F.linear(x, weight) for x, weight in zip(inputs, weights, strict=True)],
-    )
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Torch's; ``[R, heads, tokens, dim]``."""
+    grouped = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
-def measure(num_threads: int, rounds: int) -> Iterator[Measured]:
-    """Everything."""
-    kernels = CpuKernels(num_threads)
-    times = best(rounds, *attention_calls(kernels, 32, 1024, 1))
-    read = LAYERS * 32 * 1024 * 2 * KV_HEADS * HEAD_DIM * 2
-    yield Measured("attention, 32 x 1 query over 1,024, bf16", *times, read, BYTES, 1.0)
-    times = best(rounds, *attention_calls(kernels, 1, 512, 512))
-    work = LAYERS * 4 * HEADS * HEAD_DIM * 512 * 513 / 2
-    yield Measured("attention, a prompt of 512, bf16", *times, work, torch.bfloat16, 1.0)
-    parameters = LAYERS * sum(k * n for k, n in MAPS)
-    for dtype, bar in LINEAR_BARS.items():
-        for rows in LINEAR_ROWS:
-            times = best(rounds, *linear_calls(kernels, rows, dtype))
-            name = f"linear, {rows} row{'s' if rows > 1 else ''}, {str(dtype).removeprefix('torch.')}"
-            few = rows <= 8  # it then reads the weights, else it computes
-            amount = parameters * dtype.itemsize if few else 2 * parameters * rows
-            yield Measured(name, *times, amount, BYTES if few else dtype, bar)
+def check(name: str, ours: Tensor, theirs: Tensor) -> None:
+    """Exit unless bfloat16 explains the difference; ``theirs`` is of ``sdpa``."""
+    expected = theirs.transpose(1, 2).flatten(0, 1).float()
+    if not bool((ours.float() - expected).norm() / expected.norm() < 1.5e-2):
+        raise SystemExit(f"{name}: the kernel and torch disagree")
+
+
+class Cpu:
+    """Measures the CPU's kernels with so many threads, in so many turns of each side."""
+
+    def __init__(self, threads: int, rounds: int) -> None:
+        torch.set_num_threads(threads)
+        self._kernels = CpuKernels(threads)
+        self._rounds = rounds
+
+    @staticmethod
+    def limits() -> Limits:
+        """Reductions of 256 MB, and square products of 2,048."""
+        numbers = torch.ones(1 << 26)
+        reductions = by_turns(8, numbers.sum, numbers.max, lambda: torch.dot(numbers, numbers))
+        found: Limits = {BYTES: numbers.nbytes / min(map(min, reductions))}
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+            found[dtype] = 2 * 2048**3 / min(by_turns(5, partial(torch.matmul, a, b))[0])
+        # What is narrow can be computed wide.
+        return found | {torch.bfloat16: max(found[torch.bfloat16], found[torch.float32])}
+
+    def measure(self) -> Iterator[Measured]:
+        """Everything."""
+        for name, case in CPU_ATTENTION.items():
+            amount, kind = CPU_HEADS.amount(*case)
+            yield Measured(name, *self._best(*self._attention(name, *case)), LAYERS * amount, kind, 1.0)
+        parameters = LAYERS * sum(k * n for k, n in MAPS)
+        for dtype, bar in LINEAR_BARS.items():
+            for rows in LINEAR_ROWS:
+                name = f"linear, {rows} row{'s' if rows > 1 else ''}, {str(dtype).removeprefix('torch.')}"
+                few = rows <= 8  # it then reads the weights, else it computes
+                amount = parameters * dtype.itemsize if few else 2 * parameters * rows
+                times = self._best(*self._linear(rows, dtype))
+                yield Measured(name, *times, amount, BYTES if few else dtype, bar)
+
+    def _best(self, ours: Call, theirs: Call) -> tuple[float, float]:
+        first, second = by_turns(self._rounds, ours, theirs)
+        return min(first), min(second)
+
+    def _attention(self, name: str, requests: int, context: int, queries: int) -> tuple[Call, Call]:
+        """All layers, ours and torch's."""
+        q, pool, metadata = CPU_HEADS.step(requests, context, queries, LAYERS, "cpu")
+        layers = [pool[:, layer] for layer in range(LAYERS)]
+        batched = q.view(requests, queries, *q.shape[1:]).transpose(1, 2)
+        kernel, options = self._kernels.attention, AttentionOptions(CPU_HEADS.scale)
+
+        def theirs(layer: Tensor) -> Tensor:
+            return sdpa(batched, *contiguous(layer, metadata, context), queries > 1)
+
+        check(name, kernel(q, layers[0], metadata, options), theirs(layers[0]))
+        return (
+            lambda: [kernel(q, layer, metadata, options) for layer in layers],
+            lambda: [theirs(layer) for layer in layers],
+        )
+
+    def _linear(self, rows: int, dtype: torch.dtype) -> tuple[Call, Call]:
+        """All layers' maps, ours and torch's."""
+        weights = [torch.randn(n, k).to(dtype) for _ in range(LAYERS) for k, n in MAPS]
+        packed = [self._kernels.pack_linear(weight, None) for weight in weights]
+        inputs = [torch.randn(rows, k).to(dtype) for k, _ in MAPS] * LAYERS
+        return (
+            lambda: [self._kernels.linear(x, weight) for x, weight in zip(inputs, packed, strict=True)],
+            lambda: [F.linear(x, weight) for x, weight in zip(inputs, weights, strict=True)],
+        )
+
+
+class Gpu:
+    """Measures the kernels in Triton."""
+
+    @staticmethod
+    def limits() -> Limits:
+        """A copy of 1 GB, and square products of 8,192."""
+        source, target = (torch.randn(1 << 29, device="cuda").bfloat16() for _ in range(2))
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        return {
+            BYTES: 2 * source.nbytes / seconds(lambda: target.copy_(source), 5),
+            torch.bfloat16: 2 * 8192**3 / seconds(lambda: a @ b, 5),
+        }
+
+    @staticmethod
+    def measure() -> Iterator[Measured]:
+        """Everything."""
+        for name, (requests, context, queries) in GPU_ATTENTION.items():
+            q, pool, metadata = GPU_HEADS.step(requests, context, queries, 1, "cuda")
+            kernel = get_kernels("triton", torch.device("cuda")).attention
+            call = partial(kernel, q, pool[:, 0], metadata, AttentionOptions(GPU_HEADS.scale))
+            ours, result = seconds(call), call()
+            k, v = (one.contiguous() for one in contiguous(pool[:, 0], metadata, context))
+            del pool, call
+            batched = q.view(requests, queries, *q.shape[1:]).transpose(1, 2).contiguous()
+            theirs, backend, expected = fastest_sdpa(batched, k, v, queries > 1)
+            del k, v
+            check(name, result, expected)
+            torch.cuda.empty_cache()
+            amount, kind = GPU_HEADS.amount(requests, context, queries)
+            yield Measured(name, ours, theirs, amount, kind, peer=backend)
+
+
+def seconds(call: Call, rounds: int = 20) -> float:
+    """Median time of ``call`` on the GPU; its queue is kept full, so that launches do not count."""
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(rounds):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / rounds)
+    return median(times)
+
+
+def room_for_copies(k: Tensor, v: Tensor) -> bool:
+    """Whether the GPU has memory for keys and values of every head of the queries."""
+    torch.cuda.empty_cache()
+    # A copy for each of the four heads of a group, and the fifth for what a backend needs beside them.
+    return 5 * (k.nbytes + v.nbytes) <= torch.cuda.mem_get_info(k.device)[0]
+
+
+def fastest_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[float, str, Tensor]:
+    """Seconds, backend and result of torch's SDPA with the fastest backend that takes these shapes.
+
+    One that takes no grouped heads gets copies for all of them, where there is room.
+    """
+
+    def timed(backend: SDPBackend, k: Tensor, v: Tensor) -> list[tuple[float, str, Tensor]]:
+        try:
+            with sdpa_kernel(backend):
+                call = partial(sdpa, q, k, v, causal)
+                return [(seconds(call, 5), backend.name.removesuffix("_ATTENTION").lower(), call())]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # it does not take them
+            return []
+
+    found = []
+    for backend in BACKENDS:
+        took = timed(backend, k, v)
+        if not took and room_for_copies(k, v):
+            took = timed(backend, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
+        found += took
+    if not found:
+        raise SystemExit("no backend of torch's SDPA takes these shapes in the memory that is free")
+    return min(found, key=lambda one: one[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, check."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.kernels", description=__doc__)
-    cores = os.cpu_count() or 1
-    parser.add_argument("--threads", type=int, help=f"threads of both sides, on the CPU ({cores})")
-    parser.add_argument("--rounds", type=int, help="turns of each side on the CPU; the best counts (5)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda":
-        if arguments.threads is not None or arguments.rounds is not None:
-            parser.error("--threads and --rounds are of --device cpu")
-        from loadtests.experiments import gpu_kernels
-
-        def keep(figures: list[Figure]) -> None:
+    """Measure, print, check; the file has all figures so far whenever there are more."""
+    options = {
+        "--threads": (os.cpu_count() or 1, "of both sides on the CPU"),
+        "--rounds": (5, "turns of each side on the CPU; the best counts"),
+        "--device": ("cpu", "or cuda"),
+    }
+    arguments = parse("kernels", __doc__, options, argv)
+    device = Gpu() if arguments.device == "cuda" else Cpu(arguments.threads, arguments.rounds)
+    results: list[Measured] = []
+    figures: list[Figure] = []
+    with torch.inference_mode():
+        limits = device.limits()
+        for result in device.measure():
+            results.append(result)
+            figures += result.figures
             if arguments.json is not None:
                 save("loadtests.kernels", figures, arguments.json)
-
-        with torch.inference_mode():
-            finish("loadtests.kernels", gpu_kernels.measure(keep), arguments)
-        return
-    threads = cores if arguments.threads is None else arguments.threads
-    torch.set_num_threads(threads)
-    limits = Limits()
-    with torch.inference_mode():
-        limits.measure()
-        results = list(measure(threads, 5 if arguments.rounds is None else arguments.rounds))
-        limits.measure()
-    header = ("all 30 layers", "ours ms", "torch ms", "ratio", "ours", "of limit")
+        limits = {kind: max(rate, limits[kind]) for kind, rate in device.limits().items()}  # it may be busy
+    header = ("kernel", "ours ms", "torch ms", "ratio", "ours", "of limit")
     print_table(header, [result.row(limits) for result in results])
-    figures = [Figure(f"{result.name}: torch over ours", result.ratio, "x", result.bar) for result in results]
-    units = {BYTES: "GB/s", torch.float32: "GFLOP/s", torch.bfloat16: "GFLOP/s"}
-    maxima = [Figure(f"limit, {kind}", limits.rates[kind] / 1e9, unit) for kind, unit in units.items()]
-    print(f"{threads} threads: {'; '.join(figure.line() for figure in maxima)}")
-    figures += maxima
-    figures += [Figure(f"{result.name}: seconds", result.ours, "s") for result in results]
-    figures += [Figure(f"{result.name}: of the limit", result.share(limits)) for result in results]
-    finish("loadtests.kernels", figures, arguments, threads=threads)
-
-
-if __name__ == "__main__":
-    main()
+    figures += [
+        Figure(f"limit, {kind}", rate / 1e9, " GB/s" if kind == BYTES else " GFLOP/s")
+        for kind, rate in limits.items()
+    ]
+    print("; ".join(figure.line() for figure in figures if figure.name.startswith("limit")))
+    finish("loadtests.kernels", figures, arguments, threads=arguments.threads)

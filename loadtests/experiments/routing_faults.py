@@ -6,12 +6,10 @@ one of the two is killed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,13 +25,12 @@ from loadtests.experiments.fleet import (
     Fleet,
     Sample,
     differing_indexes,
-    least_share,
     seconds_to_share,
     seconds_to_step,
     started,
     stream_figures,
 )
-from loadtests.report import Figure, add_arguments, finish, most, print_figures
+from loadtests.report import Figure, finish, most, parse, print_figures
 from loadtests.stats import median
 from loadtests.workloads import prompts
 
@@ -63,6 +60,17 @@ class RoutingFaults(Fleet):
         self._share_s = share_s
         self._share = share
         self._after_s = after_s
+
+    def run(self) -> list[Figure]:
+        """Every figure."""
+        parts = [
+            self.cordoned,
+            self.scaled_up,
+            self.one_of_four_killed,
+            self.two_ingresses,
+            self.ingress_killed,
+        ]
+        return [figure for part in tqdm(parts, unit="part") for figure in part()]
 
     def cordoned(self) -> list[Figure]:
         """A replica with running streams is cordoned for long, then used again."""
@@ -110,25 +118,18 @@ class RoutingFaults(Fleet):
                 clients = asyncio.ensure_future(
                     closed_loop(CLIENTS, turns, lambda turn: client.complete(f"Story {turn}: the", SHORT))
                 )
-                try:
-                    samples = await asyncio.to_thread(self._count_shares)
-                finally:
-                    measured = True
-                    outcomes = await clients
-            return samples, outcomes
+                samples = await asyncio.to_thread(self._count_shares)
+                measured = True
+                return samples, await clients
 
         samples, outcomes = asyncio.run(load())
         new = sorted(set(samples[-1][1]) - before)
         if len(new) != MANY - FEW:
             raise RuntimeError(f"expected {MANY - FEW} new replicas, found {new}")
         what = f"{FEW} to {MANY} engines"
-        requests = sum(samples[-1][1].values()) - sum(samples[0][1].values())
-        least = least_share(samples[0][1], samples[-1][1], new)
         reached = seconds_to_share(samples, new, self._share)
         return [
-            Figure(f"{what}: requests in {self._share_s:g} s", requests),
             most(f"{what}: requests that failed", sum(not outcome.complete for outcome in outcomes)),
-            Figure(f"{what}: least share of a new one, of an even share", least, "", self._share),
             most(f"{what}: {self._share:g} of an even share, and no less later", reached, self._share_s, " s"),
         ]
 
@@ -158,13 +159,12 @@ class RoutingFaults(Fleet):
         )
         self.say([text * 3 for text in prompts(12, seed=5)], 4)
         replicas = [state["replica"] for state in self.cluster.inspect()]
-        seconds = seconds_until(lambda: differing_indexes(self.cluster.ingresses(), replicas) == 0, 5.0)
+        seconds_until(lambda: differing_indexes(self.cluster.ingresses(), replicas) == 0, 5.0)
         ingresses = self.ingresses()
         blocks = sum(state["digest"][2] for state in ingresses[0]["index"].values() if state["digest"])
         what = "two ingresses"
         return [
             most(f"{what}: replicas of which they know differently", differing_indexes(ingresses, replicas)),
-            Figure(f"{what}: after the last request", seconds, " s"),
             Figure(f"{what}: blocks known", blocks, "", 1),
             Figure(f"{what}: that route", sum(sum(state["routed"].values()) > 0 for state in ingresses), "", 2),
             most(f"{what}: each hears of the other's streams", heard, HEARD_S, " s"),
@@ -176,15 +176,12 @@ class RoutingFaults(Fleet):
         """SIGKILL of one of two ingresses; the next one must know what is cached."""
         before = {state["cid"] for state in self.ingresses()}
         self.cluster.kill(self.cluster.ingress_pids()[0])
-        killed = time.perf_counter()
         (fresh,) = wait_for(lambda: self._fresh(before), START_LIMIT_S, "no new ingress is in step")
-        served = time.perf_counter() - killed
         differing = differing_indexes(self.ingresses(), fresh["index"])
         what = "ingress killed: the next one"
         return [
             most(f"{what}, first channel to all in step", seconds_to_step(fresh["index"]), 1.0, " s"),
             most(f"{what}, replicas of which it knows differently", differing),
-            Figure(f"{what}, there after", served, " s"),
         ]
 
     def _fresh(self, before: set[str]) -> list[dict[str, Any]]:
@@ -212,14 +209,11 @@ class RoutingFaults(Fleet):
         self.cluster.wait_routable(MANY)
         members = self.cluster.health()["channels"]
         samples: list[Sample] = []
-        began = time.perf_counter()
-        while True:
-            now = time.perf_counter()
-            routed = self._routed()
+        while not samples or samples[-1][0] - samples[0][0] < self._share_s:
+            now, routed = time.perf_counter(), self._routed()
             samples.append((now, {name: routed.get(name, 0) for name in members}))
-            if now - began >= self._share_s:
-                return samples
             time.sleep(1.0)
+        return samples
 
     def _routed(self) -> dict[str, int]:
         """Attempts that each replica was chosen for, by all ingresses."""
@@ -236,27 +230,9 @@ class RoutingFaults(Fleet):
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.routing_faults", description=__doc__)
-    add_arguments(parser)
-    arguments = parser.parse_args()
-    began = time.perf_counter()
-    figures: list[Figure] = []
+    arguments = parse("routing_faults", __doc__)
     with started() as cluster:
         cluster.deploy(**OPTIONS)
-        faults = RoutingFaults(cluster)
-        parts: list[Callable[[], list[Figure]]] = [
-            faults.cordoned,
-            faults.scaled_up,
-            faults.one_of_four_killed,
-            faults.two_ingresses,
-            faults.ingress_killed,
-        ]
-        for part in tqdm(parts, unit="part"):
-            figures += part()
-    figures.append(Figure("whole command", time.perf_counter() - began, " s"))
+        figures = RoutingFaults(cluster).run()
     print_figures("fault", figures)
     finish("loadtests.routing_faults", figures, arguments, options=OPTIONS)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from loadtests import report
-from loadtests.experiments import gpu_kernels, kernels
+from loadtests.experiments import kernels
 
 
 @pytest.mark.parametrize(("free", "room"), [(5 * 2048, True), (5 * 2048 - 1, False)])
@@ -17,17 +18,17 @@ def test_copies_for_all_heads_need_room(monkeypatch: pytest.MonkeyPatch, free: i
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     keys = torch.zeros(512, dtype=torch.bfloat16)
-    assert gpu_kernels.room_for_copies(keys, keys) is room
+    assert kernels.room_for_copies(keys, keys) is room
 
 
 def test_a_full_gpu_is_not_taken_for_a_shape_that_a_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> float:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(gpu_kernels, "seconds", full)
+    monkeypatch.setattr(kernels, "seconds", full)
     one = torch.zeros(1, 8, 4, 8)
     with pytest.raises(torch.OutOfMemoryError):
-        gpu_kernels.fastest_sdpa(one, one, one, False)
+        kernels.fastest_sdpa(one, one, one, False)
 
 
 def test_the_machine_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,20 +41,21 @@ def test_the_machine_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (where["gpu"], where["torch"]) == ("A100", torch.__version__)
 
 
-@pytest.mark.parametrize("option", ["--threads", "--rounds"])
-def test_options_of_the_cpu_are_refused_on_a_gpu(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        kernels.main(["--device", "cuda", option, "2"])
-    assert "--device cpu" in capsys.readouterr().err
-
-
 def test_figures_are_saved_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def cut_off(keep: object) -> None:
-        assert callable(keep)
-        keep([report.Figure("bandwidth", 2.0)])
+    def cut_off() -> Iterator[kernels.Measured]:
+        yield kernels.Measured("decode", 0.5, 1.0, 1e9, kernels.BYTES)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_kernels, "measure", cut_off)
+    monkeypatch.setattr(kernels.Gpu, "limits", dict)
+    monkeypatch.setattr(kernels.Gpu, "measure", staticmethod(cut_off))
     with pytest.raises(KeyboardInterrupt):
         kernels.main(["--device", "cuda", "--json", str(tmp_path / "k.json")])
-    assert '"bandwidth"' in (tmp_path / "k.json").read_text()
+    assert '"decode: a second"' in (tmp_path / "k.json").read_text()
+
+
+def test_a_kernel_that_torch_contradicts_ends_the_command() -> None:
+    result = torch.randn(4, 2, 8)  # tokens, heads, size
+    theirs = result.view(2, 2, 2, 8).transpose(1, 2)
+    kernels.check("decode", result, theirs)
+    with pytest.raises(SystemExit, match="decode: the kernel and torch disagree"):
+        kernels.check("decode", result * 1.1, theirs)

@@ -1,6 +1,6 @@
 """``python -m loadtests.routing --live``: how well requests are routed on real Ray Serve, on this machine.
 
-Replicas of the bundled model, one thread each, with pools that hold 60 % of 8 system prompts of 400 tokens
+Two replicas of the bundled model, one thread each, with pools that hold 60 % of 8 system prompts of 400 tokens
 beside their running requests. Each run starts cold: every process of the application anew, then each system
 prompt once, then Poisson arrivals at one rate for all, sent whether or not earlier ones were answered. The rate
 is fixed by a calibration before the first run: a share of what the fleet serves when everything is cached.
@@ -8,122 +8,263 @@ is fixed by a calibration before the first run: a share of what the fleet serves
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from ray import serve
 from tqdm import tqdm
 
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.config import ROUTERS
+from app.launch import serving
 from app.launch.model_store import resolve
-from loadtests.client import MODEL
+from loadtests.arrivals import closed_loop, open_loop
+from loadtests.client import MODEL, Client, Outcome
+from loadtests.cluster import LocalCluster, wait_for
 from loadtests.experiments.fleet import started
-from loadtests.experiments.routing_live.judge import (
-    COMPARED,
-    HEADER,
-    cached_share,
-    counted,
-    figures,
-    rows,
-    ttfts,
+from loadtests.experiments.routing_live.traffic import ANSWER, Ask, Traffic
+from loadtests.report import Figure, finish, most, parse, print_table
+from loadtests.stats import mean, quantile, ratio
+
+REPLICAS = 2
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 8
+TOKEN_BUDGET = 64  # of a step, the same on every machine: a quarter of a second or so on one core of a desktop
+HELD = 0.6  # of the system prompts, what one pool holds beside its running requests
+LOAD = (
+    0.65  # of the calibrated capacity: above what is served without regard to prefixes, below what is with it
 )
-from loadtests.experiments.routing_live.stage import HELD, MAX_NUM_SEQS, LiveArm, Plan, Run, Stage, missing
-from loadtests.experiments.routing_live.traffic import Shape, Traffic
-from loadtests.report import Figure, add_arguments, finish, print_table
-from loadtests.stats import median
-
-COMMAND = "loadtests.routing --live"
-LOAD = 0.65
-"""Of the calibrated capacity: above what is served without regard to prefixes, below what is with it."""
+SETTLE = 20  # arrivals before those that count, on average
+ROUNDS = 5  # of the calibration: requests for each sequence slot
+REQUEST_LIMIT_S = 600.0
+OURS, COMPARED = "prefix", ("power_of_two", "prefix_affinity")  # Ray's default, and its own router by prefixes
+CACHED_BAR, THROUGHPUT_BAR, TTFT_BAR = 0.95, 1.5, 0.6
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
-    value = float(text)
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, but is {text}")
-    return value
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A request, when it should have been sent (``time.perf_counter``), and what came of it."""
+
+    ask: Ask
+    due: float
+    outcome: Outcome
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from when it was due to its first token; infinite where none came."""
+        return self.outcome.first - self.due if self.outcome.first else math.inf
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the whole prompt; 0 if unknown."""
+        return int(self.outcome.usage.get("prompt_tokens", 0))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those that the engine found cached."""
+        return int(self.outcome.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    plan = Plan()
-    made = argparse.ArgumentParser(
-        prog=f"python -m {COMMAND}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm and seed. Figures are of the ``window``: from one moment to another of ``time.perf_counter``."""
+
+    replies: Sequence[Reply]  # of the warm-up, too
+    window: tuple[float, float]
+
+    @property
+    def counted(self) -> list[Reply]:
+        """Those that were due in the window."""
+        return [reply for reply in self.replies if self.window[0] <= reply.due < self.window[1]]
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second, of the requests that ended well within the window."""
+        began, ended = self.window
+        whole = [reply.outcome for reply in self.replies if reply.outcome.whole]
+        return sum(one.tokens for one in whole if began <= one.ended < ended) / (ended - began)
+
+
+Runs = Mapping[str, Sequence[Run]]
+"""Of each arm, by the value of the option ``routing``, one run for each seed."""
+
+
+def throughput(runs: Sequence[Run]) -> float:
+    """Output tokens per second, mean over the seeds."""
+    return mean([run.throughput for run in runs])
+
+
+def ttfts(runs: Sequence[Run]) -> list[float]:
+    """Seconds to the first token of the counted requests of all seeds."""
+    return [reply.ttft for run in runs for reply in run.counted]
+
+
+def failed(runs: Sequence[Run]) -> int:
+    """Requests that did not bring all that was asked for, those of the warm-up too."""
+    return sum(not reply.outcome.whole for run in runs for reply in run.replies)
+
+
+def cached_share(runs: Sequence[Run], systems: Sequence[int] = ()) -> float:
+    """Of the counted requests' prompt tokens, what engines found cached.
+
+    With the tokens of all system prompts: what they had found if every request had found its own, as with an
+    oracle; pools cache whole blocks.
+    """
+    replies = [reply for run in runs for reply in run.counted if reply.prompt_tokens]
+    prompt = sum(reply.prompt_tokens for reply in replies)
+    cached = (
+        systems[one.ask.group] // BLOCK_SIZE * BLOCK_SIZE if systems else one.cached_tokens for one in replies
     )
-    made.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each arm (3)")
-    made.add_argument(
-        "--arms", nargs="+", type=LiveArm, choices=list(LiveArm), default=list(COMPARED), metavar="ROUTING",
-        help=f"of {', '.join(LiveArm)} (default: {' '.join(COMPARED)})",
-    )  # fmt: skip
-    made.add_argument("--dtype", default="auto", help="of the engines: float32 where bf16 has instructions")
-    made.add_argument("--replicas", type=int, default=2, choices=(2, 3, 4), help="engine replicas (2)")
-    made.add_argument("--rate", type=above_zero, metavar="R", help="requests per second, instead of --load")
-    made.add_argument(
-        "--load", type=above_zero, default=LOAD, help=f"share of the calibrated capacity ({LOAD})"
-    )
-    made.add_argument(
-        "--requests", type=int, default=plan.counted, metavar="N",
-        help=f"of each run that count, on average ({plan.counted})",
-    )  # fmt: skip
-    made.add_argument(
-        "--zipf", type=float, default=0.0, metavar="A", help="popularity's exponent (0: all equal)"
-    )
-    add_arguments(made)
+    return sum(cached) / prompt if prompt else 0.0
+
+
+def row(arm: str, runs: Sequence[Run]) -> list[str]:
+    """A line of the table."""
+    return [
+        arm,
+        f"{throughput(runs):.1f}",
+        " ".join(f"{run.throughput:.0f}" for run in runs),
+        f"{cached_share(runs):.1%}",
+        *(f"{quantile(ttfts(runs), share):.2f}" for share in (0.5, 0.99)),
+        f"{failed(runs)} of {sum(len(run.replies) for run in runs)}",
+    ]
+
+
+def figures_of(runs: Runs, systems: Sequence[int]) -> list[Figure]:
+    """Bars stand where what they compare was run: over Ray's default, not over its prefix router."""
+    made = [most(f"{arm}: requests that failed", failed(found)) for arm, found in runs.items()]
+    ours = runs.get(OURS)
+    if not ours:
+        return made
+    share = cached_share(ours) / max(cached_share(ours, systems), 1e-9)
+    made.append(Figure("prefix: cached share of prompt tokens, of an oracle's", share, "", CACHED_BAR))
+    for arm in COMPARED:
+        if other := runs.get(arm):
+            name = arm.replace("_", " ")
+            rate, wait = throughput(ours) / max(throughput(other), 1e-9), ratio(ttfts(ours), ttfts(other))
+            bars = (THROUGHPUT_BAR, TTFT_BAR) if arm == COMPARED[0] else (None, None)
+            made.append(Figure(f"prefix: throughput over {name}", rate, "x", bars[0]))
+            made.append(Figure(f"prefix: median TTFT, of {name}'s", wait, "x", bars[1], at_most=True))
     return made
+
+
+def pool_blocks(traffic: Traffic) -> int:
+    """Blocks of one pool: ``HELD`` of all system prompts, and what each running request needs of its own.
+
+    Its own are question, opening of the answer and answer, at their longest; with all sequence slots taken by
+    requests of whatever groups, these fit beside ``HELD`` of the system prompts and no more.
+    """
+    own = -(-(traffic.longest_question + ANSWER[1]) // BLOCK_SIZE)
+    return round(HELD * sum(-(-tokens // BLOCK_SIZE) for tokens in traffic.systems)) + MAX_NUM_SEQS * own
+
+
+class Stage:
+    """Runs arms on one cluster; ``bar`` counts the requests."""
+
+    def __init__(self, cluster: LocalCluster, traffic: Traffic, bar: tqdm[Any], dtype: str) -> None:
+        self._cluster = cluster
+        self._traffic = traffic
+        self._bar = bar
+        self._options = {
+            "engine_replicas": REPLICAS,
+            "engine_cpus": 1,
+            "threads": 1,
+            "dtype": dtype,
+            "block_size": BLOCK_SIZE,
+            "num_blocks": pool_blocks(traffic),
+            "max_num_seqs": MAX_NUM_SEQS,
+            "token_budget": TOKEN_BUDGET,
+        }
+
+    def cold(self, arm: str) -> None:
+        """End every process of the application, and start it with another way to choose."""
+        self._bar.set_description(arm)
+        if self._cluster.options:
+            serve.delete(serving.APP_NAME)
+        self._cluster.deploy(routing=arm, **self._options)
+
+    def capacity(self) -> float:
+        """Requests per second that the fleet serves when it always has enough to do and finds prompts cached.
+
+        Every sequence slot is taken, by requests about so few system prompts that none is ever evicted: with
+        all of them, the running requests of a full fleet would push prompts out. The first and the last request
+        of each slot do not count.
+
+        Raises:
+            RuntimeError: it answered with errors, or not at all.
+        """
+        self.cold(OURS)
+        slots = REPLICAS * MAX_NUM_SEQS
+
+        async def measure() -> list[Reply]:
+            async with self._client() as client:
+                await self._in_turn(client, self._traffic.lap(0), REPLICAS)
+                asks = self._traffic.few_groups((ROUNDS + 1) * slots, REPLICAS)
+                return await self._in_turn(client, asks, slots)
+
+        replies = asyncio.run(measure())
+        faults = [reply.outcome.fault for reply in replies if reply.outcome.fault]
+        if faults:
+            raise RuntimeError(f"{len(faults)} requests of the calibration failed; the first: {faults[0]}")
+        counted = replies[slots : ROUNDS * slots]
+        return (len(counted) - 1) / (counted[-1].outcome.ended - counted[0].outcome.ended)
+
+    def run(self, arm: str, seed: int, rate: float, requests: int) -> Run:
+        """One run from a cold start: each system prompt once, then Poisson arrivals until all have ended."""
+        self.cold(arm)
+        settle, counted = SETTLE / rate, requests / rate
+        asks = [(ask.t, ask) for ask in self._traffic.poisson(rate, settle + counted, seed)]
+
+        async def everything() -> Run:
+            async with self._client() as client:
+                lap = await self._in_turn(client, self._traffic.lap(seed), REPLICAS)
+                began = time.perf_counter()
+                replies = await open_loop(asks, lambda ask, due: self._ask(client, ask, due), began)
+                return Run([*lap, *replies], (began + settle, began + settle + counted))
+
+        run = asyncio.run(everything())
+        wait_for(self._cluster.idle, 30.0, "requests or blocks are left after a run")
+        return run
+
+    def _client(self) -> Client:
+        return Client(self._cluster.url, self._cluster.model, REQUEST_LIMIT_S)
+
+    async def _in_turn(self, client: Client, asks: Sequence[Ask], at_once: int) -> list[Reply]:
+        return await closed_loop(at_once, asks, lambda ask: self._ask(client, ask, time.perf_counter()))
+
+    async def _ask(self, client: Client, ask: Ask, due: float) -> Reply:
+        outcome = await client.chat(self._traffic.messages(ask), ask.output)
+        self._bar.update()
+        return Reply(ask, due, outcome)
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the arms by turns, print their table, hold the figures to their bars."""
-    arguments = parser().parse_args(argv)
-    if min(arguments.seeds, arguments.requests) < 1:
-        parser().error("--seeds and --requests must be at least 1")
-    began = time.monotonic()
-    absent = {arm: why for arm in arguments.arms if (why := missing(arm))}
-    arms = [arm for arm in dict.fromkeys(arguments.arms) if arm not in absent]
-    traffic = asyncio.run(Traffic.make(Shape(zipf=arguments.zipf), PromptTokenizer(resolve(MODEL))))
-    plan = Plan(counted=arguments.requests)
-    runs: dict[LiveArm, list[Run]] = {arm: [] for arm in arms}
-    with tqdm(unit="request", desc="live", disable=None) as bar, started() as cluster:
-        stage = Stage(cluster, traffic, arguments.replicas, bar.set_description, bar.update, arguments.dtype)
+    options = {
+        "--seeds": (3, "runs of each arm"),
+        "--arms": ([OURS, *COMPARED], f"of {', '.join(ROUTERS)}"),
+        "--dtype": ("auto", "of the engines: float32 where bf16 has instructions"),
+        "--requests": (100, "of each run that count, on average"),
+    }
+    arguments = parse("routing --live", __doc__, options, argv)
+    traffic = asyncio.run(Traffic.make(PromptTokenizer(resolve(MODEL))))
+    runs: dict[str, list[Run]] = {arm: [] for arm in arguments.arms}
+    with tqdm(unit="request", disable=None) as bar, started() as cluster:
+        stage = Stage(cluster, traffic, bar, arguments.dtype)
         capacity = stage.capacity()
-        rate = arguments.rate or arguments.load * capacity
-        load = f"{rate:.2f} requests/s, {rate / capacity:.0%} of what the fleet serves when all is cached"
-        bar.write(load)
         for seed in range(1, arguments.seeds + 1):
-            for arm in arms:
-                one = stage.run(arm, seed, rate, plan)
-                runs[arm].append(one)
-                bar.write(said(one, time.monotonic() - began))
-                sys.stdout.flush()
-    print(
-        f"\n{arguments.replicas} replicas, {traffic.shape.groups} system prompts of {traffic.shape.system} "
-        f"tokens; pools of {stage.blocks} blocks: {HELD:.0%} of these and {MAX_NUM_SEQS} running ones' own\n"
-        f"load: {load}, for {plan.counted / rate:.0f} s"
-    )
-    table = rows(runs) + [[arm.value, "-", why, *["-"] * (len(HEADER) - 3)] for arm, why in absent.items()]
-    print_table(HEADER, table)
-    print(f"{time.monotonic() - began:.0f} s")
-    finish(
-        COMMAND,
-        [
-            Figure("load", rate, " requests/s"),
-            Figure("load, of what the fleet serves when all is cached", rate / capacity),
-            *figures(runs, traffic.shape.system),
-        ],
-        arguments,
-        blocks=stage.blocks,
-        table=table,
-    )
-
-
-def said(run: Run, now: float) -> str:
-    """A line about a run that has ended."""
-    return (
-        f"{now:6.1f} s  {run.arm}, seed {run.seed}: {run.throughput:.1f} tokens/s, cached "
-        f"{100 * cached_share(counted([run])):.1f} %, TTFT p50 {median(ttfts([run])):.2f} s, "
-        f"{run.refused + run.broken} of {len(run.replies)} failed"
-    )
+            for arm, found in runs.items():
+                found.append(stage.run(arm, seed, LOAD * capacity, arguments.requests))
+                bar.write(f"seed {seed}: {'  '.join(row(arm, found[-1:]))}")
+    header = ("routing", "tokens/s", "each seed", "cached", "TTFT p50 s", "p99 s", "failed")
+    print_table(header, [row(arm, found) for arm, found in runs.items()])
+    figures = [
+        Figure("capacity when all is cached", capacity, " requests/s"),
+        *figures_of(runs, traffic.systems),
+    ]
+    print(f"load: {LOAD:.0%} of {figures[0].line()}")
+    finish("loadtests.routing --live", figures, arguments)

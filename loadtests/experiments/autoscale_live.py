@@ -1,0 +1,333 @@
+"""``python -m loadtests.autoscale_live``: does the fleet follow its load, on a real local Ray Serve?
+
+Twenty streams run all the time. Clients come until their requests need two replicas' KV memory, then three, and
+leave again; meanwhile Serve's controller is killed. Each request holds one block of a small pool, so memory
+decides: replicas that share two cores are not faster. Then a fleet without any replica gets a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.common import ReplicaState
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+
+from app.launch import serving
+from loadtests.client import MODEL, Client, Outcome, complete
+from loadtests.cluster import LocalCluster, seconds_until
+from loadtests.experiments.fleet import START_LIMIT_S, started
+from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.workloads import prompts
+
+REPLICAS = 3
+STREAMS, STREAM_TOKENS = 20, 600  # a stream that ends is followed by another one
+CLIENT_TOKENS = 48
+FEW_CLIENTS, MANY_CLIENTS = 25, 65  # with the streams, more requests than one pool has blocks, than two have
+BLOCK_SIZE = 2048  # so that each request holds one block: two cores cannot compute enough KV to fill real pools
+POOL_BLOCKS = 40  # of one replica; a second one is asked for beyond 30, and one is enough below 24
+DOWN_AFTER_S = 20.0
+ALONE_S = 32.0  # of the streams; longer than the policy looks back, or they and the clients are one trend
+TARGET_LIMIT_S, DOWN_LIMIT_S, END_LIMIT_S = 20.0, 140.0, 300.0
+REACTION_S = 3.0
+INTERVAL_S, ANSWER_LIMIT_S = 0.1, 3.0  # of looks
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "engine_cpus": 1,
+    "threads": 1,
+    "engine_replicas": 1,
+    "max_replicas": REPLICAS,
+    "min_replicas": 1,
+    "block_size": BLOCK_SIZE,
+    "num_blocks": POOL_BLOCKS,
+    "token_budget": 128,
+    "max_num_seqs": POOL_BLOCKS,
+    "scale_down_after_s": DOWN_AFTER_S,
+    "startup_s": 15.0,
+    "scaling_reserve": 0.0,
+    # Replicas share two cores here, so that more of them are not faster: time must not decide.
+    "ttft_target_s": 600.0,
+    "tpot_target_s": 60.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLook:
+    """What the controller said of the engine deployment at a moment of ``time.perf_counter``."""
+
+    at: float
+    target: int
+    running: int
+
+
+@dataclass(slots=True)
+class Recording:
+    """One run; times of ``time.perf_counter``."""
+
+    serve: list[ServeLook] = field(default_factory=list)
+    waiting: list[tuple[float, int]] = field(default_factory=list)  # when, and requests that waited in engines
+    rises: list[float] = field(default_factory=list)  # more clients came
+    killed: tuple[float, float] = (math.nan, math.nan)  # the controller, and the end of what is watched then
+    stopped: int = 0  # replicas, in that time
+    left: float = math.nan  # the clients were told to leave
+    streams: list[Outcome] = field(default_factory=list)
+    asked: list[Outcome] = field(default_factory=list)  # by clients
+
+
+def figures_of(run: Recording) -> list[Figure]:
+    """What the run is judged by."""
+    kill, within = "controller killed under load", f"within {run.killed[1] - run.killed[0]:.0f} s"
+    after_kill = targets(run.serve, *run.killed)
+    after_load = targets(run.serve, run.left)
+    return [
+        Figure("streams", len(run.streams), "", STREAMS),
+        most("streams cut", sum(not one.whole for one in run.streams)),
+        Figure("requests of clients", len(run.asked), "", 1),
+        most("requests of clients that failed", sum(not one.whole for one in run.asked)),
+        Figure("replicas at the peak", max(look.running for look in run.serve), "", REPLICAS),
+        most("replicas in the end", run.serve[-1].running, 1),
+        most("target in the end", run.serve[-1].target, 1),
+        *(
+            most(f"up {number}: first request queued to new target", reaction(at, run), REACTION_S, " s")
+            for number, at in enumerate(run.rises, 1)
+        ),
+        most("ups after the load has gone", sum(after > before for before, after in pairwise(after_load))),
+        most(f"{kill}: replicas stopped {within}", run.stopped),
+        most(
+            f"{kill}: changes of the target {within}",
+            sum(after != before for before, after in pairwise(after_kill)),
+        ),
+    ]
+
+
+def reaction(rise: float, run: Recording) -> float:
+    """Seconds from the first request that waits in an engine after ``rise`` to a higher target.
+
+    Counted from the look before the one that saw it, so rather too much; infinite if either was never seen.
+    """
+    looks = [(rise, 0), *(look for look in run.waiting if look[0] > rise)]
+    since = next((before for (before, _), (_, waiting) in pairwise(looks) if waiting), math.inf)
+    before = next((look.target for look in reversed(run.serve) if look.at <= rise), math.inf)
+    raised = next((look.at for look in run.serve if look.at > rise and look.target > before), math.inf)
+    return math.inf if math.inf in (since, raised) else max(raised - since, 0.0)
+
+
+def targets(looks: Sequence[ServeLook], began: float, ended: float = math.inf) -> list[int]:
+    """The targets from the last look before ``began`` to ``ended``."""
+    before = [look.target for look in looks if look.at <= began][-1:]
+    return before + [look.target for look in looks if began < look.at <= ended]
+
+
+class Load:
+    """Streams and clients on an event loop of their own thread, while the context lasts; then it hangs up."""
+
+    def __init__(self, url: str, model: str = MODEL) -> None:
+        self._http = Client(url, model)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="load", daemon=True)
+        self._streams: list[Future[None]] = []
+        self._clients = 0  # that are wanted
+        self._ending = False
+        self.streams: list[Outcome] = []  # in the order of their ends
+        self.asked: list[Outcome] = []
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._submit(self._hang_up()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def start_streams(self, number: int, tokens: int) -> None:
+        """Keep so many streams open, each one followed by the next."""
+        for text in prompts(number, seed=11):
+            self._streams.append(
+                self._submit(self._repeat(text, tokens, self.streams, lambda: not self._ending))
+            )
+
+    def end_streams(self, timeout_s: float) -> None:
+        """Wait for the ends of those that are open.
+
+        Raises:
+            TimeoutError: one has not ended after ``timeout_s``.
+        """
+        self._ending = True
+        deadline = time.monotonic() + timeout_s
+        for stream in self._streams:
+            stream.result(max(deadline - time.monotonic(), 0.0))
+
+    def clients(self, number: int) -> None:
+        """Have so many: new ones ask at once, superfluous ones leave when their request has been answered."""
+        before, self._clients = self._clients, number
+        for place in range(before, number):
+            wanted: Callable[[], bool] = lambda place=place: place < self._clients  # type: ignore[misc]  # noqa: E731
+            self._submit(self._repeat(f"Client {place}", CLIENT_TOKENS, self.asked, wanted))
+
+    async def _repeat(self, text: str, tokens: int, ended: list[Outcome], wanted: Callable[[], bool]) -> None:
+        for turn in count():
+            ended.append(await self._http.complete(f"{text}, story {turn}: the", tokens))
+            if not ended[-1].complete or not wanted():
+                return
+
+    async def _hang_up(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._http.__aexit__(None, None, None)
+
+    def _submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+class Stage:
+    """Runs on one cluster, and looks at its controller and engines ten times a second meanwhile."""
+
+    def __init__(self, cluster: LocalCluster, settle_s: float, after_kill_s: float) -> None:
+        self._cluster = cluster
+        self._settle_s = settle_s
+        self._after_kill_s = after_kill_s
+        self._began = time.monotonic()
+        self._stopping = threading.Event()
+        self._run = Recording()
+
+    def up_and_down(self) -> Recording:
+        """One replica becomes two, then three, then one again.
+
+        What never comes is said and waited for no longer; the recording shows it.
+        """
+        self._cluster.deploy(**OPTIONS)
+        watching = [
+            threading.Thread(target=self._repeat, args=(look,), name="watch", daemon=True)
+            for look in (self._look_at_serve, self._look_at_engines)
+        ]
+        run = self._run
+        with Load(self._cluster.url, self._cluster.model) as load:
+            for thread in watching:
+                thread.start()
+            try:
+                load.start_streams(STREAMS, STREAM_TOKENS)
+                self._await(lambda: bool(run.serve and run.waiting), TARGET_LIMIT_S, "nothing to be seen")
+                time.sleep(ALONE_S)
+                self._rise(load, FEW_CLIENTS, 2)
+                self._kill_controller()
+                self._rise(load, MANY_CLIENTS, REPLICAS)
+                run.left = self._say("clients leave")
+                load.clients(0)
+                for target in range(REPLICAS - 1, 0, -1):
+                    self._await(lambda: self._last.target <= target, DOWN_LIMIT_S, f"no target of {target}")  # noqa: B023
+                self._await(lambda: self._last.running <= 1, START_LIMIT_S, "more than one replica runs")
+                self._say(f"{self._last.running} replicas run; waiting for the streams' ends")
+                load.end_streams(END_LIMIT_S)
+            finally:
+                self._stopping.set()
+                for thread in watching:
+                    thread.join(timeout=10.0)
+            run.streams, run.asked = load.streams, load.asked
+        return run
+
+    def from_zero(self) -> list[Figure]:
+        """A fleet that has gone to zero gets a request."""
+        self._say("deploying a fleet that may sleep")
+        serve.delete(serving.APP_NAME)
+        self._cluster.deploy(**{**OPTIONS, "min_replicas": 0, "scale_down_after_s": 3.0})
+        replicas: list[Any] = [...]
+
+        def asleep() -> bool:
+            engine = engine_details() or {"target_num_replicas": -1, "replicas": replicas}
+            replicas[:] = engine["replicas"]
+            return engine["target_num_replicas"] == 0 and not replicas
+
+        self._await(asleep, START_LIMIT_S, "replicas are left")
+        url, model = self._cluster.url, self._cluster.model
+        answer = asyncio.run(complete(url, "A single story: the", CLIENT_TOKENS, model=model))
+        return [
+            most("from zero: replicas before", len(replicas)),
+            Figure("from zero: requests answered in full, of 1", answer.whole, "", 1),
+            Figure("from zero: request to first token", answer.first - answer.began, " s"),
+        ]
+
+    def _rise(self, load: Load, clients: int, target: int) -> None:
+        self._run.rises.append(self._say(f"{clients} clients"))
+        load.clients(clients)
+        self._await(lambda: self._last.target >= target, TARGET_LIMIT_S, f"the target is not {target}")
+        self._await(lambda: self._last.running >= target, START_LIMIT_S, f"no {target} replicas run")
+        self._say(f"target {self._last.target}, {self._last.running} replicas run")
+        time.sleep(self._settle_s)
+
+    def _kill_controller(self) -> None:
+        """Ray starts another one; neither the target nor the replicas may change."""
+        before = set(self._cluster.engine_pids())
+        killed = self._say("controller killed")
+        ray.kill(_get_global_client()._controller, no_restart=False)
+        time.sleep(self._after_kill_s)
+        self._run.killed = (killed, time.perf_counter())
+        self._run.stopped = len(before - set(self._cluster.engine_pids()))
+
+    @property
+    def _last(self) -> ServeLook:
+        return self._run.serve[-1]
+
+    def _say(self, what: str) -> float:
+        print(f"{time.monotonic() - self._began:5.0f} s  {what}", flush=True)
+        return time.perf_counter()
+
+    def _await(self, condition: Callable[[], bool], limit_s: float, otherwise: str) -> None:
+        if seconds_until(condition, limit_s) >= limit_s and not condition():
+            self._say(f"after {limit_s:g} s: {otherwise}")
+
+    def _repeat(self, look: Callable[[], None]) -> None:
+        while not self._stopping.wait(INTERVAL_S):
+            # A controller or a replica that does not answer at the moment is asked again.
+            with contextlib.suppress(RayError, RayServeException, TimeoutError):
+                look()
+
+    def _look_at_serve(self) -> None:
+        engine = engine_details()
+        if engine is not None:
+            states = [ReplicaState(replica["state"]) for replica in engine["replicas"]]
+            running = states.count(ReplicaState.RUNNING)
+            self._run.serve.append(ServeLook(time.perf_counter(), engine["target_num_replicas"], running))
+
+    def _look_at_engines(self) -> None:
+        at = time.perf_counter()
+        self._run.waiting.append((at, sum(state["waiting"] for state in self._cluster.inspect())))
+
+
+def engine_details() -> dict[str, Any] | None:
+    """What the controller knows of the engine deployment; ``None`` before it knows any.
+
+    Raises:
+        RayError: it does not answer.
+    """
+    asked = _get_global_client()._controller.get_serve_instance_details.remote()
+    application = ray.get(asked, timeout=ANSWER_LIMIT_S)["applications"].get(serving.APP_NAME)
+    deployments: dict[str, dict[str, Any]] = application["deployments"] if application else {}
+    return deployments.get("engine")
+
+
+def main() -> None:
+    """Run and report."""
+    quick = {"--quick": (False, "shorter, with less time after the controller's end")}
+    arguments = parse("autoscale_live", __doc__, quick)
+    with started() as cluster:
+        stage = Stage(cluster, *((4.0, 15.0) if arguments.quick else (10.0, 60.0)))
+        figures = figures_of(stage.up_and_down()) + stage.from_zero()
+    print_figures("what", figures)
+    finish("loadtests.autoscale_live", figures, arguments, options=OPTIONS)

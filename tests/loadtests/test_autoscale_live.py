@@ -1,0 +1,197 @@
+"""The live run of autoscaling: its load, on a server that counts it; its figures, on known recordings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from loadtests.client import Outcome
+from loadtests.cluster import wait_for
+from loadtests.experiments.autoscale_live import (
+    CLIENT_TOKENS,
+    POOL_BLOCKS,
+    STREAMS,
+    Load,
+    Recording,
+    ServeLook,
+    figures_of,
+    reaction,
+    targets,
+)
+
+LIMIT_S = 30.0
+
+
+class Server:
+    """Answers each request once it is let; says how many are open."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.answered = 0
+        self.status = 200
+        self._released = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._handle, "127.0.0.1", 0), self._loop
+        ).result()
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def stop(self) -> None:
+        self.release()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        tokens = json.loads(await reader.readexactly(length))["max_tokens"]
+        self.open += 1
+        await self._released.wait()
+        chunks = [
+            {"choices": [{"text": "a", "finish_reason": "length"}]},
+            {"choices": [], "usage": {"completion_tokens": tokens}},
+        ]
+        writer.write(f"HTTP/1.1 {self.status} Whatever\r\nconnection: close\r\n\r\n".encode())
+        for chunk in chunks if self.status == 200 else []:
+            writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        writer.write(b"data: [DONE]\n\n")
+        self.open -= 1
+        self.answered += 1
+        writer.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def load(server: Server) -> Iterator[Load]:
+    with Load(server.url) as load:
+        yield load
+
+
+def test_clients_ask_again_and_leave_only_when_answered(server: Server, load: Load) -> None:
+    load.clients(3)
+    wait_for(lambda: server.open == 3, LIMIT_S, "no three requests are open")
+    load.clients(1)
+    server.release()
+    wait_for(lambda: server.answered >= 9, LIMIT_S, "the client that is left does not ask again")
+    load.clients(0)
+    wait_for(lambda: server.open == 0 and len(load.asked) == server.answered, LIMIT_S, "the last one stays")
+    assert all(one.whole and one.tokens == CLIENT_TOKENS for one in load.asked)
+
+
+def test_streams_follow_one_another_until_they_may_end(server: Server, load: Load) -> None:
+    load.start_streams(2, 8)
+    wait_for(lambda: server.open == 2, LIMIT_S, "no two streams are open")
+    server.release()
+    wait_for(lambda: server.answered >= 6, LIMIT_S, "no other streams follow")
+    load.end_streams(LIMIT_S)
+    assert len(load.streams) == server.answered
+    assert all(one.whole and one.tokens == 8 for one in load.streams)
+
+
+def test_no_stream_follows_a_refused_one(server: Server, load: Load) -> None:
+    server.status = 503
+    server.release()
+    load.start_streams(1, 8)
+    load.end_streams(LIMIT_S)
+    assert [one.status for one in load.streams] == [503]
+
+
+def test_the_end_of_the_load_hangs_up(server: Server) -> None:
+    with Load(server.url) as load:
+        load.clients(2)
+        load.start_streams(1, 8)
+        wait_for(lambda: server.open == 3, LIMIT_S, "nothing is open")
+    assert load.asked == load.streams == []
+
+
+def request(tokens: int = 4, said: int = 4, **outcome: Any) -> Outcome:
+    end = {"choices": [{"text": "a", "finish_reason": "length"}]}
+    events = [end, {"choices": [], "usage": {"completion_tokens": said}}]
+    good: dict[str, Any] = {"status": 200, "events": events, "times": [1.0, 9.0], "done": True}
+    return Outcome(asked=tokens, **good | outcome)
+
+
+def recording() -> Recording:
+    """One up and two more, one controller killed, all down."""
+    changes = [(0.0, 1, 1), (2.0, 2, 1), (9.0, 2, 2), (12.0, 2, 2), (17.0, 3, 3), (20.0, 2, 3), (22.0, 1, 1)]
+    looks = [ServeLook(*change) for change in changes]
+    run = Recording(looks, [(0.5, 9), (1.1, 0), (1.3, 0), (1.4, 3), (16.6, 1)], rises=[1.0, 16.0])
+    run.killed, run.left = (10.0, 15.0), 18.0
+    run.streams, run.asked = [request()] * STREAMS, [request()]
+    return run
+
+
+def test_a_good_run_holds_every_bar() -> None:
+    assert [figure.line() for figure in figures_of(recording()) if not figure.holds] == []
+
+
+def test_reaction_is_from_before_the_first_one_that_waits() -> None:
+    run = recording()
+    assert reaction(1.0, run) == pytest.approx(2.0 - 1.3)
+    run.waiting = [(0.9, 2), (1.5, 3)]
+    assert reaction(1.0, run) == pytest.approx(1.0), "who waited before the rise is of no account"
+
+
+def test_reaction_without_anybody_waiting_or_without_an_up_is_infinite() -> None:
+    run = recording()
+    run.waiting = [(1.5, 0)]
+    assert reaction(1.0, run) == math.inf
+    run.waiting = [(30.5, 1)]
+    assert reaction(30.0, run) == math.inf
+
+
+def test_targets_begin_with_the_one_that_stood() -> None:
+    looks = recording().serve
+    assert targets(looks, 10.0, 17.0) == [2, 2, 3]
+    assert targets(looks, -1.0, 2.0) == [1, 2]
+
+
+FAILED_BY: dict[str, Callable[[Recording], object]] = {
+    "streams": lambda run: run.streams.pop(),
+    "streams cut": lambda run: run.streams.append(request(said=3)),
+    "requests of clients that failed": lambda run: run.asked.append(request(status=500)),
+    "replicas at the peak": lambda run: run.serve.__setitem__(slice(4, 6), []),
+    "replicas in the end": lambda run: run.serve.append(ServeLook(40.0, 1, 2)),
+    "target in the end": lambda run: run.serve.append(ServeLook(40.0, 2, 1)),
+    "up 1: first request queued to new target": lambda run: run.rises.__setitem__(0, 2.0),
+    "ups after the load has gone": lambda run: run.serve.insert(6, ServeLook(21.0, 3, 3)),
+    "controller killed under load: replicas stopped within 5 s": lambda run: setattr(run, "stopped", 1),
+    "controller killed under load: changes of the target within 5 s": lambda run: run.serve.insert(
+        3, ServeLook(11.0, 1, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILED_BY)
+def test_each_fault_fails_its_figure(name: str) -> None:
+    run = recording()
+    FAILED_BY[name](run)
+    assert name in {figure.name for figure in figures_of(run) if not figure.holds}
+
+
+@pytest.mark.parametrize(
+    "outcome", [{"status": 503}, {"done": False}, {"events": [{"error": {"message": "gone"}}]}]
+)
+def test_what_counts_as_cut(outcome: dict[str, Any]) -> None:
+    assert not request(**outcome).whole
+
+
+def test_the_streams_alone_need_one_replica() -> None:
+    assert STREAMS < 0.6 * POOL_BLOCKS
