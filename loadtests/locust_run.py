@@ -17,21 +17,11 @@ from pathlib import Path
 
 import httpx
 
-from loadtests.report import ROOT, Figure, add_arguments, finish, most, print_table
+from loadtests.report import ROOT, Figure, finish, most, parse, print_figures
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 REQUEST = "/v1/chat/completions"
-STREAM_ROWS = ("TTFT", "TPOT", "tokens/s", "output tokens")
-COLUMNS = {
-    "count": "Request Count",
-    "failed": "Failure Count",
-    "mean": "Average Response Time",
-    "50 %": "50%",
-    "95 %": "95%",
-    "99 %": "99%",
-    "max": "Max Response Time",
-}
 
 
 def answers(url: str) -> bool:
@@ -43,13 +33,13 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def target(url: str | None, options: list[str]) -> Iterator[str]:
+def target(url: str, options: list[str]) -> Iterator[str]:
     """The address to load: ``url`` if it answers, else an application started for this."""
     wanted = (url or os.environ.get("QUIRE_URL") or DEFAULT_URL).rstrip("/")
     if answers(wanted):
         print(f"loading {wanted}, which runs already")
         yield wanted
-    elif url is not None:
+    elif url:
         sys.exit(f"nothing healthy answers at {url}/health; leave out --host to have the application started")
     else:
         from loadtests.cluster import application  # imports Ray
@@ -116,26 +106,25 @@ def figures_of(rows: dict[str, dict[str, float]], seconds: float) -> list[Figure
 
 def main() -> None:
     """Exit non-zero if a request failed, with ``--check`` also if there was none."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.locust_run", description=__doc__)
-    add_arguments(parser)
-    parser.add_argument("--host", help="address of a running application")
-    parser.add_argument("--users", type=int, default=16)
-    parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--reports", type=Path, default=Path("loadtests/reports"))
-    parser.add_argument("options", nargs="*", metavar="key=value", help="options if the application is started")
-    arguments = parser.parse_args()
+    options = {
+        "--host": ("", "address of a running application"),
+        "--users": (16, "at once"),
+        "--seconds": (60, "of load"),
+        "--max-tokens": (64, "of an answer"),
+        "--seed": (0, "of the chats"),
+        "--reports": (Path("loadtests/reports"), "folder for Locust's files"),
+        "options": ([], "key=value, of the application if it is started"),
+    }
+    arguments = parse("locust_run", __doc__, options)
     arguments.reports.mkdir(parents=True, exist_ok=True)
     with target(arguments.host, arguments.options) as url:
         print(f"{arguments.users} users for {arguments.seconds} s against {url}", flush=True)
         status = run_locust(url, arguments, arguments.reports)
     rows = read_statistics(arguments.reports / "locust_stats.csv")
-    cells = {name: rows[name] for name in (REQUEST, *STREAM_ROWS) if name in rows}
-    table = [[name, *(f"{row.get(key, 0.0):.4g}" for key in COLUMNS.values())] for name, row in cells.items()]
-    print_table([f"{REQUEST}, TTFT and TPOT in ms", *COLUMNS], table)
+    figures = figures_of(rows, arguments.seconds)
+    print_figures(REQUEST, figures)
     print(f"report: {arguments.reports / 'locust.html'}")
-    finish("loadtests.locust_run", figures_of(rows, arguments.seconds), arguments, statistics=rows)
+    finish("loadtests.locust_run", figures, arguments, statistics=rows)
     sys.exit(status)
 
 

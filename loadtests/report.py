@@ -88,8 +88,8 @@ def parse(
             several = isinstance(default, list)
             parser.add_argument(
                 name,
-                type=_reader(default[0] if several else default),
-                nargs="+" if several else None,
+                type=_reader(next(iter(default), "") if several else default),
+                nargs=("+" if name.startswith("-") else "*") if several else None,
                 default=default,
                 help=f"{meaning} (%(default)s)",
             )

@@ -18,7 +18,7 @@ import torch
 
 from engine import LLM
 from loadtests.experiments.rivals import PEER_BATCH, run_ours, run_peer, tokens_per_second
-from loadtests.report import Figure, add_arguments, finish, print_figures
+from loadtests.report import Figure, finish, parse, print_figures
 
 SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads
     "8b": (4096, 14336, 32, 32, 8),
@@ -26,6 +26,7 @@ SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads
     "tiny": (256, 512, 2, 4, 2),
 }
 VOCAB = 128_256
+ROUNDS = 2
 Prompts = list[list[int]]
 
 
@@ -49,17 +50,27 @@ def make_model(shape: tuple[int, ...]) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def timed(run: Callable[[], int]) -> float:
+    """Tokens a second, to the end of what the device has to do."""
+
+    def ended() -> int:
+        made = run()
+        torch.cuda.synchronize()
+        return made
+
+    torch.cuda.synchronize()
+    return tokens_per_second(ended)
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
     """Both sides in turns, the best rate of each."""
     peer = make_model(SHAPES[arguments.shape])
     peer.save_pretrained(folder)
-    if arguments.no_peer:
-        peer = None
     llm = LLM(
         folder,
         dtype="bfloat16",
         device="cuda",
-        kv_memory=arguments.kv_memory << 30,
+        kv_memory=16 << 30,
         max_num_seqs=arguments.requests,
         recovery="recompute",
     )
@@ -68,51 +79,32 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
     def prompts(count: int = arguments.requests) -> Prompts:
         return [chance.choices(range(100, 100_000), k=arguments.prompt) for _ in range(count)]
 
-    def timed(run: Callable[[], int]) -> float:
-        def ended() -> int:
-            made = run()
-            torch.cuda.synchronize()
-            return made
-
-        torch.cuda.synchronize()
-        return tokens_per_second(ended)
-
     ours, theirs = [], []
     with torch.inference_mode():
         run_ours(llm, prompts(), 4)
-        for _ in range(arguments.rounds):
+        for _ in range(ROUNDS):
             same = prompts()
             ours.append(timed(partial(run_ours, llm, same, arguments.output)))
-            if peer is not None:
-                run_peer(peer, prompts(PEER_BATCH), 2)
-                theirs.append(timed(partial(run_peer, peer, same, arguments.output)))
+            run_peer(peer, prompts(PEER_BATCH), 2)
+            theirs.append(timed(partial(run_peer, peer, same, arguments.output)))
     title = f"{arguments.shape}, {arguments.requests} x {arguments.prompt} in, {arguments.output} out"
-    figures = [
+    return [
         Figure(f"{title}: ours", max(ours), " tokens/s"),
-        *([Figure(f"{title}: ours over transformers", max(ours) / max(theirs), "x")] if theirs else []),
+        Figure(f"{title}: ours over transformers", max(ours) / max(theirs), "x"),
     ]
-    print_figures("engine on a GPU", figures)
-    return figures
 
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.gpu_engine", description=__doc__)
-    add_arguments(parser)
-    parser.add_argument("--shape", choices=list(SHAPES), default="8b")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens")
-    parser.add_argument("--output", type=int, default=128, help="tokens")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kv-memory", type=int, default=16, help="GiB")
-    parser.add_argument("--no-peer", action="store_true")
-    arguments = parser.parse_args()
+    options = {
+        "--shape": ("8b", f"of {', '.join(SHAPES)}"),
+        "--requests": (64, "at once"),
+        "--prompt": (512, "tokens"),
+        "--output": (128, "tokens"),
+    }
+    arguments = parse("gpu_engine", __doc__, options)
     shared_memory = Path("/dev/shm")
-    parent = shared_memory if shared_memory.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
+    with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
         figures = measure(arguments, Path(folder))
-        finish("loadtests.gpu_engine", figures, arguments)
-
-
-if __name__ == "__main__":
-    main()
+    print_figures("engine on a GPU", figures)
+    finish("loadtests.gpu_engine", figures, arguments)

@@ -5,9 +5,9 @@ would fit a large CPU's caches); the peer gathers the blocks and calls SDPA. Lin
 against ``F.linear``. Both sides take turns and the best time of each counts. The machine's limits are measured
 beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product.
 
-``--device cuda`` measures attention in Triton with the heads of Llama-3-8B in bfloat16. The peer is torch's SDPA
-on contiguous keys and values, with the fastest backend that takes them. Times are medians between events of the
-device. The limits are a large copy and a large product.
+``--device cuda`` measures attention in Triton with the heads of Llama-3-8B in bfloat16. The peer is torch's
+SDPA on contiguous keys and values, with the fastest backend that takes them. Times are medians between events
+of the device. The limits are a large copy and a large product.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ while calls are timed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import time
@@ -24,7 +23,7 @@ from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from engine.kv.block_keys import block_keys, root_key
 from engine.request import CacheNamespace
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, finish, parse, print_figures
 from loadtests.stats import quantile
 
 BLOCK_SIZE = 16
@@ -51,33 +50,29 @@ class Benchmark:
     bars: dict[str, float] = field(default_factory=dict)
     records: int = 0  # that one call takes in
 
-    def run(self, timer: Callable[[], float]) -> list[float]:
-        """Seconds of each call."""
+    def run(self) -> list[Figure]:
+        """All that is measured, with the bars."""
         times = []
         gc.collect()
         gc.disable()
         try:
             for number in range(self.warmup + self.rounds):
                 call = self.setup()
-                began = timer()
+                began = time.perf_counter()
                 call()
-                ended = timer()
+                ended = time.perf_counter()
                 if number >= self.warmup:
                     times.append(ended - began)
         finally:
             gc.enable()
-        return times
-
-    def figures(self, times: list[float]) -> list[Figure]:
-        """All that was measured, with the bars."""
-        values = {"p50": quantile(times, 0.5) * 1e6, "p99": quantile(times, 0.99) * 1e6}
-        made = [
-            Figure(f"{self.name} {name}", us, " µs", self.bars.get(name), True) for name, us in values.items()
+        figures = [
+            Figure(f"{self.name} {name}", quantile(times, share) * 1e6, " µs", self.bars.get(name), True)
+            for name, share in (("p50", 0.5), ("p99", 0.99))
         ]
         if self.records:
             rate = self.records * len(times) / sum(times)
-            made.append(Figure(f"{self.name} records_per_s", rate, "/s", self.bars.get("records_per_s")))
-        return made
+            figures.append(Figure(f"{self.name} records_per_s", rate, "/s", self.bars.get("records_per_s")))
+        return figures
 
 
 class Fleet:
@@ -211,9 +206,9 @@ class Desk:
         return self.attempt
 
 
-def benchmarks(sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)) -> Iterator[Benchmark]:
+def benchmarks() -> Iterator[Benchmark]:
     """All of them, those of a size together: they share a fleet, made when the first is asked for."""
-    for size in sizes:
+    for size in (SMALL, LARGE):
         fleet = Fleet(*size)
         small, title = size == SMALL, fleet.title
         desk = Desk(fleet)
@@ -229,31 +224,9 @@ def benchmarks(sizes: tuple[tuple[int, int], ...] = (SMALL, LARGE)) -> Iterator[
             raise RuntimeError(f"the ledger or the index of {title} has counted faults")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Run the benchmarks, print a table, hold the figures to their bars."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtests.routing_speed", description="How long a routing decision takes."
-    )
-    parser.add_argument("--only", metavar="WORD", default="", help="benchmarks whose names contain this")
-    parser.add_argument(
-        "--thread-time",
-        action="store_true",
-        help="count the thread's own time alone: for a machine that does other work at the same time",
-    )
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    timer = time.thread_time if arguments.thread_time else time.perf_counter
-    figures: list[Figure] = []
-    rows = []
-    for benchmark in tqdm(benchmarks(), unit="benchmark"):
-        if arguments.only in benchmark.name:
-            times = benchmark.run(timer)
-            figures += benchmark.figures(times)
-            shown = (min(times), quantile(times, 0.5), quantile(times, 0.99))
-            rows.append((benchmark.name, str(len(times)), *(f"{value * 1e6:,.1f}" for value in shown)))
-    print_table(("benchmark", "rounds", "min µs", "p50 µs", "p99 µs"), rows)
-    finish("loadtests.routing_speed", figures, arguments, timer="thread" if arguments.thread_time else "wall")
-
-
-if __name__ == "__main__":
-    main()
+    arguments = parse("routing_speed", __doc__)
+    figures = [figure for one in tqdm(benchmarks(), unit="benchmark") for figure in one.run()]
+    print_figures("benchmark", figures)
+    finish("loadtests.routing_speed", figures, arguments)

@@ -8,60 +8,74 @@ environments, vLLM and llama.cpp take part (see :mod:`loadtests.experiments.peer
 has no batches, so it runs only workloads of one request.
 
 ``python -m loadtests.throughput --http`` compares one engine behind the whole HTTP path with the same engine
-used offline (see :mod:`loadtests.experiments.http_path`).
+used offline. The application runs as users run it (``python -m app``, one engine replica, two threads); 32
+streams of token ids go through HAProxy, ingress and channel. Processor time is read from the operating system
+for the engine's process and for everything else that the application started.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from tqdm import tqdm
 
 from app.launch.model_store import resolve
 from engine import LLM
+from loadtests.client import MODEL, Client
+from loadtests.cluster import application
 from loadtests.experiments.peers.process import LLAMA_CPP, peer_processes
 from loadtests.experiments.rivals import (
     OURS,
     PEER_DTYPES,
     TRANSFORMERS,
     WORKLOADS,
+    Prompts,
     Side,
     Transformers,
     Workload,
     run_ours,
     tokens_per_second,
 )
-from loadtests.report import Figure, add_arguments, finish, print_table
+from loadtests.report import Figure, finish, most, parse, print_figures, print_table
 from loadtests.stats import median, ratio, spread
+
+THREADS = 2
+DTYPE = "bfloat16"  # of our engine
+WARM_UP = Workload("warm-up", 1, 16, 0, 8, 0.0)
+STREAMS = Workload("http", 32, 128, 0, 128, 0.8)
+STREAM_LIMIT_S = 600.0
+Rates = dict[str, dict[str, list[float]]]
+"""Tokens a second of each round, by workload and side."""
 
 
 def compare(arguments: argparse.Namespace) -> None:
     """Run all sides in turns and report."""
-    torch.set_num_threads(arguments.threads)
-    folder = str(resolve(arguments.model))
+    torch.set_num_threads(THREADS)
+    folder = str(resolve(MODEL))
     workloads = [w for w in WORKLOADS if w.key in arguments.workloads]
-    llm = LLM(folder, dtype=arguments.dtype, num_threads=arguments.threads)
+    llm = LLM(folder, dtype=DTYPE, num_threads=THREADS)
     peer = Transformers(folder, arguments.peer_dtypes)
     sides: dict[str, Side] = {
         OURS: lambda workload, prompts: run_ours(llm, prompts, workload.output),
         TRANSFORMERS: peer,
     }
     logs = Path(tempfile.mkdtemp(prefix="quire-peers-"))
-    with peer_processes(os.environ.get("QUIRE_PEERS"), arguments.threads, logs) as peers:
+    with peer_processes(os.environ.get("QUIRE_PEERS"), THREADS, logs) as peers:
         sides.update(peers)
         for workload in workloads:
             peer.warm_up(workload)
-        warm_up = Workload("warm-up", 1, 16, 0, 8, 0.0)
         for name, side in sides.items():
             if name != TRANSFORMERS:
-                side(warm_up, warm_up.prompts(-1))
-        rates = by_turns(sides, workloads, arguments.rounds, arguments.seed)
-
+                side(WARM_UP, WARM_UP.prompts(-1))
+        rates = by_turns(sides, workloads, arguments.rounds)
     figures: list[Figure] = []
     rows = []
     for workload in workloads:
@@ -70,74 +84,97 @@ def compare(arguments: argparse.Namespace) -> None:
         figures.append(Figure(f"{workload.title} {OURS}", median(ours), " tokens/s"))
         for name in list(sides)[1:]:
             theirs = rates[workload.key][name]
-            if not theirs:
-                row += ["", ""]
-                continue
             title = f"{name} {peer.chosen[workload.key]}" if name == TRANSFORMERS else name
-            row += [f"{median(theirs):.1f}", f"{ratio(ours, theirs):.2f}x"]
-            figures.append(Figure(f"{workload.title} {title}", median(theirs), " tokens/s"))
-            bar = workload.bar if name == TRANSFORMERS else None
-            figures.append(Figure(f"{workload.title} {OURS} / {title}", ratio(ours, theirs), "x", bar))
-        rows.append([*row, peer.chosen[workload.key]])
-    header = [f"output tokens/s, median of {arguments.rounds}", f"{OURS} {arguments.dtype}", "spread"]
-    for name in list(sides)[1:]:
-        header += [name, "ratio"]
-    print_table([*header, f"{TRANSFORMERS} in"], rows)
-    finish(
-        "loadtests.throughput",
-        figures,
-        arguments,
-        tokens_per_second=rates,
-        peer_dtypes=peer.chosen,
-        threads=arguments.threads,
-    )
+            row += [f"{median(theirs):.1f} {title}", f"{ratio(ours, theirs):.2f}x"] if theirs else ["", ""]
+            if theirs:
+                bar = workload.bar if name == TRANSFORMERS else None
+                figures.append(Figure(f"{workload.title} {title}", median(theirs), " tokens/s"))
+                figures.append(Figure(f"{workload.title} {OURS} / {title}", ratio(ours, theirs), "x", bar))
+        rows.append(row)
+    names = [cell for name in list(sides)[1:] for cell in (name, "ratio")]
+    print_table([f"output tokens/s, median of {arguments.rounds}", f"{OURS} {DTYPE}", "spread", *names], rows)
+    finish("loadtests.throughput", figures, arguments, tokens_per_second=rates, threads=THREADS)
 
 
-def by_turns(
-    sides: dict[str, Side], workloads: list[Workload], rounds: int, seed: int
-) -> dict[str, dict[str, list[float]]]:
-    """Tokens a second of each round, by workload and side."""
-    rates: dict[str, dict[str, list[float]]] = {w.key: {side: [] for side in sides} for w in workloads}
-    with tqdm(total=rounds * len(workloads) * len(sides), unit="run") as bar:
-        for number in range(rounds):
-            for workload in workloads:
-                prompts = workload.prompts(seed + number)
-                for name, side in sides.items():
-                    if name == LLAMA_CPP and workload.requests > 1:
-                        bar.update()
-                        continue
-                    bar.set_description(f"round {number + 1} {workload.title} {name}")
-                    rates[workload.key][name].append(tokens_per_second(partial(side, workload, prompts)))
-                    bar.update()
+def by_turns(sides: dict[str, Side], workloads: list[Workload], rounds: int) -> Rates:
+    """The same fresh prompts for all sides in each round."""
+    rates: Rates = {w.key: {side: [] for side in sides} for w in workloads}
+    turns = [(number, w, name) for number in range(rounds) for w in workloads for name in sides]
+    for number, workload, name in tqdm(turns, unit="run"):
+        if name != LLAMA_CPP or workload.requests == 1:
+            run = partial(sides[name], workload, workload.prompts(number))
+            rates[workload.key][name].append(tokens_per_second(run))
     return rates
+
+
+def processor_time(application: psutil.Process) -> tuple[float, float]:
+    """Seconds of processor time of the engine replica, and of all else that the application started."""
+    engine = rest = 0.0
+    for process in [application, *application.children(recursive=True)]:
+        try:
+            times, title = process.cpu_times(), " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        if "ServeReplica" in title and "engine" in title.lower():
+            engine += times.user + times.system
+        else:
+            rest += times.user + times.system
+    return engine, rest
+
+
+def run_http(url: str, model: str, prompts: Prompts, output: int) -> int:
+    """All prompts at once, each in a stream of its own; the number of tokens that usage reports.
+
+    Raises:
+        RuntimeError: a stream was not whole.
+    """
+
+    async def everything() -> int:
+        async with Client(url, model, STREAM_LIMIT_S) as client:
+            outcomes = await asyncio.gather(*(client.complete(prompt, output) for prompt in prompts))
+        fault = next((outcome.fault for outcome in outcomes if outcome.fault), "")
+        if fault:
+            raise RuntimeError(fault)
+        return sum(outcome.tokens for outcome in outcomes)
+
+    return asyncio.run(everything())
+
+
+def compare_http(arguments: argparse.Namespace) -> None:
+    """Run both in turns and report."""
+    name = f"{MODEL}-{secrets.token_hex(4)}"  # of no other server
+    served: list[float] = []
+    offline: list[float] = []
+    shares: list[float] = []
+    llm = LLM(str(resolve(MODEL)), dtype=DTYPE, num_threads=THREADS)
+    options = [f"model={MODEL}", f"served_model_name={name}", f"dtype={DTYPE}", f"threads={THREADS}"]
+    with application([*options, "engine_replicas=1"]) as (process, url):
+        run_ours(llm, [[5, 6, 7, 8]], 4)
+        run_http(url, name, [[5, 6, 7, 8]], 4)
+        for number in tqdm(range(arguments.rounds), unit="round"):
+            prompts = STREAMS.prompts(number)
+            before = processor_time(process)
+            served.append(tokens_per_second(partial(run_http, url, name, prompts, STREAMS.output)))
+            engine, rest = (b - a for a, b in zip(before, processor_time(process), strict=True))
+            shares.append(rest / engine)
+            offline.append(tokens_per_second(partial(run_ours, llm, prompts, STREAMS.output)))
+    figures = [
+        Figure("over HTTP", median(served), " tokens/s"),
+        Figure("offline", median(offline), " tokens/s"),
+        Figure("HTTP / offline", ratio(served, offline), "x", STREAMS.bar),
+        most("processor time of everything but the engine / the engine's", median(shares), 0.2),
+    ]
+    print_figures(f"{STREAMS.requests} streams, {STREAMS.prompt} in, {STREAMS.output} out", figures)
+    finish("loadtests.throughput --http", figures, arguments, threads=THREADS)
 
 
 def main() -> None:
     """Parse the command line and measure."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.throughput", description=__doc__)
-    add_arguments(parser)
-    parser.add_argument("--http", action="store_true", help="one engine behind HTTP against itself offline")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of our engine")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workloads", default="abcd", help="which to run, for example 'ac'")
-    parser.add_argument(
-        "--peer-dtypes",
-        nargs="+",
-        default=list(PEER_DTYPES),
-        choices=PEER_DTYPES,
-        help="of which transformers runs in the faster one (default: both)",
-    )
-    arguments = parser.parse_args()
-    if arguments.http:
-        from loadtests.experiments.http_path import compare_http
-
-        compare_http(arguments)
-    else:
-        compare(arguments)
-
-
-if __name__ == "__main__":
-    main()
+    options = {
+        "--http": (False, "one engine behind HTTP against itself offline"),
+        "--rounds": (3, "of each workload on each side"),
+        "--workloads": ("abcd", "which to run, for example 'ac'"),
+        "--peer-dtypes": (list(PEER_DTYPES), "of which transformers runs in the faster one"),
+    }
+    arguments = parse("throughput", __doc__, options)
+    (compare_http if arguments.http else compare)(arguments)

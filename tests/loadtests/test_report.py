@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtests.report import Figure, save
+from loadtests.report import Figure, parse, save
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,33 @@ def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
     assert [row["value"] for row in written["figures"]] == [0.5, 3, 0.5]
     assert [row["holds"] for row in written["figures"]] == [True, False, True]
     assert written["seeds"] == 7
+
+
+def test_options_are_of_the_type_of_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, tuple[Any, str]] = {
+        "--quick": (False, "shorter"),
+        "--seed": (0, "of all"),
+        "--rounds": (3, "of each"),
+        "--arms": (["prefix", "random"], "to compare"),
+        "more": ([], "words"),
+    }
+    default = parse("some", None, options, [])
+    assert (default.quick, default.seed, default.rounds, default.arms, default.more) == (
+        False,
+        0,
+        3,
+        ["prefix", "random"],
+        [],
+    )
+    given = parse("some", None, options, ["a=1", "--quick", "--rounds", "5", "--check", "--arms", "random"])
+    assert (given.quick, given.rounds, given.arms, given.check, given.more) == (
+        True,
+        5,
+        ["random"],
+        True,
+        ["a=1"],
+    )
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(SystemExit):
+            parse("some", None, options, ["--rounds", wrong])
+        assert "--rounds: invalid int value" in capsys.readouterr().err
