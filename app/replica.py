@@ -36,7 +36,8 @@ class EngineReplica:
 
     The calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
     ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and cancelling
-    stay true), ``beat`` and ``reset_prefix_cache``. ``target`` and ``meta`` are read by the router.
+    stay true), ``beat`` and ``reset_prefix_cache``. ``target`` and ``meta`` are read by the router, which
+    leaves ``{"epoch": epoch}`` of ``meta``.
     """
 
     def __init__(self, options: AppConfig) -> None:
@@ -66,7 +67,7 @@ class EngineReplica:
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
 
-    async def generate(self, cid: str, payload: bytes, *, meta: dict[str, Any]) -> dict[str, Any]:
+    async def generate(self, cid: str, payload: bytes, *, meta: dict[str, int]) -> dict[str, Any]:
         """Run one attempt; see ``run_attempt``."""
         return await run_attempt(self._hub, self._engine, cid, meta["epoch"], payload)
 

@@ -8,10 +8,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from app.channel import wire
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.routing.routing_meta import RoutingMeta
 from engine.errors import QuireError
 from engine.request import FinishReason
 
@@ -80,8 +80,8 @@ class InFlightRequest:
             age_s=time.monotonic() - self.arrived,
         )
 
-    def routing_meta(self, attempt: int) -> dict[str, Any]:
-        """What the router needs to choose and book a replica; it adds ``epoch`` and removes its own fields.
+    def routing_meta(self, attempt: int) -> RoutingMeta:
+        """What the router needs to choose and book a replica.
 
         The prompt counts once, whatever the number of sequences.
         """
@@ -91,15 +91,15 @@ class InFlightRequest:
             running = [[]] * params.width
         wanted, expected = params.max_tokens, max(EXPECTED_TOKENS, math.ceil(self.typical_output))
         left = [expected if wanted is None else min(wanted - len(output), expected) for output in running]
-        return {
-            "request_id": self.request.request_id,
-            "attempt": attempt,
-            "prefill": len(self.request.token_ids) + sum(map(len, running)),
-            "decode": sum(max(tokens, 1) for tokens in left),
-            "avoid": self.avoid,
-            "keys": self.block_keys,
-            "sequences": len(running),
-        }
+        return RoutingMeta(
+            request_id=self.request.request_id,
+            attempt=attempt,
+            prefill=len(self.request.token_ids) + sum(map(len, running)),
+            decode=sum(max(tokens, 1) for tokens in left),
+            avoid=self.avoid,
+            keys=self.block_keys,
+            sequences=len(running),
+        )
 
     def continues(self, record: wire.Record) -> bool:
         """Whether a record begins where its sequence ends here; one that only ends the attempt always does."""

@@ -23,6 +23,7 @@ from app.routing.faults import Faults
 from app.routing.load import LoadReport, average, sane
 from app.routing.policies import CHOICES, Decision, Policy, least_booked
 from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
+from app.routing.routing_meta import RoutingMeta
 from app.routing.waiting import ExpectedWait, expected_wait
 from engine.errors import QuireError
 
@@ -198,40 +199,32 @@ class Ledger:
 
     def book(
         self,
-        request_id: str,
-        attempt: int,
-        prefill: int,
-        decode: int,
+        meta: RoutingMeta,
         members: Collection[str] | None = None,
-        avoid: str = "",
-        *,
-        keys: Sequence[int] = (),
-        sequences: int = 1,
         likely_victims: Collection[str] = (),
     ) -> Booking:
         """Choose a replica and book there; an earlier booking of the attempt is released.
 
-        ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode``
-        is the most that its ``sequences`` make together. ``avoid`` is taken only if there is no other; likely
-        victims only where all others cost much more.
+        Likely victims are taken only where all others cost much more.
 
         Raises:
             NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
         """
         with self._lock:
+            attempt, decode, sequences = meta.attempt, meta.decode, meta.sequences
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
             placed_before = self._release(attempt)
-            replicas = self._candidates(members, avoid)
+            replicas = self._candidates(members, meta.avoid)
             if not replicas:
                 raise NoRouteError("no engine replica has an open channel")
             request = RoutingRequest(
-                request_id,
-                prefill,
+                meta.request_id,
+                meta.prefill,
                 self._fleet.expected_output(decode, sequences),
                 sequences,
-                keys,
-                placed_before or avoid != "",
+                meta.keys,
+                placed_before or meta.avoid != "",
                 likely_victims,
                 self._placed,
             )

@@ -14,6 +14,7 @@ from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequ
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 import app.routing.fleet as fleet
+from app.routing.routing_meta import RoutingMeta
 
 
 class _PinnedCalls(RequestRouter):  # type: ignore[misc]
@@ -72,7 +73,7 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             return replica
         raise fleet.ReplicaGoneError("there is no engine replica")
 
-    async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
+    async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
         raise NotImplementedError
 
     def _pinned(self, target: str) -> RunningReplica:
@@ -83,24 +84,15 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             return self._draining[target]
         raise fleet.ReplicaGoneError(f"engine replica {target} is gone")
 
-    def _book(self, meta: dict[str, Any], candidates: dict[str, RunningReplica]) -> RunningReplica:
-        """Let the ledger choose among ``candidates`` and book, in one step; cordoned ones come last.
-
-        What only the choice needs leaves ``meta`` here, before it is pickled and sent.
-        """
-        booking = self._fleet.ledger.book(
-            meta["request_id"],
-            meta["attempt"],
-            meta["prefill"],
-            meta["decode"],
-            self._fleet.eligible(candidates.keys()),
-            meta["avoid"],
-            keys=meta.pop("keys"),
-            sequences=meta.pop("sequences"),
-            likely_victims=self._fleet.likely_victims.names(),
-        )
+    def _book(
+        self, pending_request: PendingRequest, meta: RoutingMeta, candidates: dict[str, RunningReplica]
+    ) -> RunningReplica:
+        """Let the ledger choose among ``candidates`` and book, in one step; cordoned ones come last."""
+        members, likely_victims = self._fleet.eligible(candidates.keys()), self._fleet.likely_victims.names()
+        booking = self._fleet.ledger.book(meta, members, likely_victims)
         self._fleet.routed[booking.route.replica] += 1
-        meta["epoch"] = booking.route.epoch  # the engine refuses an epoch that it does not have
+        # All that the engine needs: it refuses an epoch that it does not have.
+        pending_request.kwargs["meta"] = {"epoch": booking.route.epoch}
         return candidates[booking.route.replica]
 
     def _by_name(self) -> dict[str, RunningReplica]:
@@ -116,17 +108,17 @@ class EngineRouter(_PinnedCalls):
         """Part of Serve's contract; our choice is made in ``_choose_replica_for_request``."""
         return [[replica] for replica in candidate_replicas]
 
-    async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
-        return self._book(meta, self._by_name())
+    async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
+        return self._book(pending_request, meta, self._by_name())
 
 
 class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Serve's own choice, the shorter of two queues, to be compared with."""
 
-    async def _booked(self, pending_request: PendingRequest, meta: dict[str, Any]) -> RunningReplica:
+    async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
         replicas = self._by_name()
         usable = set(self._fleet.eligible(self._fleet.ledger.routable(replicas.keys())))
-        usable = usable - {meta["avoid"]} or usable
+        usable = usable - {meta.avoid} or usable
         # Serve's choice knows neither channels nor cordons, nor what has just failed.
         ranks = await self.choose_replicas([replicas[name] for name in usable], pending_request)
         best = [[replica for replica in rank if replica.replica_id.unique_id in usable] for rank in ranks]
@@ -137,4 +129,4 @@ class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: i
             default=None,
         )
         candidates = {} if chosen is None else {chosen.replica_id.unique_id: chosen}
-        return self._book(meta, candidates)
+        return self._book(pending_request, meta, candidates)

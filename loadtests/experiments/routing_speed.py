@@ -21,6 +21,7 @@ from app.channel.kv_feed import PIECE_KEYS
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
+from app.routing.routing_meta import RoutingMeta
 from engine.kv.block_keys import block_keys, root_key
 from engine.request import CacheNamespace
 from loadtests.report import Figure, finish, parse, print_figures
@@ -180,7 +181,9 @@ class Desk:
         Serve does around it.
         """
         attempt, tokens = self._next(), self.fleet.blocks * BLOCK_SIZE
-        return partial(self.ledger.book, str(attempt), attempt, tokens, 1000, keys=self.fleet.prompt())
+        return partial(
+            self.ledger.book, RoutingMeta(str(attempt), attempt, tokens, 1000, keys=self.fleet.prompt())
+        )
 
     def hash_and_decide(self) -> Callable[[], object]:
         """Hashing a prompt of 8,192 tokens, deciding and booking."""
@@ -189,7 +192,7 @@ class Desk:
 
         def route() -> None:
             keys = block_keys(ROOT, tokens, BLOCK_SIZE)
-            self.ledger.book(str(attempt), attempt, len(tokens), 1000, keys=keys)
+            self.ledger.book(RoutingMeta(str(attempt), attempt, len(tokens), 1000, keys=keys))
 
         return route
 

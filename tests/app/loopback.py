@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.routing import fleet
+from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 
@@ -210,17 +212,11 @@ class LoopbackHandle:
             stream.task = replica.run(stream.pump(replica.hub.stream(cid, epoch)))
         return stream
 
-    def _generate(self, cid: str, payload: bytes, *, meta: dict[str, Any]) -> LoopbackResponse:
+    def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
         async def route_and_run() -> Any:
             await asyncio.sleep(0)  # the router has a loop of its own
-            booking = self.fleet.ledger.book(
-                meta["request_id"],
-                meta["attempt"],
-                meta["prefill"],
-                meta["decode"],
-                self.fleet.eligible(self.fleet.members),
-                meta["avoid"],
-            )
+            members = self.fleet.eligible(self.fleet.members)
+            booking = self.fleet.ledger.book(replace(meta, keys=(), sequences=1), members)
             replica = self.replicas[booking.route.replica]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from app.routing.calibration import Calibration
 from app.routing.cost import view_of
@@ -12,6 +13,7 @@ from app.routing.ledger import Ledger
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.replica import ReplicaState, ReplicaView, Route
+from app.routing.routing_meta import RoutingMeta
 
 BLOCK = 16
 IDLE = LoadReport(
@@ -75,17 +77,14 @@ class Fleet:
         route = self.routes[place]
         assert self.index.apply(route.replica, route.epoch, sequence, keys, [], False)
 
-    def send(self, tokens: int, keys: Sequence[int] = (), output: int = 100, **options: object) -> str:
+    def send(self, tokens: int, keys: Sequence[int] = (), output: int = 100, **options: Any) -> str:
+        """``options``: ``members`` and ``likely_victims`` as ``Ledger.book`` takes them, others of the meta."""
         self.attempts += 1
         self.ledger.expect(self.attempts)
-        return self.ledger.book(
-            f"request-{self.attempts}",
-            self.attempts,
-            tokens,
-            output,
-            keys=keys,
-            **options,  # type: ignore[arg-type]
-        ).route.replica
+        choice = {name: options.pop(name) for name in ("members", "likely_victims") if name in options}
+        name = f"request-{self.attempts}"
+        meta = RoutingMeta(name, self.attempts, tokens, output, keys=keys, **options)
+        return self.ledger.book(meta, **choice).route.replica
 
     @property
     def cached(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 
 from app.routing import fleet
 from app.routing.ledger import Route
+from app.routing.routing_meta import RoutingMeta
 
 _apps = itertools.count()
 
@@ -109,12 +111,11 @@ class ServeRouter:
         """The controller's word."""
         self.router.update_replicas([self.replicas[name] for name in names])
 
-    def meta(self, **changes: Any) -> dict[str, Any]:
+    def meta(self, **changes: Any) -> RoutingMeta:
         """Of a new attempt, which is expected."""
         attempt = next(self._attempts)
         self.fleet.ledger.expect(attempt)
-        meta = {"request_id": f"r{attempt}", "attempt": attempt, "prefill": 100, "decode": 10}
-        return {**meta, "avoid": "", "keys": (), "sequences": 1, **changes}
+        return replace(RoutingMeta(f"r{attempt}", attempt, prefill=100, decode=10), **changes)
 
     async def send(self, internal_id: str = "one", **kwargs: Any) -> None:
         """A call through Serve, until a replica has taken it."""

@@ -10,6 +10,7 @@ from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
+from app.routing.routing_meta import RoutingMeta
 from engine.kv.kv_events import KvBatch
 from loadtests.experiments.routing.approximate import ApproximateIndex
 from loadtests.experiments.routing.workloads import Job
@@ -75,7 +76,8 @@ class LedgerRouter(Router):
         self._now = now
         self.ledger.expect(attempt)
         tokens = len(job.prompt.tokens)
-        booking = self.ledger.book(str(job.number), attempt, tokens, job.max_tokens, keys=job.prompt.keys)
+        meta = RoutingMeta(str(job.number), attempt, tokens, job.max_tokens, keys=job.prompt.keys)
+        booking = self.ledger.book(meta)
         if self.ledger.faults:
             raise RuntimeError("the ledger failed to choose and fell back to the least booked replica")
         return booking.route.replica

@@ -65,7 +65,7 @@ def test_a_call_that_serve_cancels_is_tried_again() -> None:
         sent = []
 
         def remote(*args: Any, **kwargs: Any) -> Any:
-            sent.append(kwargs["meta"]["attempt"])
+            sent.append(kwargs["meta"].attempt)
             if len(sent) > 1:
                 return send(*args, **kwargs)
             cancelled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
         send, sent = handle.generate.remote, []
 
         def remote(*args: Any, **kwargs: Any) -> Any:
-            sent.append(list(kwargs["meta"]["keys"]))
+            sent.append(list(kwargs["meta"].keys))
             return send(*args, **kwargs)
 
         # The client has the handle's method already.

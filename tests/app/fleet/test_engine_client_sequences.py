@@ -17,6 +17,7 @@ from app.fleet.generation import GenerateRequest, GenerationError, UnavailableEr
 from app.fleet.in_flight import EXPECTED_TOKENS, InFlightRequest
 from app.routing.calibration import OutputLength
 from app.routing.ledger import Ledger, Route
+from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
@@ -199,14 +200,14 @@ def test_what_is_due() -> None:
 
 def test_the_prompt_is_booked_once_and_the_output_for_each_sequence() -> None:
     plain = InFlightRequest(request(list(range(50)), 3, 100))
-    assert plain.routing_meta(1)["prefill"] == 50
-    assert plain.routing_meta(1)["decode"] == 3 * 100
+    assert plain.routing_meta(1).prefill == 50
+    assert plain.routing_meta(1).decode == 3 * 100
     plain.accept(wire.Record(1, 0, [1] * 40, sequence=1))
     plain.accept(wire.Record(1, 0, [1] * 10, end=FinishReason.STOP, sequence=0))
-    assert plain.routing_meta(2)["prefill"] == 50 + 40
-    assert plain.routing_meta(2)["decode"] == 60 + 100
+    assert plain.routing_meta(2).prefill == 50 + 40
+    assert plain.routing_meta(2).decode == 60 + 100
     beams = InFlightRequest(request([1], 1, 1000, use_beam_search=True, beam_width=5))
-    assert beams.routing_meta(1)["decode"] == 5 * EXPECTED_TOKENS
+    assert beams.routing_meta(1).decode == 5 * EXPECTED_TOKENS
 
 
 def test_outputs_that_are_longer_here_are_expected_to_be() -> None:
@@ -216,12 +217,12 @@ def test_outputs_that_are_longer_here_are_expected_to_be() -> None:
         live = InFlightRequest(request([1] * 50, 1, 2000))
         live.typical_output = ledger.typical_output
         ledger.expect(attempt)
-        booking = ledger.book("r", attempt, 50, live.routing_meta(attempt)["decode"])
+        booking = ledger.book(RoutingMeta("r", attempt, 50, live.routing_meta(attempt).decode))
         ledger.release(attempt, made=1500)
     assert 1400 < booking.decode <= 1500
     live = InFlightRequest(request([1] * 50, 1, 100))
     live.typical_output = ledger.typical_output
-    assert live.routing_meta(1)["decode"] == 100
+    assert live.routing_meta(1).decode == 100
 
 
 def test_sequences_that_can_never_run_are_refused() -> None:

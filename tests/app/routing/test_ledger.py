@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import REMEMBERED, Ledger, NoRouteError, Route
 from app.routing.policies import Policy
+from app.routing.routing_meta import RoutingMeta
 
 A, B, C = Route("a", 1), Route("b", 2), Route("c", 3)
 IDLE = replace(routing_support.IDLE, free=10_000, num_blocks=10_000)
@@ -27,9 +29,18 @@ def ledger_of(*routes: Route) -> Ledger:
     return ledger
 
 
-def book(ledger: Ledger, attempt: int, prefill: int = 10, decode: int = 5, **options: object) -> str:
+def book(
+    ledger: Ledger,
+    attempt: int,
+    prefill: int = 10,
+    decode: int = 5,
+    members: Collection[str] | None = None,
+    likely_victims: Collection[str] = (),
+    **options: object,
+) -> str:
     ledger.expect(attempt)
-    return ledger.book(f"r{attempt}", attempt, prefill, decode, **options).route.replica  # type: ignore[arg-type]
+    meta = RoutingMeta(f"r{attempt}", attempt, prefill, decode, **options)  # type: ignore[arg-type]
+    return ledger.book(meta, members, likely_victims).route.replica
 
 
 def test_least_booked_tokens_win() -> None:
@@ -121,7 +132,7 @@ def test_attempt_that_is_over_cannot_be_booked() -> None:
     ledger.expect(1)
     ledger.release(1)
     with pytest.raises(NoRouteError, match="over"):
-        ledger.book("r", 1, 10, 10)
+        ledger.book(RoutingMeta("r", 1, 10, 10))
     assert ledger.load() == {"a": 0}
 
 
@@ -142,7 +153,7 @@ def test_load_is_always_the_sum_of_live_bookings(steps: list[tuple[str, int, int
             ledger.expect(number)
             expected.pop(number, None)
             try:
-                ledger.book("r", number, tokens, 7)
+                ledger.book(RoutingMeta("r", number, tokens, 7))
                 expected[number] = (tokens, 7)
             except NoRouteError:
                 pass
@@ -259,11 +270,11 @@ def test_cached_tokens_are_not_booked() -> None:
     ledger.open(A)
     index.snapshot("a", 1, 0, [1, 2, 3])
     ledger.expect(1)
-    booking = ledger.book("r", 1, 70, 5, keys=[1, 2, 3, 4])
+    booking = ledger.book(RoutingMeta("r", 1, 70, 5, keys=[1, 2, 3, 4]))
     assert (booking.prefill, booking.cached) == (70 - 48, 48)
     assert ledger.load() == {"a": 27}
     ledger.expect(2)
-    booking = ledger.book("r", 2, 48, 5, keys=[1, 2, 3])
+    booking = ledger.book(RoutingMeta("r", 2, 48, 5, keys=[1, 2, 3]))
     assert (booking.prefill, booking.cached) == (16, 32)  # an engine computes the last token at least
 
 
@@ -272,12 +283,12 @@ def test_request_given_up_before_its_first_token_leaves_no_speculation() -> None
     ledger = Ledger(index=index)
     ledger.open(A)
     ledger.expect(1)
-    ledger.book("r", 1, 70, 5, keys=[1, 2, 3, 4])
+    ledger.book(RoutingMeta("r", 1, 70, 5, keys=[1, 2, 3, 4]))
     assert index.longest([1, 2, 3, 4]) == {"a": 4}
     ledger.release(1)
     assert index.longest([1, 2, 3, 4]) == {"a": 0}
     ledger.expect(2)
-    ledger.book("r", 2, 70, 5, keys=[1, 2, 3, 4])
+    ledger.book(RoutingMeta("r", 2, 70, 5, keys=[1, 2, 3, 4]))
     ledger.first_token(2)
     ledger.release(2)
     assert index.longest([1, 2, 3, 4]) == {"a": 4}  # computed: its event is on the way
@@ -296,9 +307,9 @@ def test_random_aborts_leave_no_booking(policy: Policy) -> None:
         if draw.random() < 0.02:
             ledger.release(attempt)  # given up before the router has seen it
             with pytest.raises(NoRouteError):
-                ledger.book("r", attempt, 40, 9)
+                ledger.book(RoutingMeta("r", attempt, 40, 9))
             continue
-        ledger.book("r", attempt, 40, 9, keys=[attempt % 50, attempt])
+        ledger.book(RoutingMeta("r", attempt, 40, 9, keys=[attempt % 50, attempt]))
         live.append(attempt)
         if attempt % 1000 == 0:
             name = draw.choice("abcd")

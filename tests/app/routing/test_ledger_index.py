@@ -15,6 +15,7 @@ from kv_loopback import KvIngress, KvReplica, connected
 from app.channel import ingress_channel
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
+from app.routing.routing_meta import RoutingMeta
 from app.routing.speculation import Speculation
 
 A, B = Route("a", 1), Route("b", 2)
@@ -63,7 +64,7 @@ def test_a_replica_that_the_index_cannot_add_is_routed_to_all_the_same(
     with caplog.at_level(logging.ERROR):
         ledger.open(A)
     ledger.expect(1)
-    assert ledger.book("r", 1, 50, 5, keys=[1, 2, 3]).route == A
+    assert ledger.book(RoutingMeta("r", 1, 50, 5, keys=[1, 2, 3])).route == A
     assert ledger.faults == ledger.state()["faults"] == len(caplog.records) == 1
 
 
@@ -83,13 +84,13 @@ def test_a_route_closes_though_the_index_cannot_forget_its_replica(
     keys = [1, 2, 3]
     for attempt in range(8):
         ledger.expect(attempt)
-    booked = [ledger.book(f"r{attempt}", attempt, 50, 5, keys=keys).route for attempt in range(8)]
+    booked = [ledger.book(RoutingMeta(f"r{attempt}", attempt, 50, 5, keys=keys)).route for attempt in range(8)]
     monkeypatch.setattr(owner, method, fail)
     assert ledger.close(A) == [attempt for attempt, route in enumerate(booked) if route == A]
     assert ledger.faults == faults
     assert (ledger.routable(), list(ledger.load())) == (["b"], ["b"])
     ledger.expect(9)
-    assert ledger.book("r9", 9, 50, 5, keys=keys).route == B
+    assert ledger.book(RoutingMeta("r9", 9, 50, 5, keys=keys)).route == B
     assert ledger.faults == faults
 
 

@@ -18,6 +18,7 @@ from routing_support import BLOCK, IDLE, Engines, Fleet, prefix, prompt
 from app.routing import fleet as fleets
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, NoRouteError, Route
+from app.routing.routing_meta import RoutingMeta
 
 
 def spread(chosen: Counter[str], replicas: int) -> float:
@@ -96,7 +97,7 @@ def test_requests_that_are_routed_at_the_same_instant_see_each_other() -> None:
         for attempt in (thread, thread + 16):
             ledger.expect(attempt)
             keys = SlowKeys(prefix(attempt + 1, 50))
-            chosen.append(ledger.book(f"q{attempt}", attempt, 807, 10, keys=keys).route.replica)
+            chosen.append(ledger.book(RoutingMeta(f"q{attempt}", attempt, 807, 10, keys=keys)).route.replica)
 
     threads = [threading.Thread(target=route, args=(thread,)) for thread in range(16)]
     for thread in threads:

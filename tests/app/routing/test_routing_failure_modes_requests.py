@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from loopback import LoopbackHandle, LoopbackResponse, expected_tokens, stepping
 from app.fleet import attempts
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest
+from app.routing.routing_meta import RoutingMeta
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
 from engine.sampling_params import SamplingParams
@@ -28,7 +30,7 @@ class Recorded:
 
     def __init__(self, replicas: int) -> None:
         self.handle = LoopbackHandle(0)
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[RoutingMeta] = []
         self._call = self.handle.generate.remote
         self.handle.generate = SimpleNamespace(remote=self._generate)
         for number in range(replicas):
@@ -39,8 +41,8 @@ class Recorded:
         self.handle.replicas[name] = KvReplica(name)
         self.handle.announce(*(name for name, replica in self.handle.replicas.items() if not replica.dead))
 
-    def _generate(self, cid: str, payload: bytes, *, meta: dict[str, Any]) -> LoopbackResponse:
-        self.sent.append(dict(meta))
+    def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
+        self.sent.append(meta)
         return self._call(cid, payload, meta=meta)
 
     async def started(self) -> None:
@@ -63,9 +65,9 @@ def test_no_prompt_goes_without_its_keys(blocks: int, monkeypatch: pytest.Monkey
             )
             assert await collect(setting.client, wanted) == expected_tokens(prompt, 3)
         (sent,) = setting.sent
-        assert list(sent["keys"]) == SCHEME.keys(prompt, space)
-        assert len(sent["keys"]) == blocks
-        assert sent["prefill"] == len(prompt)
+        assert list(sent.keys) == SCHEME.keys(prompt, space)
+        assert len(sent.keys) == blocks
+        assert sent.prefill == len(prompt)
         await setting.client.stop()
 
     run(test)
@@ -96,7 +98,7 @@ def test_keys_are_made_once_however_many_replicas_there_are_and_however_often_it
         async with stepping(setting.handle):
             assert await task == expected_tokens(prompt, 40)
         assert len(setting.sent) >= 4
-        assert {tuple(sent["keys"]) for sent in setting.sent} == {tuple(keys(SCHEME, prompt, CacheNamespace()))}
+        assert {tuple(sent.keys) for sent in setting.sent} == {tuple(keys(SCHEME, prompt, CacheNamespace()))}
         assert made.count(len(prompt)) == 1
         await setting.client.stop()
 
@@ -121,15 +123,13 @@ def test_a_replica_that_refuses_what_it_was_chosen_for_costs_no_request_while_ot
         setting = Recorded(3)
         take = setting._call
 
-        def refuse_first(cid: str, payload: bytes, *, meta: dict[str, Any]) -> LoopbackResponse:
+        def refuse_first(cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
             async def refuse() -> dict[str, Any]:
-                booking = setting.handle.fleet.ledger.book(
-                    meta["request_id"], meta["attempt"], meta["prefill"], meta["decode"]
-                )
+                booking = setting.handle.fleet.ledger.book(replace(meta, keys=()))
                 refused.append(booking.route.replica)
                 return {"refused": "it is full"}
 
-            if meta["avoid"]:
+            if meta.avoid:
                 return take(cid, payload, meta=meta)
             return LoopbackResponse(asyncio.get_running_loop().create_task(refuse()))
 

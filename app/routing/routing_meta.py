@@ -1,0 +1,23 @@
+"""What the router learns of an attempt; passed through Serve as the ``meta`` argument of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingMeta:
+    """One attempt to be routed and booked.
+
+    ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode`` is
+    the most that its ``sequences`` generate together. ``avoid`` is taken only if there is no other replica.
+    """
+
+    request_id: str
+    attempt: int
+    prefill: int
+    decode: int
+    avoid: str = ""
+    keys: Sequence[int] = ()
+    sequences: int = 1
