@@ -1,4 +1,4 @@
-"""Continuous batching: waiting sequences join the batch at any step, in order, as blocks and tokens allow."""
+"""Admits waiting sequences to the running batch, in order, as blocks, slots, and tokens allow."""
 
 from __future__ import annotations
 

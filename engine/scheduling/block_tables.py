@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from engine.kv.block_pool import NO_BLOCK, BlockPool
+from engine.kv.host_pool import Content
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.transfers import Transfers
 from engine.scheduling.sequence import Sequence
+
+
+class ComputedBlocks(NamedTuple):
+    """The part of a block table that holds computed KV, and what names the contents of its blocks."""
+
+    table: list[int]  # may have ``NO_BLOCK``
+    contents: list[Content]  # in the order of the table, of the blocks that are there
 
 
 class BlockTables:
@@ -38,14 +48,44 @@ class BlockTables:
             blocks = pool.allocate(count, table[-1] if table and not copy else None) if count else None
             if blocks:
                 if copy:
-                    transfers.copies.append((table[first], blocks[0]))
-                    pool.release(table[first : first + 1])
-                    table[first] = blocks.pop(0)
+                    self._copy_on_write(table, first, blocks.pop(0), transfers)
                 table.extend(blocks)
             elif copy or len(table) * size <= computed:
                 return 0
         sequence.writable = len(table) * size
         return min(length, sequence.writable - computed)
+
+    def _copy_on_write(self, table: list[int], place: int, block: int, transfers: Transfers) -> None:
+        """Replace a shared block by ``block``, its copy: the step copies the contents before it writes."""
+        transfers.copies.append((table[place], block))
+        self._pool.release(table[place : place + 1])
+        table[place] = block
+
+    def append_swapped(self, sequence: Sequence, host_blocks: list[int]) -> list[tuple[int, int]]:
+        """Append a new block for each host block, ``NO_BLOCK`` for ``NO_BLOCK``; admission has counted them.
+
+        Returns:
+            Pairs of host block and new block, to be copied in this step.
+        """
+        table = sequence.block_table
+        present = [block for block in host_blocks if block != NO_BLOCK]
+        last = table[-1] if table else None
+        fresh = self._pool.allocate(len(present), last if last != NO_BLOCK else None)
+        assert fresh is not None, "admission has counted them"
+        following = iter(fresh)
+        table.extend(NO_BLOCK if block == NO_BLOCK else next(following) for block in host_blocks)
+        return list(zip(present, fresh, strict=True))
+
+    def computed_blocks(self, sequence: Sequence) -> ComputedBlocks:
+        """The blocks of a sequence's computed tokens."""
+        pool, computed = self._pool, sequence.computed
+        table = sequence.block_table[: pool.blocks_for(computed)]
+        contents = [
+            (block, pool.generation(block), min(pool.block_size, computed - place * pool.block_size))
+            for place, block in enumerate(table)
+            if block != NO_BLOCK
+        ]
+        return ComputedBlocks(table, contents)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share all computed blocks of ``parent``, a partial last one, too: :meth:`extend` copies it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.sequence import RUNS, Sequence
 from engine.scheduling.state import SchedulerState
 
 MAX_REMATCHED = 32
@@ -15,8 +15,6 @@ MAX_CHANGED_BLOCKS = 1024
 
 MAX_NEW_BLOCKS = 2048
 """Blocks of new sequences after which the others wait for the next reading: one or two milliseconds."""
-
-_RUNS = (SequenceState.RUNNING, SequenceState.SWAPPING_IN)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +97,7 @@ class PendingPrefill:
         """Count a sequence by its present state."""
         before = self._remove(sequence)
         size, length = self._size, len(sequence.token_ids)
-        runs = sequence.state in _RUNS
+        runs = sequence.state in RUNS
         if not runs and sequence.candidates is not None:
             self._held[sequence] = None
         reuses = not runs and not sequence.host_table

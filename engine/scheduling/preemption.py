@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.block_pool import NO_BLOCK, InvariantError
+from engine.kv.block_pool import InvariantError
 from engine.scheduling.recovery import Recovery
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.state import SchedulerState
@@ -30,20 +30,15 @@ def grow(state: SchedulerState, sequence: Sequence, length: int, plan: StepPlan)
 
 def preempt(state: SchedulerState, position: int, plan: StepPlan) -> None:
     """Take the blocks of the running sequence at ``position``, which has no chunk in this step."""
-    sequence, pool = state.running[position], state.pool
+    sequence = state.running[position]
     # What no layer can see any more is neither worth saving nor part of what is lost.
     state.block_tables.release_outside_window(sequence)
-    blocks = sequence.block_table[: pool.blocks_for(sequence.computed)]
-    contents = [
-        (block, pool.generation(block), min(pool.block_size, sequence.computed - place * pool.block_size))
-        for place, block in enumerate(blocks)
-        if block != NO_BLOCK
-    ]
-    decision = state.recoveries.preempted(sequence, blocks, contents)
-    host_table = None  # recompute
+    computed = state.block_tables.computed_blocks(sequence)
+    decision = state.recoveries.preempted(sequence, computed)
     if decision is not None and decision.recovery is Recovery.SWAP:
-        host_table = swap_out(state, blocks, contents, decision, plan)
-    state.preempt(position, host_table)
+        state.preempt_to_swap(position, swap_out(state, computed, decision, plan))
+    else:
+        state.preempt_to_recompute(position)
     plan.preempted.append(sequence)
 
 

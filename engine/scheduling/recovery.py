@@ -111,10 +111,12 @@ class RecoveryPolicy:
     kind waits for :data:`STALE` decisions only). Survival needs no trials: both recoveries show it.
 
     Args:
-        block_size: tokens of one KV block. rates: calibrated at start; an unknown swap rate makes ``auto``
-        recompute. refit_calls: whether measured copies include their fixed parts. ``False`` where they are a
-        time per block
-            multiplied by blocks: fitting them would lose the calibrated fixed part.
+        mode: ``auto`` chooses by expected cost, ``swap`` swaps while the host pool has
+            room, ``recompute`` never does.
+        block_size: tokens of one KV block.
+        rates: calibrated at start; an unknown swap rate makes ``auto`` recompute.
+        refit_calls: whether measured copies include their fixed parts. ``False`` where they are a time per
+            block multiplied by blocks: fitting them would lose the calibrated fixed part.
     """
 
     def __init__(self, mode: RecoveryMode, block_size: int, rates: Rates, *, refit_calls: bool = True) -> None:

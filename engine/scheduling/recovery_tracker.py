@@ -7,14 +7,12 @@ from collections import deque
 from engine.kv.block_pool import NO_BLOCK, BlockPool
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_node import PrefixNode
+from engine.scheduling.block_tables import ComputedBlocks
 from engine.scheduling.recovery import Decision, Recovery, RecoveryPolicy, RecoveryStats, Victim
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.step import StepPlan, StepTiming
 
 _CHECKED = 4  # watched decisions that are checked at each preemption
-
-Contents = list[tuple[int, int, int]]
-"""What names the contents of blocks: block, generation, valid tokens."""
 
 
 class RecoveryTracker:
@@ -34,17 +32,17 @@ class RecoveryTracker:
             self._stats = self._policy.stats()
         return self._stats
 
-    def preempted(self, sequence: Sequence, blocks: list[int], contents: Contents) -> Decision | None:
-        """Decide how a sequence that loses its ``blocks`` will recover; ``None`` if they hold nothing."""
+    def preempted(self, sequence: Sequence, computed: ComputedBlocks) -> Decision | None:
+        """Decide how a sequence that loses its blocks will recover; ``None`` if they hold nothing."""
         self.abandon(sequence)
         self._stats = None
         self._check_watched()
-        if not contents:
+        if not computed.contents:
             return None
-        decision = self._policy.choose(self._victim(sequence, blocks, contents))
+        decision = self._policy.choose(self._victim(sequence, computed))
         sequence.decision = decision
         self._num_open += 1
-        first = self._first_unheld(sequence, blocks, decision)
+        first = self._first_unheld(sequence, computed.table, decision)
         if first is not None:
             self._watched.append((decision, first))
         return decision
@@ -110,13 +108,13 @@ class RecoveryTracker:
         sequence.decision = self._stats = None
         self._num_open -= 1
 
-    def _first_unheld(self, sequence: Sequence, blocks: list[int], decision: Decision) -> PrefixNode | None:
+    def _first_unheld(self, sequence: Sequence, table: list[int], decision: Decision) -> PrefixNode | None:
         """The node of a table's first findable block that no other sequence holds."""
         node, first = sequence.node, None
         if decision.findable <= decision.held:
             return None
         while node is not None and node.depth and node.alive:
-            block = blocks[node.depth - 1]
+            block = table[node.depth - 1]
             if block != NO_BLOCK and self._pool.references(block) == 1:
                 first = node
             node = node.parent
@@ -133,10 +131,11 @@ class RecoveryTracker:
             else:
                 self._watched.append((decision, first))
 
-    def _victim(self, sequence: Sequence, blocks: list[int], contents: Contents) -> Victim:
+    def _victim(self, sequence: Sequence, computed: ComputedBlocks) -> Victim:
+        table, contents = computed
         to_copy = self._host.num_to_copy(contents)
         findable = sequence.indexed if sequence.node is not None and sequence.node.alive else 0
-        held = sum(block != NO_BLOCK and self._pool.references(block) > 1 for block in blocks[:findable])
+        held = sum(block != NO_BLOCK and self._pool.references(block) > 1 for block in table[:findable])
         return Victim(
             tokens=sequence.computed,
             blocks=len(contents),

@@ -1,4 +1,4 @@
-"""Decides which sequences run in each step, with which tokens and blocks: the algorithm of PagedAttention."""
+"""Continuous batching over paged KV: chooses which sequences run in each step, with which tokens and blocks."""
 
 from __future__ import annotations
 

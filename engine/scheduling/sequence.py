@@ -27,6 +27,10 @@ class SequenceState(enum.Enum):
     FINISHED = "finished"
 
 
+RUNS = (SequenceState.RUNNING, SequenceState.SWAPPING_IN)
+"""The states of sequences in the running list."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence of a request: ``token_ids`` is the prompt followed by the output.

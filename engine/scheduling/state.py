@@ -14,9 +14,8 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.growth_reserve import GrowthReserve
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.recovery_tracker import RecoveryTracker
-from engine.scheduling.sequence import Order, Sequence, SequenceState
+from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState
 
-_RUNS = (SequenceState.RUNNING, SequenceState.SWAPPING_IN)
 _HAS_HOST_BLOCKS = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPED, SequenceState.SWAPPING_IN)
 
 
@@ -93,25 +92,30 @@ class SchedulerState:
             self.observer.moved(sequence)
         return sequence
 
-    def preempt(self, position: int, host_table: list[int] | None) -> None:
-        """Take the blocks of the running sequence at ``position``, which keeps its place in the order.
+    def preempt_to_recompute(self, position: int) -> None:
+        """Take the blocks of the running sequence at ``position``: it waits to recompute their KV."""
+        sequence = self._preempt(position)
+        sequence.computed = 0
+        sequence.state = SequenceState.PREEMPTED
+        self._wait(sequence)
 
-        ``host_table`` names the host blocks that this step copies its KV to; without, its KV is lost.
-        """
+    def preempt_to_swap(self, position: int, host_table: list[int]) -> None:
+        """Take the blocks of the running sequence at ``position``: this step copies them to ``host_table``."""
+        sequence = self._preempt(position)
+        sequence.host_table = host_table
+        sequence.state = SequenceState.SWAPPING_OUT
+        self._swapping.append(sequence)
+        self._wait(sequence)
+
+    def _preempt(self, position: int) -> Sequence:
+        """Stop a running sequence, which keeps its place in the order; the caller says what it waits for."""
         sequence = self.running.pop(position)
         self.num_seqs -= sequence.num_seqs
         self.running_limit -= sequence.max_total_tokens
         self.block_tables.release(sequence)
         self.num_preemptions += 1
         sequence.num_preemptions += 1
-        if host_table is None:
-            sequence.computed = 0
-            sequence.state = SequenceState.PREEMPTED
-        else:
-            sequence.host_table = host_table
-            sequence.state = SequenceState.SWAPPING_OUT
-            self._swapping.append(sequence)
-        self._wait(sequence)
+        return sequence
 
     def settle_swaps(self) -> None:
         """The transfers of the last plan have been carried out."""
@@ -169,7 +173,7 @@ class SchedulerState:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Let a sequence in any state go, with all its blocks on the device and on the host."""
         self.recoveries.abandon(sequence)
-        if sequence.state in _RUNS:
+        if sequence.state in RUNS:
             del self.running[bisect_left(self.running, sequence.order, key=_order)]
             self.num_seqs -= sequence.num_seqs
             self.running_limit -= sequence.max_total_tokens
@@ -242,7 +246,7 @@ class SchedulerState:
         for sequence in self.running:
             self._check_running(sequence)
         for sequence in self.waiting:
-            if sequence.state in _RUNS or sequence.state is SequenceState.FINISHED:
+            if sequence.state in RUNS or sequence.state is SequenceState.FINISHED:
                 raise InvariantError(f"{_name(sequence)} waits in state {sequence.state.value}")
             if sequence.block_table:
                 raise InvariantError(f"{_name(sequence)} does not run but holds blocks")
@@ -254,7 +258,7 @@ class SchedulerState:
         self.host.check(_host_tables(self.sequences.values()))
 
     def _check_running(self, sequence: Sequence) -> None:
-        if sequence.state not in _RUNS:
+        if sequence.state not in RUNS:
             raise InvariantError(f"{_name(sequence)} runs in state {sequence.state.value}")
         size, table = self.pool.block_size, sequence.block_table
         if sequence.computed > len(table) * size:

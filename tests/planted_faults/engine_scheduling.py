@@ -181,8 +181,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/swapping.py",
-        "    sources = sequence.host_table[found : pool.blocks_for(sequence.computed)]",
-        "    sources = sequence.host_table[: pool.blocks_for(sequence.computed)]",
+        "    sources = sequence.host_table[found : state.pool.blocks_for(sequence.computed)]",
+        "    sources = sequence.host_table[: state.pool.blocks_for(sequence.computed)]",
         _OPERATIONS,
         "blocks that survived are copied back, too",
     ),

@@ -42,12 +42,12 @@ class Sequences:
         self.second = self.run("b", 3, computed=3)
         self.second.candidates = Candidates((1,), (0.0,))
         self.preempted = self.run("c", 4, computed=2)
-        self.state.preempt(2, None)
+        self.state.preempt_to_recompute(2)
         self.swapped = self.run("d", 4, computed=3)
         contents = [(block, self.pool.generation(block), 1) for block in self.swapped.block_table]
         swap = self.host.swap_out(contents)
         assert swap is not None
-        self.state.preempt(2, swap[0])
+        self.state.preempt_to_swap(2, swap[0])
         self.state.settle_swaps()
         self.waiting = self.queue("e", 4)
         self.state.check()

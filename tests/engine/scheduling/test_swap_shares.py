@@ -14,6 +14,7 @@ from engine.execution.calibration import Calibration
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
 from engine.kv.transfers import Transfers
+from engine.scheduling.block_tables import ComputedBlocks
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
 from engine.scheduling.recovery_tracker import RecoveryTracker
 from engine.scheduling.step import StepPlan, StepTiming, Swap
@@ -88,7 +89,7 @@ def test_a_recompute_is_charged_with_the_lost_tokens_alone() -> None:
     tracker = RecoveryTracker(BlockPool(16, 16), HostPool(0), policy)
     sequence = add(make_scheduler(64, 16, token_budget=40), make_request("r", [1] * 40))
     sequence.computed = 20
-    decision = tracker.preempted(sequence, [0, 1], [(0, 1, 16), (1, 1, 4)])
+    decision = tracker.preempted(sequence, ComputedBlocks([0, 1], [(0, 1, 16), (1, 1, 4)]))
     assert decision is not None
     sequence.computed = 0
     for tokens in (15, 20):
