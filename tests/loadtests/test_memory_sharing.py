@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.experiments.memory.beams import Parents, load_parents
 from loadtests.experiments.memory.constants import ALPACA, WIDTHS
-from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
+from loadtests.experiments.memory.jobs import Job, Parents, load_parents, make_jobs, own_tokens
 from loadtests.experiments.memory.measure import Meter
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.sharing import SharingMeter, perfect_beam_blocks, perfect_blocks

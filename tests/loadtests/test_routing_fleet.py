@@ -20,8 +20,8 @@ from loadtests.experiments.routing.constants import (
     saturating_rate,
 )
 from loadtests.experiments.routing.fleet import Fleet
-from loadtests.experiments.routing.runs import Run, Summary, merge, simulate
-from loadtests.experiments.routing.scenarios import SCENARIOS
+from loadtests.experiments.routing.runs import Run, Summary, simulate, ttft
+from loadtests.experiments.routing.scenarios import SAME, SCENARIOS
 from loadtests.experiments.routing.workloads import Conversations, burst, shared, unshared
 
 SMALL = Shape(groups=12, system=1_600, questions=0, question=64, output=16)
@@ -33,7 +33,7 @@ TIMES = [0.1 * i for i in range(40)]
 
 def run(arm: Arm, load: Load = FULL, **more: int) -> Summary:
     saturated = load is FULL
-    return simulate(Run("small", "shared", SMALL, load, arm, 1, saturated, **more))
+    return simulate(Run("small", SAME, SMALL, load, arm, 1, saturated, **more))
 
 
 def test_the_oracle_dominates() -> None:
@@ -48,7 +48,7 @@ def test_prefixes_are_found_where_they_are() -> None:
     load = Load(replicas=3, blocks=600, rate=40.0, warm_up=2.0, seconds=3.0)
     ours, turns = run(Arm.PREFIX, load), run(Arm.ROUND_ROBIN, load)
     assert ours.hit_rate > turns.hit_rate + 0.2
-    assert ours.quantile(0.9) < 0.5 * turns.quantile(0.9)
+    assert ttft([ours], 0.9) < 0.5 * ttft([turns], 0.9)
 
 
 @pytest.mark.parametrize("arm", list(Arm))
@@ -86,12 +86,12 @@ def test_marks_count_what_lies_between_them() -> None:
     assert outcome.marks[1].queried == SMALL.prompt * len(workload.jobs)
 
 
-def test_merged_seeds_pool_their_times() -> None:
-    one = run(Arm.ROUND_ROBIN, CALM)
-    both = merge([one, one])
-    assert both.throughput == one.throughput
-    assert len(both.ttft[""]) == 2 * len(one.ttft[""])
-    assert both.quantile(0.5) == one.quantile(0.5)
+def test_seeds_pool_their_times_to_the_first_token() -> None:
+    one, other = run(Arm.ROUND_ROBIN, CALM), run(Arm.PREFIX, CALM)
+    times = sorted([*one.ttft[""], *other.ttft[""]])
+    assert ttft([one, other], 0.0) == times[0]
+    assert ttft([one, other], 1.0) == times[-1]
+    assert ttft([one, other], 1.0, "another") != ttft([one, other], 1.0, "another")  # of none, not a number
 
 
 def test_rates_saturate() -> None:
@@ -114,8 +114,8 @@ def test_popularity_follows_zipf() -> None:
 
 
 def test_prompts_share_what_they_should() -> None:
-    same = burst(SMALL, 1, distinct=False).jobs
-    other = burst(SMALL, 1, distinct=True).jobs
+    same = burst(SMALL, [], 1, distinct=False).jobs
+    other = burst(SMALL, [], 1, distinct=True).jobs
     assert len({tuple(job.prompt.keys[:100]) for job in same}) == 1
     assert len({job.prompt.keys[0] for job in other}) == len(other)
     jobs = unshared(SMALL, TIMES, 1).jobs

@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from typing import Protocol
-
-
-class Allocator(Protocol):
-    """Hands out runs of adjacent slots."""
-
-    def allocate(self, slots: int) -> int | None:
-        """Take a run of at least ``slots``; return its first slot, ``None`` if no free run is long enough."""
-
-    def release(self, start: int) -> None:
-        """Give a run back."""
 
 
 class BuddyAllocator:
@@ -44,7 +33,7 @@ class BuddyAllocator:
         return 1 << (slots - 1).bit_length()
 
     def allocate(self, slots: int) -> int | None:
-        """See :class:`Allocator`."""
+        """Take a run of at least ``slots``; return its first slot, ``None`` if no free run is long enough."""
         if slots < 1:
             raise ValueError(f"slots is {slots} but must be at least 1")
         wanted = (slots - 1).bit_length()
@@ -60,7 +49,7 @@ class BuddyAllocator:
         return start
 
     def release(self, start: int) -> None:
-        """See :class:`Allocator`."""
+        """Give a run back."""
         order = self._taken.pop(start)
         whole = next(of for first, of in self._whole.items() if first <= start < first + (1 << of))
         while order < whole:
@@ -83,7 +72,7 @@ class FirstFitAllocator:
         self._taken: dict[int, int] = {}
 
     def allocate(self, slots: int) -> int | None:
-        """See :class:`Allocator`."""
+        """Take a run of at least ``slots``; return its first slot, ``None`` if no free run is long enough."""
         if slots < 1:
             raise ValueError(f"slots is {slots} but must be at least 1")
         for place, (start, length) in enumerate(self._free):
@@ -94,7 +83,7 @@ class FirstFitAllocator:
         return None
 
     def release(self, start: int) -> None:
-        """See :class:`Allocator`."""
+        """Give a run back."""
         run = (start, self._taken.pop(start))
         place = bisect.bisect(self._free, run)
         merged = [*self._free[max(place - 1, 0) : place], run, *self._free[place : place + 1]]
@@ -106,3 +95,6 @@ class FirstFitAllocator:
             else:
                 joined.append((first, length))
         self._free[max(place - 1, 0) : place + 1] = joined
+
+
+Allocator = BuddyAllocator | FirstFitAllocator

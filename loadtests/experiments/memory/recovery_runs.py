@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryStats
-from loadtests.experiments.memory.beams import load_parents
 from loadtests.experiments.memory.constants import (
     BLOCK_SIZE,
     CPU_LIKE,
@@ -20,7 +19,7 @@ from loadtests.experiments.memory.constants import (
     RecoveryLoad,
     Truth,
 )
-from loadtests.experiments.memory.jobs import make_jobs
+from loadtests.experiments.memory.jobs import load_parents, make_jobs
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.systems import watched

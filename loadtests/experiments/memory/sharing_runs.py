@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import product
 
-from loadtests.experiments.memory.beams import load_parents
 from loadtests.experiments.memory.constants import (
     BLOCK_SIZE,
     PREFIX_JOBS,
@@ -19,7 +18,7 @@ from loadtests.experiments.memory.constants import (
     WIDTHS,
     WORKLOADS,
 )
-from loadtests.experiments.memory.jobs import Job, make_jobs
+from loadtests.experiments.memory.jobs import Job, load_parents, make_jobs
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.sharing import SharingMeter

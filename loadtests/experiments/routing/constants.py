@@ -138,9 +138,6 @@ BURST = 64
 BURST_SECONDS = 5e-3
 BURST_REPLICAS = 4
 BURST_SHAPE = Shape(groups=BURST, system=6_000, questions=0, question=100, output=64)
-BURST_HEAVY = Shape(groups=BURST, system=2_048, questions=0, question=128, output=64)
-"""Questions that together are four times their common prefix: computing it on more replicas is no waste."""
-
 BURST_TRIALS = 20
 
 TURNS = 8

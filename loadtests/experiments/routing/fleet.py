@@ -92,7 +92,6 @@ class Outcome:
     unfinished: int = 0
     filled: bool = False
     """Whether it ended because more requests waited than ran."""
-    preemptions: int = 0
 
 
 class Fleet:
@@ -150,7 +149,6 @@ class Fleet:
                     outcome.filled = True
                     break
         outcome.unfinished = len(self._flights)
-        outcome.preemptions = sum(replica.scheduler.stats().preemptions for replica in self.replicas)
         return outcome
 
     def _push(self, at: float, order: _Order, happen: Callable[[float], object]) -> None:

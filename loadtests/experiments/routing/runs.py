@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,42 +10,26 @@ from random import Random
 
 from loadtests.arrivals import poisson
 from loadtests.experiments.routing.arms import Arm
-from loadtests.experiments.routing.constants import COLD_SHARE, RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Load, Shape
+from loadtests.experiments.routing.constants import RAMP_FULL, RAMP_STEPS, RAMP_WINDOW, Load, Shape
 from loadtests.experiments.routing.fleet import Fleet, Outcome, Record
-from loadtests.experiments.routing.workloads import (
-    Conversations,
-    Workload,
-    burst,
-    rising,
-    shared,
-    unshared,
-)
+from loadtests.experiments.routing.workloads import Workload, rising
 from loadtests.stats import mean, quantile
-
-WORKLOADS: dict[str, Callable[[Run], Workload]] = {
-    "shared": lambda run: shared(run.shape, run.times(), run.seed, vary=False),
-    "shared, lengths vary": lambda run: shared(run.shape, run.times(), run.seed, vary=True),
-    "unshared": lambda run: unshared(run.shape, run.times(), run.seed),
-    "mixed": lambda run: unshared(run.shape, run.times(), run.seed, COLD_SHARE),
-    "burst of distinct prefixes": lambda run: burst(run.shape, run.seed, distinct=True),
-    "burst of one prefix": lambda run: burst(run.shape, run.seed, distinct=False),
-    "conversations": lambda run: Conversations(run.shape, run.times(), run.seed),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One arm, one seed. The rate of a ``saturated`` run rises; others end with their last request.
 
-    ``first`` replicas are there from the beginning and the rest of the load's join after the warm-up; 0 is all.
+    ``workload`` gets shape, arrival times and seed. ``first`` replicas are there from the beginning and the
+    rest of the load's join after the warm-up; 0 is all.
     """
 
     name: str
-    workload: str
+    workload: Callable[[Shape, Sequence[float], int], Workload]
     shape: Shape
     load: Load
-    arm: Arm
-    seed: int
+    arm: Arm = Arm.PREFIX
+    seed: int = 1
     saturated: bool = False
     ingresses: int = 1
     first: int = 0
@@ -58,6 +41,8 @@ class Run:
 
     def times(self) -> list[float]:
         """When requests arrive by themselves."""
+        if not self.load.rate:
+            return []
         arrivals = rising if self.saturated else poisson
         return list(arrivals(self.load.rate, self.until, Random(f"arrivals {self.seed}")))
 
@@ -70,82 +55,49 @@ class Run:
 
 @dataclass(slots=True)
 class Summary:
-    """Figures of one run, or of several with different seeds.
-
-    They are of the time after the warm-up; of a saturated run, of the window in which it generated most.
-    """
+    """Figures of one run after its warm-up; of a saturated run, of the window in which it generated most."""
 
     throughput: float  # generated tokens per second
     hit_rate: float  # cached share of the prompt tokens of requests that started
     itl: float  # mean seconds between tokens, over requests
     ttft: dict[str, array[float]]  # seconds to the first token, by kind of request
     balance: float  # tokens of the busiest replica over the mean
-    preemptions: float
     unfinished: int
-    filled: bool  # whether each saturated run came to more requests that wait than run
+    filled: bool  # whether a saturated run came to more requests that wait than run
     replicas_used: int  # that got any request
     kept: float  # share of the later turns of conversations that went where the turn before went
     kept_tokens: float  # share of their prompt tokens that was cached
     choices: list[tuple[float, int]] = field(default_factory=list)
     """When and where requests were routed; only for runs in which replicas join."""
-    took: float = field(default=0.0, compare=False)
-    """Seconds of real time that the simulation took."""
 
-    def quantile(self, share: float, kind: str | None = None) -> float:
-        """Of the seconds to the first token, of one kind of request or of all."""
-        return quantile([at for name, of in self.ttft.items() if kind in (None, name) for at in of], share)
+
+def ttft(summaries: Sequence[Summary], share: float, kind: str | None = None) -> float:
+    """That quantile of the seconds to the first token, over runs, of one kind of request or of all."""
+    times = (of for one in summaries for name, of in one.ttft.items() if kind in (None, name))
+    return quantile([at for of in times for at in of], share)
 
 
 def simulate(run: Run) -> Summary:
     """Run it; takes seconds to a minute."""
     collecting = gc.isenabled()
-    began = time.monotonic()
     gc.disable()  # prefix trees are many objects that live long
     try:
         load = run.load
         first = run.first or load.replicas
-        joins = {load.warm_up: load.replicas - first} if first < load.replicas else None
         fleet = Fleet(
             run.arm,
-            WORKLOADS[run.workload](run),
+            run.workload(run.shape, run.times(), run.seed),
             load.replica,
             replicas=first,
             ingresses=run.ingresses,
             seed=run.seed,
-            joins=joins,
+            joins={load.warm_up: load.replicas - first},
         )
         until = run.until if run.saturated else None
-        summary = _summary(run, fleet.run(until, run.marks(), full=RAMP_FULL if run.saturated else 0))
-        summary.took = time.monotonic() - began
-        return summary
+        return _summary(run, fleet.run(until, run.marks(), full=RAMP_FULL if run.saturated else 0))
     finally:
         if collecting:
             gc.enable()
-
-
-def merge(summaries: Sequence[Summary]) -> Summary:
-    """Means over seeds; times and counts together."""
-    ttft: dict[str, array[float]] = {}
-    for one in summaries:
-        for kind, times in one.ttft.items():
-            ttft.setdefault(kind, array("d")).extend(times)
-
-    def average(name: str) -> float:
-        return mean([getattr(one, name) for one in summaries])
-
-    return Summary(
-        throughput=average("throughput"),
-        hit_rate=average("hit_rate"),
-        itl=average("itl"),
-        ttft=ttft,
-        balance=average("balance"),
-        preemptions=average("preemptions"),
-        unfinished=sum(one.unfinished for one in summaries),
-        filled=all(one.filled for one in summaries),
-        replicas_used=max(one.replicas_used for one in summaries),
-        kept=average("kept"),
-        kept_tokens=average("kept_tokens"),
-    )
 
 
 def _summary(run: Run, outcome: Outcome) -> Summary:
@@ -156,25 +108,21 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
         windows = zip(marks, marks[steps:], strict=False)
         before, after = max(windows, key=lambda window: window[1].generated - window[0].generated)
     start, until = before.at, after.at
-    counted = [
-        record
-        for record in outcome.records
-        if start <= (record.last if run.saturated else record.arrival) < until
-    ]
-    ttft: dict[str, array[float]] = {}
+    records = outcome.records
+    counted = [one for one in records if start <= (one.last if run.saturated else one.arrival) < until]
+    first: dict[str, array[float]] = {}
     work: dict[int, int] = {}
     for record in counted:
-        ttft.setdefault(record.kind, array("d")).append(record.ttft)
+        first.setdefault(record.kind, array("d")).append(record.ttft)
         work[record.replica] = work.get(record.replica, 0) + record.prompt + record.output
     queried = after.queried - before.queried
-    kept, kept_tokens = _kept(counted, outcome.records)
+    kept, kept_tokens = _kept(counted, records)
     return Summary(
         throughput=(after.generated - before.generated) / (until - start) if until > start else 0.0,
         hit_rate=(after.hit - before.hit) / queried if queried else 0.0,
         itl=mean([record.itl for record in counted]),
-        ttft=ttft,
+        ttft=first,
         balance=max(work.values()) * run.load.replicas / sum(work.values()) if work else 0.0,
-        preemptions=outcome.preemptions,
         unfinished=outcome.unfinished,
         filled=outcome.filled or not run.saturated,
         replicas_used=len(work),

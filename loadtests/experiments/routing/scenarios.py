@@ -9,9 +9,11 @@ from functools import partial
 from loadtests.experiments.routing import constants as given
 from loadtests.experiments.routing.arms import Arm
 from loadtests.experiments.routing.constants import Load, Shape
-from loadtests.experiments.routing.runs import Run, Summary, merge
+from loadtests.experiments.routing.runs import Run, Summary, ttft
+from loadtests.experiments.routing.workloads import Conversations, burst, shared, unshared
 from loadtests.findings import Findings, Table
-from loadtests.report import Figure
+from loadtests.report import Figure, most
+from loadtests.stats import mean
 
 Runs = tuple[str, Arm]
 """The name of some runs and their arm: one for each seed."""
@@ -52,43 +54,42 @@ class Scenario:
             results.setdefault((run.name, run.arm), []).append(summary)
             lost += 0 if run.saturated else summary.unfinished
         figures = [measure.figure(results) for measure in self.measures]
-        figures.append(Figure("requests without an end", lost, "", 0, True))
+        figures.append(most("requests without an end", lost))
         return Findings([self._table(results)], figures)
 
     def _table(self, results: dict[Runs, list[Summary]]) -> Table:
         """All runs, the seeds of each together, with half the spread of their throughput."""
         rows = []
         for (name, arm), summaries in results.items():
-            one = merge(summaries)
             made = [summary.throughput for summary in summaries]
-            rows.append(
-                (
-                    f"{name}: {arm.value}",
-                    f"{one.throughput:,.0f}{'' if one.filled else ' or more'}",
-                    f"{(max(made) - min(made)) / 2:,.0f}" if len(made) > 1 else "",
-                    f"{100 * one.hit_rate:.1f}",
-                    f"{1e3 * one.itl:.1f}",
-                    f"{one.quantile(0.5):.3f}",
-                    f"{one.quantile(0.99):.3f}",
-                    f"{one.balance:.2f}",
-                    f"{one.preemptions:.0f}",
-                )
+            figures = (
+                f"{mean(made):,.0f}{'' if all(one.filled for one in summaries) else ' or more'}",
+                f"{(max(made) - min(made)) / 2:,.0f}" if len(made) > 1 else "",
+                f"{100 * HITS(summaries):.1f}",
+                f"{1e3 * ITL(summaries):.1f}",
+                f"{ttft(summaries, 0.5):.3f}",
+                f"{ttft(summaries, 0.99):.3f}",
+                f"{_mean('balance', summaries):.2f}",
             )
-        columns = ("tokens/s", "±", "hit %", "ITL ms", "TTFT p50 s", "p99 s", "busiest/mean", "preempted")
+            rows.append((f"{name}: {arm.value}", *figures))
+        columns = ("tokens/s", "±", "hit %", "ITL ms", "TTFT p50 s", "p99 s", "busiest/mean")
         return Table(self.title, ("runs", *columns), tuple(rows), self.note)
 
 
-def _merged(name: str, summaries: Sequence[Summary]) -> float:
-    return float(getattr(merge(summaries), name))
+def _mean(name: str, summaries: Sequence[Summary]) -> float:
+    return mean([getattr(one, name) for one in summaries])
+
+
+def _most(name: str, summaries: Sequence[Summary]) -> float:
+    return float(max(getattr(one, name) for one in summaries))
 
 
 def _p99(summaries: Sequence[Summary], kind: str | None = None) -> float:
-    return merge(summaries).quantile(0.99, kind)
+    return ttft(summaries, 0.99, kind)
 
 
-THROUGHPUT, HITS, ITL, USED = (
-    partial(_merged, name) for name in ("throughput", "hit_rate", "itl", "replicas_used")
-)
+THROUGHPUT, HITS, ITL = (partial(_mean, name) for name in ("throughput", "hit_rate", "itl"))
+SAME, VARIED = (partial(shared, vary=vary) for vary in (False, True))
 SATURATED = "at saturation"
 SERVED = "served"
 
@@ -106,7 +107,7 @@ def _ramp(name: str, shape: Shape, ratio: float, ingresses: int = 1) -> Run:
     """Runs to saturation on the published fleet."""
     rate = given.saturating_rate(shape, given.REPLICAS)
     load = Load(given.REPLICAS, shape.blocks(ratio, given.REPLICAS), rate, 0.0, given.RAMP_SECONDS)
-    return Run(name, "shared", shape, load, Arm.PREFIX, 1, saturated=True, ingresses=ingresses)
+    return Run(name, SAME, shape, load, saturated=True, ingresses=ingresses)
 
 
 def _note(run: Run) -> str:
@@ -132,9 +133,7 @@ def _shared(seeds: int) -> Scenario:
         Measure("throughput, of the oracle's", THROUGHPUT, ours, oracle, _share(seeds)),
         Measure("hit rate, of the oracle's", HITS, ours, oracle, _share(seeds)),
         Measure("throughput over round robin", THROUGHPUT, ours, turns, unit="x"),
-        Measure("oracle's throughput over round robin", THROUGHPUT, oracle, turns, unit="x"),
         Measure("ITL at saturation, of the oracle's", ITL, ours, oracle, 1.05, at_most=True),
-        Measure("ITL at saturation, of round robin's", ITL, ours, turns),
         Measure("ITL at a served rate, of round robin's", ITL, calm_ours, calm_turns, 1.05, at_most=True),
     )
     title = "System prompts of Zipf's popularity, working set 73 % of the fleet's KV memory"
@@ -146,14 +145,12 @@ def _equal(seeds: int) -> Scenario:
     pressed = _ramp("1.3 times the memory, 4 ingresses", given.EQUAL, given.PRESSURE_RATIO, given.INGRESSES)
     runs = _seeds(seeds, ramp, (Arm.PREFIX, Arm.ORACLE, Arm.ROUND_ROBIN))
     runs += _seeds(seeds, pressed, (Arm.PREFIX, Arm.ORACLE, Arm.APPROXIMATE))
-    ours, oracle, turns = ((SATURATED, arm) for arm in (Arm.PREFIX, Arm.ORACLE, Arm.ROUND_ROBIN))
+    ours, turns = ((SATURATED, arm) for arm in (Arm.PREFIX, Arm.ROUND_ROBIN))
     here, best, tree = ((pressed.name, arm) for arm in (Arm.PREFIX, Arm.ORACLE, Arm.APPROXIMATE))
     measures = (
         Measure("throughput over round robin", THROUGHPUT, ours, turns, 1.8, unit="x"),
-        Measure("oracle's throughput over round robin", THROUGHPUT, oracle, turns, unit="x"),
         Measure("under pressure, throughput of the oracle's", THROUGHPUT, here, best, _share(seeds)),
         Measure("under pressure, throughput over the tree", THROUGHPUT, here, tree, unit="x"),
-        Measure("under pressure, oracle over the tree", THROUGHPUT, best, tree, unit="x"),
     )
     title = "The same, all system prompts equally popular as in the published measurements"
     published = "published at 73 %: 8,730 to 14,900 tokens/s with an exact index, 4,300 to 7,000 with none"
@@ -169,27 +166,25 @@ def _pressure(seeds: int) -> Scenario:
     measures = (
         Measure("throughput with 4 ingresses, of the oracle's", THROUGHPUT, ours, oracle, _share(seeds)),
         Measure("throughput over the tree", THROUGHPUT, ours, tree, unit="x"),
-        Measure("oracle over the tree", THROUGHPUT, oracle, tree, unit="x"),
         Measure("hit rate with 4 ingresses, of that with one", HITS, ours, alone, 0.977),
     )
     return Scenario("Working set 1.3 times the fleet's KV memory", runs, measures, _note(one))
 
 
 def _hot(seeds: int) -> Scenario:
-    run = Run(SERVED, "shared, lengths vary", given.HOT, given.HOT_RUN, Arm.PREFIX, 1)
+    run = Run(SERVED, VARIED, given.HOT, given.HOT_RUN)
     arms = (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN, Arm.ORACLE)
-    ours, least, turns, oracle = ((SERVED, arm) for arm in arms)
+    ours, least, turns, _ = ((SERVED, arm) for arm in arms)
     measures = (
         Measure("TTFT p99, of least tokens'", _p99, ours, least, 1.03, at_most=True),
         Measure("TTFT p99, of round robin's", _p99, ours, turns, 1.03, at_most=True),
-        Measure("TTFT p99, of the oracle's", _p99, ours, oracle),
     )
     return Scenario("One system prompt for all", _seeds(seeds, run, arms), measures, _note(run))
 
 
 def _unique(seeds: int) -> Scenario:
     arms = (Arm.PREFIX, Arm.LEAST_TOKENS)
-    run = Run(SERVED, "unshared", given.UNIQUE, given.UNIQUE_RUN, Arm.PREFIX, 1)
+    run = Run(SERVED, unshared, given.UNIQUE, given.UNIQUE_RUN)
     full = replace(run.load, rate=2 * run.load.rate, warm_up=0.0, seconds=given.RAMP_SECONDS / 2)
     ramp = replace(run, name=SATURATED, load=full, saturated=True)
     (fast, slow), (ours, least) = ([(name, arm) for arm in arms] for name in (SATURATED, SERVED))
@@ -202,45 +197,36 @@ def _unique(seeds: int) -> Scenario:
 
 
 def _cold(seeds: int) -> Scenario:
-    run = Run(SERVED, "mixed", given.COLD_SHORT, given.COLD_RUN, Arm.PREFIX, 1)
+    run = Run(SERVED, partial(unshared, cold_share=given.COLD_SHARE), given.COLD_SHORT, given.COLD_RUN)
     arms = (Arm.PREFIX, Arm.COUNT, Arm.LEAST_TOKENS)
-    ours, count, least = ((SERVED, arm) for arm in arms)
+    ours, count, _ = ((SERVED, arm) for arm in arms)
     p99 = partial(_p99, kind="short")
-    measures = (
-        Measure("TTFT p99 of short prompts", p99, ours, unit=" s"),
-        Measure("short prompts' TTFT p99, of counting requests", p99, ours, count, 0.5, at_most=True),
-        Measure("short prompts' TTFT p99, of least tokens'", p99, ours, least),
-    )
+    measures = (Measure("short prompts' TTFT p99, of counting requests", p99, ours, count, 0.5, at_most=True),)
     title = "One prompt in twenty is cold and has 16,000 to 32,000 tokens"
     return Scenario(title, _seeds(seeds, run, arms), measures, _note(run))
 
 
 def _burst(seeds: int) -> Scenario:
     load = Load(given.BURST_REPLICAS, 19_264, 0.0, 0.0, given.BURST_SECONDS)
-    distinct, one, heavy = "burst of distinct prefixes", "burst of one prefix", "burst of one shorter prefix"
-    first = Run(distinct, distinct, given.BURST_SHAPE, load, Arm.PREFIX, 1)
-    second = replace(first, name=one, workload=one)
-    third = replace(second, name=heavy, shape=given.BURST_HEAVY)
+    distinct, one = "burst of distinct prefixes", "burst of one prefix"
+    first = Run(distinct, partial(burst, distinct=True), given.BURST_SHAPE, load)
+    second = replace(first, name=one, workload=partial(burst, distinct=False))
     trials = given.BURST_TRIALS * seeds
-    runs = [run for case in (first, second, third) for run in _seeds(trials, case, (Arm.PREFIX,))]
+    runs = [run for case in (first, second) for run in _seeds(trials, case, (Arm.PREFIX,))]
+    balance, used = partial(_most, "balance"), partial(_most, "replicas_used")
     measures = (
-        Measure("distinct prefixes, busiest/mean", _most_balance, (distinct, Arm.PREFIX), None, 1.15, True),
-        Measure("one cold prefix, replicas", USED, (one, Arm.PREFIX), None, 2, True),
-        Measure("one shorter cold prefix, replicas", USED, (heavy, Arm.PREFIX)),
+        Measure("distinct prefixes, busiest/mean", balance, (distinct, Arm.PREFIX), None, 1.15, True),
+        Measure("one cold prefix, replicas", used, (one, Arm.PREFIX), None, 2, True),
     )
     return Scenario("64 requests in 5 ms on four idle replicas", runs, measures)
 
 
-def _most_balance(summaries: Sequence[Summary]) -> float:
-    return max(one.balance for one in summaries)
-
-
 def _chat(seeds: int) -> Scenario:
-    run = Run(SERVED, "conversations", given.CHAT, given.CHAT_RUN, Arm.PREFIX, 1)
+    run = Run(SERVED, Conversations, given.CHAT, given.CHAT_RUN)
     ours = (SERVED, Arm.PREFIX)
     measures = (
-        Measure("follow-ups to the same replica", partial(_merged, "kept"), ours, None, 0.98),
-        Measure("share of their tokens cached", partial(_merged, "kept_tokens"), ours, None, 0.94),
+        Measure("follow-ups to the same replica", partial(_mean, "kept"), ours, None, 0.98),
+        Measure("share of their tokens cached", partial(_mean, "kept_tokens"), ours, None, 0.94),
     )
     runs = _seeds(seeds, run, (Arm.PREFIX,)) + _seeds(1, run, (Arm.LEAST_TOKENS,))
     note = f"{run.load.replicas} replicas, {run.load.rate:g} conversations/s"
@@ -249,7 +235,7 @@ def _chat(seeds: int) -> Scenario:
 
 def _scale(seeds: int) -> Scenario:
     load, first = given.SCALE_RUN, given.SCALE_FIRST
-    run = Run(SERVED, "shared, lengths vary", given.SCALE, load, Arm.PREFIX, 1, first=first)
+    run = Run(SERVED, VARIED, given.SCALE, load, first=first)
 
     def least(summaries: Sequence[Summary]) -> float:
         """Of the requests routed in a window that ends ``SCALE_LIMIT`` after the join, times the replicas."""

@@ -149,7 +149,7 @@ def unshared(shape: Shape, times: Sequence[float], seed: int, cold_share: float 
     return Workload(jobs)
 
 
-def burst(shape: Shape, seed: int, *, distinct: bool) -> Workload:
+def burst(shape: Shape, _times: Sequence[float], seed: int, *, distinct: bool) -> Workload:
     """``BURST`` requests within ``BURST_SECONDS``, each behind a prefix of its own or all behind a cold one."""
     source = Source(seed)
     systems = [source.prompt(shape.system) for _ in range(BURST if distinct else 1)]
