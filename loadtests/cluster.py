@@ -177,13 +177,20 @@ class LocalCluster:
         )
 
     def deploy(self, **options: Any) -> None:
-        """Deploy, or change the application; returns when every replica runs and has an open channel."""
+        """Deploy, or change the application; returns when every replica runs and has an open channel.
+
+        A fleet that may go to zero may do so at once: there it returns when the application answers.
+        """
         self.options = options
         if self.model != MODEL:
             self.options["served_model_name"] = self.model
         self._apply(self._config())
         wait_for(self._running, START_TIMEOUT_S, "the application does not run")
-        self.wait_routable(options.get("engine_replicas", 2))
+        if options.get("min_replicas") == 0:
+            healthy = ("ok", "asleep")
+            wait_for(lambda: self.health().get("status") in healthy, START_TIMEOUT_S, "no ingress answers")
+        else:
+            self.wait_routable(options.get("engine_replicas", 2))
 
     def scale(self, replicas: int, ingresses: int = 1) -> None:
         """Tell Serve another number of engine and ingress replicas; returns at once."""

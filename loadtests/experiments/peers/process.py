@@ -18,7 +18,7 @@ from pathlib import Path
 from loadtests.experiments.rivals import Prompts, Side, Workload
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp Q4_1"
-SCRIPTS = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("offline.py")
 
 
 class PeerError(Exception):
@@ -76,7 +76,7 @@ def vllm_command(peers: Path, threads: int) -> tuple[list[str], dict[str, str]] 
         *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))[:1],
         *sorted((peers / "vllm").rglob("libiomp5.so"))[:1],
     ]
-    return [str(python), str(SCRIPTS / "vllm_offline.py"), str(peers / "smol_hf")], {
+    return [str(python), str(SCRIPT), "vllm", str(peers / "smol_hf"), str(threads)], {
         "LD_PRELOAD": ":".join(map(str, preloaded)),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -94,7 +94,7 @@ def llama_cpp_command(peers: Path, threads: int) -> tuple[list[str], dict[str, s
     weights = next((peers / "smol").rglob("*.gguf"), None)
     if python is None or weights is None:
         return None
-    return [str(python), str(SCRIPTS / "llama_cpp_offline.py"), str(weights), str(threads)], {}
+    return [str(python), str(SCRIPT), "llama.cpp", str(weights), str(threads)], {}
 
 
 COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]] | None]] = {
