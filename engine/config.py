@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from engine.errors import ConfigError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Recovery = Literal["auto", "swap", "recompute"]
+RecoveryOption = Literal["auto", "swap", "recompute"]
 
 
 def option(default: Any, description: str, *, size: bool = False, **bounds: float) -> Any:
@@ -67,7 +67,7 @@ class EngineOptions:
         size=True,
         ge=0,
     )
-    recovery: Recovery = option(
+    recovery: RecoveryOption = option(
         "auto",
         "How a preempted request gets its KV back: `swap`, `recompute`, or `auto`, the one with the lower "
         "estimated time",

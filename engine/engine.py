@@ -23,7 +23,6 @@ from engine.execution.calibration import (
     swap_costs,
 )
 from engine.execution.model_runner import ModelRunner
-from engine.execution.random import request_seed
 from engine.kv.block_keys import KeyScheme
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
@@ -37,6 +36,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
+from engine.seeds import request_seed
 
 _log = logging.getLogger("quire.engine")
 

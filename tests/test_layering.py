@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -237,3 +238,40 @@ def test_a_diagram_shows_each_folder_and_each_import_between_two() -> None:
     assert redrawn(page, ["one\n", "two\n"]) == "# Page\n\none\n\nBetween.\n\ntwo\n\nEnd.\n"
     with pytest.raises(ValueError, match="2 mermaid diagrams, not 1"):
         redrawn(page, ["one\n"])
+
+
+MOVE_KV = {"engine.kv.kv_cache", "engine.kv.swap_stream", "engine.kv.pool_size"}
+"""Of ``engine/kv``: these hold or move tensors, or measure the memory for them."""
+
+
+def reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """A module and all that it imports, directly or through others."""
+    found, waiting = {start}, [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def importers_of_torch(modules: Modules, start: str) -> list[str]:
+    """The modules below ``start`` that import torch, anywhere in them."""
+    return sorted(
+        name
+        for name in reached(modules.graph(), start)
+        if "torch" in imported_packages(ast.unparse(modules.tree(name)))
+    )
+
+
+def test_what_decides_on_blocks_and_steps_imports_no_torch() -> None:
+    """Simulators and the router use it without a model."""
+    folders = {"engine/scheduling", "engine/kv"}
+    deciding = [name for name in modules().names if modules().folder(name) in folders and name not in MOVE_KV]
+    assert {"engine.scheduling.scheduler", "engine.kv.block_pool"} <= set(deciding)
+    assert {name: found for name in deciding if (found := importers_of_torch(modules(), name))} == {}
+
+
+def test_the_check_sees_torch_behind_other_modules() -> None:
+    made = house(a="import b", b="def f():\n    from c import x", c="from torch import nn", d="import e", e="")
+    assert importers_of_torch(made, "a") == ["c"]
+    assert importers_of_torch(made, "d") == []

@@ -77,15 +77,15 @@ def view_of(
     step, slowness = fleet.steps, state.history.slowness
     rate = load.prefill_rate or PREFILL_RATE
     ahead = load.waiting_tokens + state.pending_prefill
-    started_s = 0.0 if load.held_up else min(load.waiting_tokens / rate, SILENT_S)
+    started_s = 0.0 if load.num_blocked else min(load.waiting_tokens / rate, SILENT_S)
 
     rows = float(max(load.running, state.acknowledged_rows) + state.pending_rows)
     kv_tokens: float = max(load.kv_tokens, state.acknowledged_kv_tokens) + state.pending_kv_tokens
     slots = load.max_running or UNLIMITED
     free_slots = slots - max(load.running + load.waiting, state.acknowledged_rows) - state.pending_rows
-    if load.held_up:
-        # Blocks may be what is lacking: a new one stands behind the held-up ones, none of which runs beside it.
-        free_slots = min(free_slots, -load.held_up - state.pending_rows)
+    if load.num_blocked:
+        # Blocks may be what is lacking: a new one stands behind the blocked ones, none of which runs beside it.
+        free_slots = min(free_slots, -load.num_blocked - state.pending_rows)
         slots = load.running or 1
     if rows > slots:
         kv_tokens *= slots / rows

@@ -15,7 +15,6 @@ from engine.capacity import kv_bytes_per_token
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.batch import build_batch
-from engine.execution.random import sequence_seed
 from engine.execution.sampler import Sampler, SampleRow
 from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, plan_pool
@@ -26,6 +25,7 @@ from engine.models.loader import load_model, model_revision
 from engine.request import ModelLimits
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import ScheduledChunk, Sequence
+from engine.seeds import sequence_seed
 from engine.sizes import format_bytes
 from kernels import AttentionMetadata, get_kernels
 

@@ -11,8 +11,6 @@ number generators", 2014), an exact integer function; only the last step, to flo
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -26,20 +24,6 @@ def draw_key(seed: int, position: int) -> int:
     """Key of all draws for the token at absolute ``position``; a signed 64-bit integer."""
     outer = _mix((seed + _GOLDEN) & _MASK)
     return _signed(_mix(outer ^ ((position + 1) * _GOLDEN & _MASK)))
-
-
-def request_seed(engine_seed: int, request_id: str) -> int:
-    """Seed of a request that brought none: 63 bits of BLAKE2b over the engine's seed and the request's id."""
-    digest = hashlib.blake2b(f"{engine_seed}:{request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def sequence_seed(seed: int, sequence: int) -> int:
-    """Seed of one of a request's sequences: the request's own for the first, else 63 bits of BLAKE2b."""
-    if sequence == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}#{sequence}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def exponential(keys: Tensor, candidates: Tensor) -> Tensor:

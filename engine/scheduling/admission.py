@@ -24,14 +24,14 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
     withheld = 0  # blocks for preempted sequences that were passed over: later ones must leave them
     reserved: int | None = None  # blocks for the growth of running sequences; a bound until ``exact``
     exact = False
-    held: dict[PrefixNode, int] = {}
+    referenced_in_hit: dict[PrefixNode, int] = {}
     passed: list[Sequence] = []
     while position < len(waiting) and plan.budget_left > 0 and state.num_seqs < state.max_num_seqs:
         sequence = waiting[position]
         if not _may_start(sequence):
             position += 1
             continue
-        needed = blocks_needed(state, sequence, held)
+        needed = blocks_needed(state, sequence, referenced_in_hit)
         if is_next_block_scheduled(state, sequence, plan):
             deferred += 1
             if deferred > _MAX_DEFERRED:
@@ -49,7 +49,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
                 fits = needed + reserved + withheld <= pool.num_available
             if fits or not state.running:
                 _start(state, position, plan)
-                held.clear()
+                referenced_in_hit.clear()
                 if reserved is not None:
                     reserved += reserve.blocks([sequence])
                 for other in passed:
@@ -110,12 +110,14 @@ def preempt_held_beams(state: SchedulerState, plan: StepPlan) -> None:
         preempt(state, len(running) - 1, plan)
 
 
-def blocks_needed(state: SchedulerState, sequence: Sequence, held: dict[PrefixNode, int] | None = None) -> int:
+def blocks_needed(
+    state: SchedulerState, sequence: Sequence, referenced_in_hit: dict[PrefixNode, int] | None = None
+) -> int:
     """Blocks that admission takes out of the available ones, for all tokens and one more.
 
-    The prefix is matched at each try: what was cached in the last step may be gone, or have grown. ``held``
-    remembers how many of a hit's blocks are referenced, for sequences with the same hit, as long as nothing
-    changes.
+    The prefix is matched at each try: what was cached in the last step may be gone, or have grown.
+    ``referenced_in_hit`` remembers how many blocks of a hit are referenced, for sequences with the same hit, as
+    long as nothing changes.
     """
     needed = _blocks_in_all(state, sequence)
     if not state.prefix_caching:
@@ -126,11 +128,11 @@ def blocks_needed(state: SchedulerState, sequence: Sequence, held: dict[PrefixNo
     node = sequence.node = state.index.match(sequence.root, tokens, longest_hit, sequence.node)
     if node is None:
         return needed
-    count = None if held is None else held.get(node)
+    count = None if referenced_in_hit is None else referenced_in_hit.get(node)
     if count is None:
         count = sum(map(bool, map(state.pool.references, state.index.blocks(node))))
-        if held is not None:
-            held[node] = count
+        if referenced_in_hit is not None:
+            referenced_in_hit[node] = count
     return max(needed - count, 1)
 
 

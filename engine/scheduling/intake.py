@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from engine.errors import InvalidRequestError
-from engine.execution.random import sequence_seed
 from engine.request import ModelLimits, Request, validate
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_groups import SequenceGroups
 from engine.scheduling.state import SchedulerState
+from engine.seeds import sequence_seed
 
 
 class Intake:

@@ -22,7 +22,7 @@ class EngineLoad:
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
     step_seconds: float  # of the last step that only decoded; 0 before the first
     waiting: int  # sequences that do not run: never did, or were preempted
-    held_up: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
+    num_blocked: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
     max_running: int  # sequences at once
 
 
@@ -55,6 +55,6 @@ class LoadReporter:
             prefill_rate=self._prefill_rate,
             step_seconds=self._step_seconds,
             waiting=len(state.waiting),
-            held_up=min(self._num_blocked, len(state.waiting)),
+            num_blocked=min(self._num_blocked, len(state.waiting)),
             max_running=state.max_num_seqs,
         )

@@ -50,12 +50,12 @@ class Victim:
     blocks: int  # that hold them
     to_copy: int  # of the blocks, those that are not on the host yet
     findable: int  # leading blocks that the prefix index knows
-    held: int  # of the findable ones, those that other sequences hold, too: they survive
+    shared: int  # of the findable ones, those that other sequences hold, too: they survive
     swappable: bool  # the host pool has room
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Decision:
+class RecoveryDecision:
     """One choice, what it was likely to cost and what it has cost so far, in seconds."""
 
     recovery: Recovery
@@ -64,7 +64,7 @@ class Decision:
     tokens: int
     blocks: int
     findable: int
-    held: int
+    shared: int
     fallback: bool = False  # a swap was wanted but the host pool was full
     trial: bool = False  # the costlier recovery, chosen to measure it
     outcome: float = 0.0
@@ -86,7 +86,7 @@ class RecoveryStats:
     median_ratio: dict[Recovery, float | None]  # outcome / estimate, of at most 512 that finished last
     median_error: dict[Recovery, float | None]  # |estimate - outcome| / outcome, of the same; may be inf
     rates: Rates
-    survival: float  # mean share of the findable blocks held by no other sequence that survive
+    survival: float  # mean share of the findable blocks shared with no other sequence that survive
 
     @property
     def pending(self) -> int:
@@ -149,7 +149,7 @@ class RecoveryPolicy:
             self._prefill.rate, self._out.rate, self._in.rate, self._out.call_seconds, self._in.call_seconds
         )
 
-    def choose(self, victim: Victim) -> Decision:
+    def choose(self, victim: Victim) -> RecoveryDecision:
         """Decide how a sequence recovers; called while it still holds its blocks.
 
         If the host pool is full, a wanted swap becomes a recompute with ``fallback`` set.
@@ -168,40 +168,39 @@ class RecoveryPolicy:
         self._decisions[chosen] += 1
         self._fallbacks += fallback
         self._trials += trial
-        return Decision(
+        return RecoveryDecision(
             recovery=chosen,
             estimate=likely[chosen] or 0.0,
             other_estimate=likely[_other(chosen)],
             tokens=victim.tokens,
             blocks=victim.blocks,
             findable=victim.findable,
-            held=victim.held,
+            shared=victim.shared,
             fallback=fallback,
             trial=trial,
         )
 
-    def resumed(self, decision: Decision, found: int) -> None:
+    def resumed(self, decision: RecoveryDecision, found: int) -> None:
         """Learn that ``found`` leading blocks were still in the prefix index at re-admission.
 
-        Called earlier once only blocks held by other sequences are left: sequences that wait longest lose most,
-        and learning from them only at their return would favor those that return soon. Each decision counts
-        once.
+        Called earlier once only shared blocks are left: sequences that wait longest lose most, and learning
+        from them only at their return would favor those that return soon. Each decision counts once.
         """
-        unheld = decision.findable - decision.held
-        if unheld < 1 or decision.survival_known:
+        unshared = decision.findable - decision.shared
+        if unshared < 1 or decision.survival_known:
             return
         decision.survival_known = True
-        survived = min(max((found - decision.held) / unheld, 0.0), 1.0)
+        survived = min(max((found - decision.shared) / unshared, 0.0), 1.0)
         self._lessons += 1
         self._typical.add(survived)
         step = max(_SURVIVAL_STEP, 1.0 / (self._lessons + 1))
         self._survival += (survived - self._survival) * step
 
-    def spent(self, decision: Decision, seconds: float) -> None:
+    def spent(self, decision: RecoveryDecision, seconds: float) -> None:
         """Add to the cost of ``decision``."""
         decision.outcome += seconds
 
-    def done(self, decision: Decision) -> None:
+    def done(self, decision: RecoveryDecision) -> None:
         """Count a recovery that is complete.
 
         Raises:
@@ -219,7 +218,7 @@ class RecoveryPolicy:
             self._ratios[recovery].add(ratio)
             self._errors[recovery].add(abs(1.0 - ratio) / ratio if ratio else float("inf"))
 
-    def abandon(self, decision: Decision) -> None:
+    def abandon(self, decision: RecoveryDecision) -> None:
         """Drop a recovery that will not be completed; nothing happens if it has ended."""
         if not decision.ended:
             decision.ended = True
@@ -255,7 +254,7 @@ class RecoveryPolicy:
 
     def _expected(self, victim: Victim) -> dict[Recovery, float | None]:
         """The mean cost of each recovery, which decides."""
-        found = victim.held + self._survival * (victim.findable - victim.held)
+        found = victim.shared + self._survival * (victim.findable - victim.shared)
         return _costs(
             self._out.mean(victim.to_copy),
             self._in.mean(victim.blocks - found),
@@ -266,7 +265,7 @@ class RecoveryPolicy:
         """The median cost of each recovery; costs have long tails, so it is below the mean."""
         typical = self._typical.value
         survival = self._survival if typical is None else typical
-        found = victim.held + survival * (victim.findable - victim.held)
+        found = victim.shared + survival * (victim.findable - victim.shared)
         return _costs(
             self._out.likely(victim.to_copy),
             self._in.likely(victim.blocks - found),

@@ -8,7 +8,7 @@ from engine.kv.block_pool import NO_BLOCK, BlockPool
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_node import PrefixNode
 from engine.scheduling.block_tables import ComputedBlocks
-from engine.scheduling.recovery import Decision, Recovery, RecoveryPolicy, RecoveryStats, Victim
+from engine.scheduling.recovery import Recovery, RecoveryDecision, RecoveryPolicy, RecoveryStats, Victim
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.step import StepPlan, StepTiming
 
@@ -23,7 +23,9 @@ class RecoveryTracker:
         self._host = host
         self._policy = policy
         self._num_open = 0  # recoveries that are not complete
-        self._watched: deque[tuple[Decision, PrefixNode]] = deque()  # with the first block that may be lost
+        self._watched: deque[tuple[RecoveryDecision, PrefixNode]] = (
+            deque()
+        )  # with the first block that may be lost
         self._stats: RecoveryStats | None = None  # until the next decision begins or ends
 
     def stats(self) -> RecoveryStats:
@@ -32,7 +34,7 @@ class RecoveryTracker:
             self._stats = self._policy.stats()
         return self._stats
 
-    def preempted(self, sequence: Sequence, computed: ComputedBlocks) -> Decision | None:
+    def preempted(self, sequence: Sequence, computed: ComputedBlocks) -> RecoveryDecision | None:
         """Decide how a sequence that loses its blocks will recover; ``None`` if they hold nothing."""
         self.abandon(sequence)
         self._stats = None
@@ -42,7 +44,7 @@ class RecoveryTracker:
         decision = self._policy.choose(self._victim(sequence, computed))
         sequence.decision = decision
         self._num_open += 1
-        first = self._first_unheld(sequence, computed.table, decision)
+        first = self._first_unshared(sequence, computed.table, decision)
         if first is not None:
             self._watched.append((decision, first))
         return decision
@@ -108,10 +110,12 @@ class RecoveryTracker:
         sequence.decision = self._stats = None
         self._num_open -= 1
 
-    def _first_unheld(self, sequence: Sequence, table: list[int], decision: Decision) -> PrefixNode | None:
+    def _first_unshared(
+        self, sequence: Sequence, table: list[int], decision: RecoveryDecision
+    ) -> PrefixNode | None:
         """The node of a table's first findable block that no other sequence holds."""
         node, first = sequence.node, None
-        if decision.findable <= decision.held:
+        if decision.findable <= decision.shared:
             return None
         while node is not None and node.depth and node.alive:
             block = table[node.depth - 1]
@@ -127,7 +131,7 @@ class RecoveryTracker:
             if decision.survival_known or decision.ended:
                 continue
             if first.block < 0:  # forgotten, or hollow
-                self._policy.resumed(decision, decision.held)
+                self._policy.resumed(decision, decision.shared)
             else:
                 self._watched.append((decision, first))
 
@@ -135,12 +139,12 @@ class RecoveryTracker:
         table, contents = computed
         to_copy = self._host.num_to_copy(contents)
         findable = sequence.indexed if sequence.node is not None and sequence.node.alive else 0
-        held = sum(block != NO_BLOCK and self._pool.references(block) > 1 for block in table[:findable])
+        shared = sum(block != NO_BLOCK and self._pool.references(block) > 1 for block in table[:findable])
         return Victim(
             tokens=sequence.computed,
             blocks=len(contents),
             to_copy=to_copy,
             findable=findable,
-            held=held,
+            shared=shared,
             swappable=bool(self._host.num_blocks) and to_copy <= self._host.num_free,
         )

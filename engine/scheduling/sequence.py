@@ -10,7 +10,7 @@ from engine.request import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
-from engine.scheduling.recovery import Decision
+from engine.scheduling.recovery import RecoveryDecision
 
 Order = tuple[float, float, str, int]
 
@@ -67,7 +67,7 @@ class Sequence:
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
     overtakes: int = 0  # admissions past it while it did not fit
     num_preemptions: int = 0
-    decision: Decision | None = None  # of a recovery that is not complete
+    decision: RecoveryDecision | None = None  # of a recovery that is not complete
     candidates: Candidates | None = None  # a beam's; it is held until all beams of its group have theirs
     logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
     decode_chunk: ScheduledChunk | None = None  # its chunk of one token, made once for all its decode steps

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.execution.random import sequence_seed
 from engine.kv.block_pool import InvariantError
 from engine.request import FinishReason, TokenDelta
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import Hypothesis, Sequence, SequenceGroup
 from engine.scheduling.state import SchedulerState
+from engine.seeds import sequence_seed
 
 Append = Callable[[Sequence, int, float], list[TokenDelta]]
 

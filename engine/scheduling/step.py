@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.kv.transfers import Transfers
-from engine.scheduling.recovery import Decision
+from engine.scheduling.recovery import RecoveryDecision
 from engine.scheduling.sequence import ScheduledChunk, Sequence
 
 
@@ -13,7 +13,7 @@ from engine.scheduling.sequence import ScheduledChunk, Sequence
 class Swap:
     """One sequence's part in a step's swaps."""
 
-    decision: Decision
+    decision: RecoveryDecision
     blocks_out: int
     blocks_in: int
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from engine.kv.block_pool import NO_BLOCK
 from engine.scheduling.block_tables import ComputedBlocks
-from engine.scheduling.recovery import Decision
+from engine.scheduling.recovery import RecoveryDecision
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan, Swap
 
 
-def swap_out(state: SchedulerState, computed: ComputedBlocks, decision: Decision, plan: StepPlan) -> list[int]:
+def swap_out(
+    state: SchedulerState, computed: ComputedBlocks, decision: RecoveryDecision, plan: StepPlan
+) -> list[int]:
     """Copy a table's computed blocks to the host in this step; return the host table.
 
     Blocks whose contents are on the host already are not copied.

@@ -165,7 +165,7 @@ class Desk:
                     prefill_rate=20_000.0,
                     step_seconds=0.02,
                     waiting=0,
-                    held_up=0,
+                    num_blocked=0,
                     max_running=0,
                     acknowledged=0,
                 ),

@@ -26,7 +26,7 @@ LOADS = st.builds(
     step_seconds=st.just(0.02),
     acknowledged=st.just(0),
     waiting=st.integers(0, 30),
-    held_up=st.sampled_from([0, 0, 0, 12]),
+    num_blocked=st.sampled_from([0, 0, 0, 12]),
     max_running=st.sampled_from([0, 32]),
 )
 

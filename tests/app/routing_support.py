@@ -28,7 +28,7 @@ IDLE = LoadReport(
     prefill_rate=10_000.0,
     step_seconds=0.02,
     waiting=0,
-    held_up=0,
+    num_blocked=0,
     max_running=0,
     acknowledged=0,
 )

@@ -29,7 +29,7 @@ LOAD = EngineLoad(
     prefill_rate=2000.0,
     step_seconds=0.05,
     waiting=3,
-    held_up=0,
+    num_blocked=0,
     max_running=8,
 )
 

@@ -26,11 +26,11 @@ from logit_bits import (
 from tiny_engines import TINY_MODELS, add, made, make_request, run_to_end
 
 from engine.engine import Engine
-from engine.execution.random import sequence_seed
 from engine.kv.block_pool import NO_BLOCK
 from engine.request import Request, TokenDelta
 from engine.scheduling.recovery import Recovery
 from engine.scheduling.step import StepPlan
+from engine.seeds import sequence_seed
 from kernels.cpu.build import BuildError, find_compilers
 
 try:

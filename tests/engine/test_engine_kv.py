@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_kv_events import Follower
+from kv_follower import Follower
 from tiny_engines import make_request, tiny_engine_config
 
 from engine.engine import Engine
@@ -84,7 +84,7 @@ def test_batches_and_keys_of_a_request(observed: Observed) -> None:
 def test_an_engine_that_has_not_run_yet_has_a_load(observed: Observed) -> None:
     load, limits = observed.thread.load(), observed.thread.limits
     assert not observed.outputs
-    assert (load.running, load.waiting, load.held_up, load.waiting_tokens) == (0, 0, 0, 0)
+    assert (load.running, load.waiting, load.num_blocked, load.waiting_tokens) == (0, 0, 0, 0)
     assert load.free == limits.num_blocks
     assert load.prefill_rate > 0.0
     assert load.max_running > 0

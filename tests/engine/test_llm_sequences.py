@@ -13,9 +13,9 @@ from tiny_engines import EOS
 
 from engine import LLM, RequestResult, SamplingParams
 from engine.errors import QuireError
-from engine.execution.random import sequence_seed
 from engine.request import FinishReason
 from engine.scheduling.recovery import Recovery
+from engine.seeds import sequence_seed
 from kernels.interface import AttentionMetadata
 
 PROMPT = [5, 17, 60, 3, 42, 8, 8, 71, 30, 2, 19]

@@ -44,7 +44,7 @@ EXECUTION: list[Fault] = [
         "every position draws the same number",
     ),
     Fault(
-        "engine/execution/random.py",
+        "engine/seeds.py",
         '    digest = hashlib.blake2b(f"{seed}#{sequence}".encode(), digest_size=8).digest()',
         '    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()',
         ("engine/test_llm_sequences.py",),

@@ -41,8 +41,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/recovery.py",
-        "        if unheld < 1 or decision.survival_known:",
-        "        if unheld < 1:",
+        "        if unshared < 1 or decision.survival_known:",
+        "        if unshared < 1:",
         (*_RECOVERY, *_SURVIVAL),
         "a decision teaches twice",
     ),
@@ -69,17 +69,17 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/recovery_tracker.py",
-        "                self._policy.resumed(decision, decision.held)",
+        "                self._policy.resumed(decision, decision.shared)",
         "                pass",
         _SURVIVAL,
         "who waits longest never tells what it lost",
     ),
     Fault(
         "engine/scheduling/recovery_tracker.py",
-        "held = sum(block != NO_BLOCK and self._pool.references(block) > 1",
-        "held = sum(block != NO_BLOCK and self._pool.references(block) > 0",
+        "shared = sum(block != NO_BLOCK and self._pool.references(block) > 1",
+        "shared = sum(block != NO_BLOCK and self._pool.references(block) > 0",
         (*_SURVIVAL, *_RECOVERY),
-        "a sequence's own blocks pass for held by others",
+        "a sequence's own blocks pass for shared ones",
     ),
     Fault(
         "engine/scheduling/recovery_tracker.py",

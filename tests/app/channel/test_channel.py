@@ -141,7 +141,7 @@ def test_end_gives_the_count_and_frees_the_attempt() -> None:
 
 def test_load_comes_at_once_to_who_opens_a_channel() -> None:
     idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 8)
-    busy = replace(idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, held_up=3)
+    busy = replace(idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, num_blocked=3)
 
     async def test(setting: Setting) -> None:
         # No clock moves: nothing here waits for a beat or a flush, or for a first step.
@@ -156,7 +156,7 @@ def test_load_comes_at_once_to_who_opens_a_channel() -> None:
                 "free",
                 "prefill_rate",
                 "waiting",
-                "held_up",
+                "num_blocked",
                 "max_running",
             ):
                 assert getattr(frame.load, name) == getattr(load, name)

@@ -141,7 +141,7 @@ def admission(load: LoadReport, sequences: int = 1, **totals: int) -> float:
     """Seconds beyond what it would cost with slots and blocks enough; streaming counts nothing."""
     fleet, request = calibrated(), REQUEST._replace(sequences=sequences)
     fleet.steps.per_row = fleet.steps.per_kv_token = 0.0
-    roomy = replace(load, held_up=0, max_running=0, free=10**6, num_blocks=10**6)
+    roomy = replace(load, num_blocked=0, max_running=0, free=10**6, num_blocks=10**6)
     return price(load, request=request, fleet=fleet, **totals) - price(
         roomy, request=request, fleet=fleet, **totals
     )
@@ -154,15 +154,15 @@ def admission(load: LoadReport, sequences: int = 1, **totals: int) -> float:
         (FULL, {}, 1, 1),
         (FULL, {}, 4, 4),
         (replace(FULL, waiting=3), {}, 1, 4),
-        (replace(FULL, waiting=3, held_up=3), {}, 1, 4),
+        (replace(FULL, waiting=3, num_blocked=3), {}, 1, 4),
         (replace(FULL, max_running=12, waiting=3), {}, 1, 2),  # those wait for a prompt, but take slots
         (replace(FULL, max_running=12), {}, 4, 2),
         (FULL, {"pending_rows": 5}, 1, 6),
         (FULL, {"acknowledged_rows": 14}, 1, 5),  # these run, or wait
         (replace(FULL, waiting=4), {"acknowledged_rows": 14, "pending_rows": 2}, 1, 7),
         (replace(FULL, max_running=100, waiting=20), {}, 1, 0),
-        (replace(FULL, max_running=100, waiting=20, held_up=20), {}, 1, 21),  # blocks are out
-        (replace(FULL, max_running=100, waiting=20, held_up=2), {"pending_rows": 3}, 2, 7),
+        (replace(FULL, max_running=100, waiting=20, num_blocked=20), {}, 1, 21),  # blocks are out
+        (replace(FULL, max_running=100, waiting=20, num_blocked=2), {"pending_rows": 3}, 2, 7),
         (replace(FULL, max_running=0, waiting=20), {"pending_rows": 7}, 3, 0),  # unknown
     ],
 )
@@ -191,14 +191,14 @@ def test_blocks_are_missing_for_as_long_as_they_take_to_compute_at_least() -> No
 def test_admission_waits_once_for_slots_and_blocks_together() -> None:
     out = replace(FULL, free=0, waiting_tokens=3400)
     for waiting in (0, 2, 20):
-        for held_up in (0, waiting):
-            load = replace(out, waiting=waiting, held_up=held_up)
+        for num_blocked in (0, waiting):
+            load = replace(out, waiting=waiting, num_blocked=num_blocked)
             assert admission(load) == pytest.approx(max(1 + waiting, 7500 / 1700) * TURN)
 
 
-def test_held_up_sequences_slow_nobody_down_but_are_waited_for() -> None:
+def test_blocked_sequences_slow_nobody_down_but_are_waited_for() -> None:
     # Their prefixes are cached, so that hardly a token is to be computed, but there are no blocks to run them.
-    held = replace(TEN, waiting=140, held_up=140, max_running=256)
+    held = replace(TEN, waiting=140, num_blocked=140, max_running=256)
     mine = {"acknowledged_rows": 150, "acknowledged_kv_tokens": 900_000}
     here = view(replica(held, **mine), calibrated())
     assert (here.rows, here.free_slots) == (10, -140)
@@ -234,8 +234,8 @@ def test_reported_work_is_done_as_time_passes() -> None:
     assert price(long) - price(long, now=60.0) == pytest.approx(3.0)
     # What was sent there since has not begun, and what has no slot does not.
     assert price(IDLE, pending_prefill=1_000, now=1.0) == price(IDLE, pending_prefill=1_000)
-    held_up = replace(waiting, waiting=1, held_up=1, running=4, max_running=4)
-    assert price(held_up, now=1.0) == price(held_up)
+    blocked = replace(waiting, waiting=1, num_blocked=1, running=4, max_running=4)
+    assert price(blocked, now=1.0) == price(blocked)
 
 
 def test_own_bookings_that_the_engine_has_not_seen_count_like_those_it_has() -> None:

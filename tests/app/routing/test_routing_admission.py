@@ -27,7 +27,7 @@ def test_a_prefix_draws_while_there_are_seats_and_blocks() -> None:
 
 def test_a_replica_whose_queue_has_hardly_a_token_to_compute_is_not_idle() -> None:
     fleet = warm()
-    fleet.report(fleet.routes[0], replace(BUSY, waiting_tokens=140, waiting=140, held_up=140))
+    fleet.report(fleet.routes[0], replace(BUSY, waiting_tokens=140, waiting=140, num_blocked=140))
     assert fleet.send(*prompt(prefix(1, 125), 2, 9)) == "r1"
 
 
@@ -62,7 +62,7 @@ def test_seats_of_replicas_may_differ() -> None:
 def test_everybody_full_is_as_even_as_everybody_free() -> None:
     fleet = Fleet(4)
     for route in fleet.routes:
-        fleet.report(route, replace(BUSY, running=256, waiting=10, held_up=10))
+        fleet.report(route, replace(BUSY, running=256, waiting=10, num_blocked=10))
     assert set(Counter(fleet.send(500) for _ in range(40)).values()) == {10}
 
 
@@ -70,7 +70,7 @@ def test_large_blocks_do_not_make_a_full_replica_as_good_as_an_empty_one() -> No
     # A block's worth of computing is ten seconds here; the prompt's is a quarter of one.
     fleet = Fleet(2)
     large = replace(IDLE, block_size=2048, num_blocks=40, prefill_rate=200.0, max_running=256)
-    fleet.report(fleet.routes[0], replace(large, free=0, referenced=40, running=40, waiting=25, held_up=25))
+    fleet.report(fleet.routes[0], replace(large, free=0, referenced=40, running=40, waiting=25, num_blocked=25))
     fleet.report(fleet.routes[1], replace(large, free=20, referenced=20, running=20))
     chosen = Counter(fleet.send(50) for _ in range(8))
     assert chosen == {"r1": 8}

@@ -14,13 +14,13 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.model_runner import ModelRunner
-from engine.execution.random import sequence_seed
 from engine.kv.kv_cache import KVCache
 from engine.kv.transfers import Transfers
 from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import ScheduledChunk, SequenceGroup
+from engine.seeds import sequence_seed
 from kernels import AttentionMetadata, PackedLinear
 
 PROMPT = [5, 17, 42, 8, 61, 33, 90, 12, 4]

@@ -10,9 +10,10 @@ import torch
 
 import engine.execution.sampler as sampler
 from engine.errors import QuireError
-from engine.execution.random import draw_key, exponential, request_seed
+from engine.execution.random import draw_key, exponential
 from engine.execution.sampler import GROUPS_OF, Sampler, SampleRow
 from engine.sampling_params import SamplingParams
+from engine.seeds import request_seed
 
 DRAWS = 8_000
 

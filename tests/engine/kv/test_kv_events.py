@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_follower import Follower
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -27,32 +28,6 @@ ROOTS = {name: root_key("revision", "float32", SIZE, CacheNamespace(tenant=name)
 
 def named(root: Hashable) -> int:
     return ROOTS[str(root)]
-
-
-class Follower:
-    """What somebody knows who had a snapshot and gets every batch since."""
-
-    def __init__(self, snapshot: KvSnapshot) -> None:
-        self.keys = set(snapshot.keys)
-        self.sequence = snapshot.sequence
-        assert len(snapshot.keys) == len(self.keys) == snapshot.count
-        assert snapshot.xor == reduce(xor, self.keys, 0)
-
-    def follow(self, batch: KvBatch | None) -> None:
-        if batch is None:
-            return
-        assert batch.sequence == self.sequence + 1
-        self.sequence = batch.sequence
-        if batch.cleared:
-            self.keys.clear()
-        stored, removed = set(batch.stored), set(batch.removed)
-        assert len(stored) + len(removed) == len(batch)
-        assert stored.isdisjoint(removed)
-        assert stored.isdisjoint(self.keys)
-        assert removed <= self.keys
-        self.keys = self.keys - removed | stored
-        assert batch.count == len(self.keys)
-        assert batch.xor == reduce(xor, self.keys, 0)
 
 
 class Setting:

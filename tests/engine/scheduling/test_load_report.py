@@ -77,53 +77,53 @@ def test_prefix_that_several_wait_for_counts_once() -> None:
     assert setting.reporter.read().waiting_tokens == 2
 
 
-def test_sequences_without_a_slot_are_held_up() -> None:
+def test_sequences_without_a_slot_are_blocked() -> None:
     setting = Setting(max_num_seqs=2)
     for number in range(5):
         setting.add(make_request(f"r{number}", [number] * 6, max_tokens=3, ignore_eos=True))
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.held_up) == (0, 5, 0)  # no step has tried to start them
+    assert (read.running, read.waiting, read.num_blocked) == (0, 5, 0)  # no step has tried to start them
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.held_up) == (2, 3, 3)
+    assert (read.running, read.waiting, read.num_blocked) == (2, 3, 3)
     setting.scheduler.abort("r4")
-    assert setting.reporter.read().held_up == 2
+    assert setting.reporter.read().num_blocked == 2
 
 
-def test_who_waits_for_tokens_of_the_budget_is_not_held_up() -> None:
+def test_who_waits_for_tokens_of_the_budget_is_not_blocked() -> None:
     setting = Setting(token_budget=8)
     for number in range(4):
         setting.add(make_request(f"r{number}", [number] * 20, max_tokens=1))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.held_up) == (1, 3, 0)
+    assert (read.running, read.waiting, read.num_blocked) == (1, 3, 0)
 
 
-def test_who_waits_for_blocks_is_held_up() -> None:
+def test_who_waits_for_blocks_is_blocked() -> None:
     setting = Setting(num_blocks=8, look_ahead=0)
     for number in range(4):
         setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.held_up) == (1, 3, 3)
-    held_up = set()
+    assert (read.running, read.waiting, read.num_blocked) == (1, 3, 3)
+    num_blocked = set()
     while setting.scheduler.has_work():
         setting.step()
         read = setting.reporter.read()
-        held_up.add(read.held_up)
-        assert read.held_up <= read.waiting
-    assert (read.waiting, read.held_up) == (0, 0)
-    assert held_up >= {0, 1, 2}
+        num_blocked.add(read.num_blocked)
+        assert read.num_blocked <= read.waiting
+    assert (read.waiting, read.num_blocked) == (0, 0)
+    assert num_blocked >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(("look_ahead", "held_up"), [(0, 4), (1, 3), (3, 1), (4, 0), (8, 0)])
-def test_those_that_a_newcomer_passes_do_not_count(look_ahead: int, held_up: int) -> None:
+@pytest.mark.parametrize(("look_ahead", "num_blocked"), [(0, 4), (1, 3), (3, 1), (4, 0), (8, 0)])
+def test_those_that_a_newcomer_passes_do_not_count(look_ahead: int, num_blocked: int) -> None:
     setting = Setting(num_blocks=8, look_ahead=look_ahead)
     for number in range(5):
         setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.held_up) == (1, 4, held_up)
+    assert (read.running, read.waiting, read.num_blocked) == (1, 4, num_blocked)
 
 
 def test_who_is_passed_holds_nobody_up() -> None:
@@ -134,10 +134,10 @@ def test_who_is_passed_holds_nobody_up() -> None:
     setting.add(make_request("small", [3] * 3, max_tokens=5, ignore_eos=True, arrival=3.0))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.held_up) == (2, 1, 0)
+    assert (read.running, read.waiting, read.num_blocked) == (2, 1, 0)
 
 
-def test_no_more_are_held_up_than_wait() -> None:
+def test_no_more_are_blocked_than_wait() -> None:
     setting = Setting(num_blocks=6, max_num_seqs=2)
     for number in range(2):
         setting.add(make_request(f"r{number}", [number] * 8, max_tokens=12, ignore_eos=True))
@@ -146,5 +146,5 @@ def test_no_more_are_held_up_than_wait() -> None:
         setting.step()
         waiting = [sequence.state for sequence in setting.scheduler.state.waiting]
         preempted |= SequenceState.PREEMPTED in waiting
-        assert setting.reporter.read().held_up <= len(waiting)
+        assert setting.reporter.read().num_blocked <= len(waiting)
     assert preempted

@@ -11,9 +11,9 @@ from engine.errors import ConfigError
 from engine.kv.block_pool import InvariantError
 from engine.scheduling.estimators import STALE
 from engine.scheduling.recovery import (
-    Decision,
     Rates,
     Recovery,
+    RecoveryDecision,
     RecoveryMode,
     RecoveryPolicy,
     Victim,
@@ -24,9 +24,9 @@ BLOCK = 16
 
 
 def victim(
-    tokens: int = 160, to_copy: int = 10, findable: int = 0, held: int = 0, swappable: bool = True
+    tokens: int = 160, to_copy: int = 10, findable: int = 0, shared: int = 0, swappable: bool = True
 ) -> Victim:
-    return Victim(tokens, -(-tokens // BLOCK), to_copy, findable, held, swappable)
+    return Victim(tokens, -(-tokens // BLOCK), to_copy, findable, shared, swappable)
 
 
 def policy(
@@ -67,29 +67,29 @@ def test_blocks_on_the_host_cost_no_copy() -> None:
 
 
 def test_blocks_that_are_expected_to_be_found_cost_neither_way() -> None:
-    # 2 are held, and of 4 more half survive at first: 4 of the 10 blocks are expected to be found.
-    decision = policy().choose(victim(findable=6, held=2))
+    # 2 are shared, and of 4 more half survive at first: 4 of the 10 blocks are expected to be found.
+    decision = policy().choose(victim(findable=6, shared=2))
     assert decision.recovery is RECOMPUTE
     assert decision.estimate == pytest.approx(96 / 1000)
     assert decision.other_estimate == pytest.approx(10 / 100 + 6 / 200)
-    assert (decision.findable, decision.held) == (6, 2)
+    assert (decision.findable, decision.shared) == (6, 2)
 
 
 def test_the_choice_counts_no_copy_of_a_block_that_survives() -> None:
-    # Of 11 blocks 10 are held: one is copied back in 0.005 s, or its 10 tokens computed in 0.01 s.
-    decision = policy().choose(victim(170, to_copy=0, findable=10, held=10))
+    # Of 11 blocks 10 are shared: one is copied back in 0.005 s, or its 10 tokens computed in 0.01 s.
+    decision = policy().choose(victim(170, to_copy=0, findable=10, shared=10))
     assert decision.recovery is SWAP
     assert decision.estimate == pytest.approx(0.005)
 
 
 def test_a_request_whose_last_block_is_findable_and_held_costs_nothing_to_compute() -> None:
-    decision = policy().choose(victim(tokens=150, findable=10, held=10))
+    decision = policy().choose(victim(tokens=150, findable=10, shared=10))
     assert (decision.recovery, decision.estimate) == (RECOMPUTE, 0.0)
 
 
 def test_blocks_that_a_window_has_dropped_may_be_findable_but_are_never_less_than_nothing_to_copy() -> None:
     chooser = policy(mode=RecoveryMode.SWAP)
-    decision = chooser.choose(Victim(160, 2, 1, findable=8, held=8, swappable=True))
+    decision = chooser.choose(Victim(160, 2, 1, findable=8, shared=8, swappable=True))
     assert decision.estimate == pytest.approx(0.01)
 
 
@@ -155,7 +155,7 @@ def test_a_full_host_pool_falls_back_to_recompute(mode: RecoveryMode) -> None:
     assert not policy(prefill=1e6).choose(victim(swappable=False)).fallback  # no swap was wanted
 
 
-def finish(chooser: RecoveryPolicy, decision: Decision, *seconds: float) -> None:
+def finish(chooser: RecoveryPolicy, decision: RecoveryDecision, *seconds: float) -> None:
     for part in seconds:
         chooser.spent(decision, part)
     chooser.done(decision)
@@ -164,7 +164,7 @@ def finish(chooser: RecoveryPolicy, decision: Decision, *seconds: float) -> None
 def test_counts_sums_and_medians() -> None:
     chooser = policy()
     swaps = [chooser.choose(victim()) for _ in range(3)]
-    again = chooser.choose(victim(findable=10, held=5))  # 7.5 of 10 blocks found: 0.04 s
+    again = chooser.choose(victim(findable=10, shared=5))  # 7.5 of 10 blocks found: 0.04 s
     assert chooser.stats().pending == 4
     finish(chooser, swaps[0], 0.10, 0.05)
     finish(chooser, swaps[1], 0.30)
@@ -213,17 +213,17 @@ def test_survival_follows_what_is_found_of_the_blocks_that_nobody_held() -> None
     for mode in (RecoveryMode.SWAP, RecoveryMode.RECOMPUTE):
         chooser = policy(mode=mode)
         for _ in range(50):
-            chooser.resumed(chooser.choose(victim(findable=10, held=2)), found=4)
+            chooser.resumed(chooser.choose(victim(findable=10, shared=2)), found=4)
         assert chooser.stats().survival == pytest.approx(0.25, abs=0.02)
         for kept in (0, 100):  # holders let go of theirs, or others computed more: a probability stays one
             for _ in range(100):
-                chooser.resumed(chooser.choose(victim(findable=10, held=2)), kept)
+                chooser.resumed(chooser.choose(victim(findable=10, shared=2)), kept)
             assert chooser.stats().survival == pytest.approx(float(kept > 0), abs=0.02)
 
 
 def test_a_request_without_unheld_findable_blocks_teaches_nothing_about_survival() -> None:
     chooser = policy()
-    chooser.resumed(chooser.choose(victim(findable=4, held=4)), found=4)
+    chooser.resumed(chooser.choose(victim(findable=4, shared=4)), found=4)
     chooser.resumed(chooser.choose(victim()), found=0)
     assert chooser.stats().survival == 0.5
 
@@ -245,7 +245,7 @@ def test_a_wrong_calibration_is_corrected_within_tens_of_measurements(wrong: flo
         assert estimates[SWAP] == pytest.approx(blocks / 100.0 + blocks / 200.0, rel=0.15)
 
 
-def _other(decision: Decision) -> Recovery:
+def _other(decision: RecoveryDecision) -> Recovery:
     return RECOMPUTE if decision.recovery is SWAP else SWAP
 
 
@@ -286,7 +286,9 @@ def test_odd_steps_do_not_swing_a_rate() -> None:
     assert chooser.rates == before
 
 
-def measure(chooser: RecoveryPolicy, decision: Decision, out: float, into: float, prefill: float) -> None:
+def measure(
+    chooser: RecoveryPolicy, decision: RecoveryDecision, out: float, into: float, prefill: float
+) -> None:
     """Carry ``decision`` out on a machine with these rates."""
     if decision.recovery is SWAP:
         seconds = decision.blocks / out, decision.blocks / into

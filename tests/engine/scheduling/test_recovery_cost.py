@@ -56,13 +56,13 @@ def cases(machine: Machine, count: int, rng: random.Random) -> Iterator[Case]:
         tokens = rng.randint(*machine.tokens)
         blocks = -(-tokens // BLOCK)
         findable = rng.randint(0, tokens // BLOCK)
-        held = rng.randint(0, findable) if rng.random() < 0.3 else 0
+        shared = rng.randint(0, findable) if rng.random() < 0.3 else 0
         to_copy = rng.randint(0, blocks) if rng.random() < 0.2 else blocks
-        kept = held + round((findable - held) * min(max(rng.gauss(machine.survival, 0.2), 0.0), 1.0))
+        kept = shared + round((findable - shared) * min(max(rng.gauss(machine.survival, 0.2), 0.0), 1.0))
         spread = [math.exp(rng.gauss(-(machine.noise**2) / 2, machine.noise)) for _ in range(3)]
         computed, copied_in = tokens - kept * BLOCK, blocks - kept
         yield Case(
-            Victim(tokens, blocks, to_copy, findable, held, True),
+            Victim(tokens, blocks, to_copy, findable, shared, True),
             kept,
             computed,
             copied_in,

@@ -13,7 +13,7 @@ BLOCK = 16
 
 def test_an_estimate_takes_what_typically_survives_and_the_choice_what_survives_on_average() -> None:
     policy = RecoveryPolicy(RecoveryMode.AUTO, BLOCK, Rates(1000.0, 200.0, 400.0))
-    victim = Victim(tokens=160, blocks=10, to_copy=10, findable=10, held=0, swappable=True)
+    victim = Victim(tokens=160, blocks=10, to_copy=10, findable=10, shared=0, swappable=True)
     for kept in [10, 10, 0] * 20:
         decision = policy.choose(victim)
         policy.resumed(decision, kept)
@@ -34,7 +34,7 @@ def test_an_estimate_takes_what_typically_survives_and_the_choice_what_survives_
 
 def test_each_decision_teaches_once() -> None:
     policy = RecoveryPolicy(RecoveryMode.RECOMPUTE, BLOCK, Rates(1000.0))
-    decision = policy.choose(Victim(160, 10, 10, findable=10, held=0, swappable=False))
+    decision = policy.choose(Victim(160, 10, 10, findable=10, shared=0, swappable=False))
     policy.resumed(decision, 0)
     once = policy.stats().survival
     assert once < 0.5
