@@ -23,6 +23,10 @@ target, not the number of running replicas, is compared with the need, so replic
 twice. The window follows the measured startup time because that is what a stopped replica costs to get back: an
 idle one is worth keeping for about as long (the ski-rental rule), and twice as long allows for the latency of
 requests that wait for it.
+
+Marks and shares are options, in ``scaling_config.py``; the length of the window and the guards of all rules
+(bounds, missing reports, starting replicas, time between stops) are in ``scaling_state.py``. The constants of
+this rule and its own guards, ``_held_by``, are below.
 """
 
 from __future__ import annotations
@@ -47,14 +51,16 @@ _BACKLOG_TARGET = 0.25
 """Of the TTFT target: the backlog of each replica that the fleet aims at."""
 _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
+_MOST_ADDED = 4
+"""Replicas that one decision may add even where that is more than double."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     """Load of all running replicas, capacity of one; silent replicas count as the mean of the others."""
 
-    held: float  # blocks that are referenced or that waiting sequences lack
-    growth: float  # blocks
+    demand: float  # blocks
+    mean_blocks: float  # of a sequence, with all of its expected growth
     sequences: float
     arrived: float  # uncached prompt tokens since the last decision
     backlog_s: float  # seconds of prefill that wait at a replica, without the largest backlog
@@ -86,116 +92,94 @@ class _Needs:
 
 def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
     """Decide how many replicas there should be; changes nothing but ``state``. O(replicas)."""
-    now, target, limit = snapshot.now, snapshot.target, snapshot.most
     unknown = state.hold_or_start(snapshot, config)
     if unknown is not None:
         return unknown
 
-    load = _load(snapshot, state)
-    mean_blocks = (load.held + load.growth) / max(load.sequences, 1.0)
-    demand = load.held + load.growth * config.growth_share + snapshot.queued * mean_blocks
-    needs = _needs(snapshot, config, state, load, demand, mean_blocks)
+    now, target = snapshot.now, snapshot.target
+    load = _load(snapshot, config, state)
+    needs = _needs(snapshot, config, state, load)
     busy = not load.idle or snapshot.queued > 0
     state.worked(now, busy)
     reserve = config.reserve if busy or snapshot.minimum else 0.0
-    window_s = state.window_s(config)
-    state.add_low(now, max(needs.lower + reserve, needs.decode), window_s)
-    filled = _over(demand, load.pool * snapshot.running)
-
-    def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> Decision:
-        return Decision(count, reason, needs.kv, needs.prefill, needs.decode, held_by, filled, intended)
-
-    if not snapshot.minimum <= target <= limit:
-        return decision(min(max(target, snapshot.minimum), limit), "maximum" if target > limit else "minimum")
+    state.add_low(now, max(needs.lower + reserve, needs.decode), state.window_s(config))
     wanted = math.ceil(needs.largest + reserve - ROUNDING)
-    if wanted > target:
-        count = min(wanted, max(2 * target, target + 4), limit)
-        if count == target:
-            return decision(target, "hold", "maximum")
-        state.started_up(now, count)
-        return decision(count, needs.reason)
-
-    step = config.most_stopped(target)
-    fewer = max(math.ceil(state.lows[0][1] - ROUNDING), state.floor(snapshot, config))
-    if fewer >= target:
-        return decision(target, "hold", intended=state.intended(snapshot, config, wanted, step))
-    held = _held(snapshot, config, state, load.slowest_step_s)
-    if held:
-        return decision(target, "hold", held, state.intended(snapshot, config, wanted, step))
-    count = max(fewer, target - step)
-    state.lowered(now, config)
-    return decision(count, "less needed", intended=0 if config.shadow else target - count)
+    proposed = Decision(
+        target=min(wanted, max(2 * target, target + _MOST_ADDED)),
+        reason=needs.reason,
+        need_kv=needs.kv,
+        need_prefill=needs.prefill,
+        need_decode=needs.decode,
+        held_by=_held_by(now, config, state, load),
+        demand=_ratio(load.demand, load.pool * snapshot.running),
+    )
+    return state.settle(snapshot, config, proposed)
 
 
-def _load(snapshot: Snapshot, state: ScalingState) -> _Load:
+def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
     stats: Collection[ReplicaStats] = snapshot.replicas.values()
     held = growth = sequences = backlog = largest = slots = pool = rate = steps = slowest = 0.0
-    know_slots = 0
-    for one in stats:
-        held += one.referenced_blocks + one.waiting_blocks
-        growth += one.growth_blocks
-        sequences += one.sequences
-        backlog += one.backlog_tokens
-        largest = max(largest, one.backlog_tokens)
-        pool += one.num_blocks
-        rate += one.prefill_rate
-        steps += one.step_seconds
-        slowest = max(slowest, one.step_seconds)
-        if one.max_running:  # unknown for replicas of an earlier version
-            slots += one.max_running
-            know_slots += 1
+    num_with_slots = 0
+    for replica in stats:
+        held += replica.referenced_blocks + replica.waiting_blocks
+        growth += replica.growth_blocks
+        sequences += replica.sequences
+        backlog += replica.backlog_tokens
+        largest = max(largest, replica.backlog_tokens)
+        pool += replica.num_blocks
+        rate += replica.prefill_rate
+        steps += replica.step_seconds
+        slowest = max(slowest, replica.step_seconds)
+        if replica.max_running:  # unknown for replicas of an earlier version
+            slots += replica.max_running
+            num_with_slots += 1
     reporting = len(stats)
     scale = snapshot.running / reporting
+    held, growth, sequences = held * scale, growth * scale, sequences * scale
+    mean_blocks = (held + growth) / max(sequences, 1.0)
     arrived = _arrived(snapshot, state)
     # Without the largest: one long prompt keeps one replica busy, however many there are.
     shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
     return _Load(
-        held=held * scale,
-        growth=growth * scale,
-        sequences=sequences * scale,
+        demand=held + growth * config.growth_share + snapshot.queued * mean_blocks,
+        mean_blocks=mean_blocks,
+        sequences=sequences,
         arrived=arrived * scale,
-        backlog_s=_over(shared, rate / reporting),
+        backlog_s=_ratio(shared, rate / reporting),
         idle=not (held or growth or backlog or arrived),
         pool=pool / reporting,
-        slots=slots / max(know_slots, 1),
+        slots=slots / max(num_with_slots, 1),
         prefill_rate=rate / reporting,
         step_s=steps / reporting,
         slowest_step_s=slowest,
     )
 
 
-def _needs(
-    snapshot: Snapshot,
-    config: ScalingConfig,
-    state: ScalingState,
-    load: _Load,
-    demand: float,
-    mean_blocks: float,
-) -> _Needs:
-    forecast = _forecast(snapshot.now, config, state, demand, mean_blocks, load.pool)
+def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load: _Load) -> _Needs:
+    forecast = _forecast(snapshot.now, config, state, load)
     arrival_rate = _arrival_rate(snapshot.now, config, state, load.arrived)
     sequences = snapshot.queued + load.sequences
-    rise = max(_over(forecast, demand), 1.0)
+    rise = max(_ratio(forecast, load.demand), 1.0)
 
-    kv = _over(forecast, config.kv_high * load.pool)
-    slots = _over(sequences * rise, config.kv_high * load.slots)
-    prefill = _over(arrival_rate, config.prefill_high * load.prefill_rate)
+    kv = _ratio(forecast, config.kv_high * load.pool)
+    slots = _ratio(sequences * rise, config.kv_high * load.slots)
+    prefill = _ratio(arrival_rate, config.prefill_high * load.prefill_rate)
     if load.backlog_s > _BACKLOG_SHARE * config.ttft_target_s:
         excess = load.backlog_s / (_BACKLOG_TARGET * config.ttft_target_s)
         prefill = max(prefill, snapshot.running * min(excess, 2.0))
     decode = 0.0
     if load.step_s > _STEP_SHARE * config.tpot_target_s:
-        decode = snapshot.running * _over(load.step_s, _STEP_SHARE * config.tpot_target_s)
+        decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
     lower = max(
-        _over(demand, config.kv_low * load.pool),
-        _over(sequences, config.kv_low * load.slots),
-        _over(arrival_rate, config.prefill_low * load.prefill_rate),
+        _ratio(load.demand, config.kv_low * load.pool),
+        _ratio(sequences, config.kv_low * load.slots),
+        _ratio(arrival_rate, config.prefill_low * load.prefill_rate),
     )
     return _Needs(max(kv, slots), prefill, decode, lower)
 
 
-def _over(amount: float, unit: float) -> float:
-    """How many units an amount is; none of an unknown unit, and never more than a fleet can be."""
+def _ratio(amount: float, unit: float) -> float:
+    """``amount / unit``; 0 where the unit is unknown, and at most ``_MAX_NEED``."""
     return min(amount / unit, _MAX_NEED) if unit > 1e-6 else 0.0
 
 
@@ -204,14 +188,14 @@ def _arrived(snapshot: Snapshot, state: ScalingState) -> float:
     tokens = 0.0
     # A replica that misses a report stays known; of those that have left, at most as many as run do.
     counters = state.counters if len(state.counters) <= 2 * snapshot.running else {}
-    for name, one in snapshot.replicas.items():
-        known = state.counters.get(name)
-        counters[name] = (one.arrived_tokens, one.preemptions)
+    for name, replica in snapshot.replicas.items():
+        known, arrived = state.counters.get(name), replica.arrived_tokens
+        counters[name] = (arrived, replica.preemptions)
         if known is None:
             continue
         # A counter that fell has restarted at 0.
-        tokens += one.arrived_tokens - known[0] if one.arrived_tokens >= known[0] else one.arrived_tokens
-        if one.preemptions > known[1]:
+        tokens += arrived - known[0] if arrived >= known[0] else arrived
+        if replica.preemptions > known[1]:
             state.last_preemption = snapshot.now
     state.counters = counters
     return tokens
@@ -229,15 +213,13 @@ def _arrival_rate(now: float, config: ScalingConfig, state: ScalingState, arrive
     return (sum(tokens for _, tokens in arrivals) - arrivals[0][1]) / past
 
 
-def _forecast(
-    now: float, config: ScalingConfig, state: ScalingState, demand: float, mean_blocks: float, pool: float
-) -> float:
+def _forecast(now: float, config: ScalingConfig, state: ScalingState, load: _Load) -> float:
     """Demand when a replica that starts now will serve, if it rises as during the trend's window.
 
     Concurrency varies like a Poisson number even under constant load, so a rise counts only if it exceeds
     ``trend_sigmas`` standard deviations of such a difference; otherwise a small fleet would flap.
     """
-    history = state.demand
+    demand, history = load.demand, state.demand
     history.append((now, demand))
     while history[0][0] < now - config.trend_window_s:
         history.popleft()
@@ -247,31 +229,23 @@ def _forecast(
     third = max(len(history) // 3, 1)
     points = list(history)
     (earlier, low), (later, high) = _mean(points[:third]), _mean(points[-third:])
-    deviation = math.sqrt(2.0 * _HEAVY_TAIL * mean_blocks * max(demand, mean_blocks))
+    deviation = math.sqrt(2.0 * _HEAVY_TAIL * load.mean_blocks * max(demand, load.mean_blocks))
     if later <= earlier or high - low <= config.trend_sigmas * deviation:
         return demand
     slope = (high - low) / (later - earlier)
-    return min(demand + slope * state.startup_s(config), 2.0 * demand + pool)
+    return min(demand + slope * state.startup_s(config), 2.0 * demand + load.pool)
 
 
 def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
     return sum(time for time, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
-def _held(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, slowest_step_s: float) -> str:
-    """Why no replica stops now although fewer would do; empty if nothing prevents it."""
-    now = snapshot.now
-    unsettled = state.unsettled(snapshot, config)
-    if unsettled:
-        return unsettled
-    if not state.window_full(now, config):
-        return "window not full"
+def _held_by(now: float, config: ScalingConfig, state: ScalingState, load: _Load) -> str:
+    """Why this rule stops no replica now, beyond the guards of all rules; empty if nothing prevents it."""
     if now - state.last_up < 2.0 * state.startup_s(config):
         return "scaled up lately"
-    if now - state.last_down < config.down_interval_s:
-        return "scaled down lately"
     if now - state.last_preemption < state.window_s(config):
         return "preemptions"
-    if slowest_step_s > config.tpot_target_s:
+    if load.slowest_step_s > config.tpot_target_s:
         return "slow steps"
     return ""

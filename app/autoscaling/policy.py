@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.autoscaling.kv_demand import decide
 from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.publishing import Publisher
@@ -38,7 +39,7 @@ class ServePolicy:
         self.state = ScalingState()
         self.publisher = Publisher()
         self.outcome = PredictionOutcome()
-        self.faults = 0
+        self.faults = FaultCounter("autoscaling failed; the number of replicas stays", logger)
         self.last: Decision | None = None
         self._rule = rule
         self._decided_at = -math.inf
@@ -48,15 +49,11 @@ class ServePolicy:
         """The target, and Serve's own state untouched."""
         try:
             wanted = self._wanted(ctx)
-        except Exception:
+        except Exception:  # noqa: BLE001  # counted and logged
             wanted = ctx.target_num_replicas
             self._victims = []
-            self.faults += 1
-            if self.faults & (self.faults - 1) == 0:
-                logger.exception(
-                    "autoscaling failed (%d times so far); the number of replicas stays", self.faults
-                )
-            self.publisher.faults(self.faults)
+            self.faults.add()
+            self.publisher.faults(self.faults.count)
         # At every tick: reports may come less often than a list of victims is repeated.
         self.publisher.victims(ctx.current_time, self._victims)
         return wanted, dict(ctx.policy_state or {})
@@ -97,7 +94,7 @@ class ServePolicy:
         if lowered:
             self.outcome.lowered(order, running, decision.target)
         self.publisher.figures(snapshot, decision, self.outcome)
-        self.publisher.faults(self.faults)
+        self.publisher.faults(self.faults.count)
         return decision
 
 

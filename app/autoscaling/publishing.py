@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.autoscaling.snapshot import Decision, Snapshot
 from app.autoscaling.victims import PredictionOutcome
 
@@ -102,12 +103,12 @@ class RaySink:
 
 
 class Publisher:
-    """Publishes for one deployment; failures are counted, and logged at powers of two."""
+    """Publishes for one deployment; failures are counted and logged, and never raised."""
 
     def __init__(self, sink: Sink | None = None) -> None:
         self.app = ""
         self.deployment = ""
-        self.failures = 0
+        self.failures = FaultCounter("publishing of autoscaling failed", logger)
         self._sink: Sink = sink or RaySink()
         self._counted: dict[tuple[str, ...], int] = {}
         self._held_by = ""
@@ -121,7 +122,7 @@ class Publisher:
 
     def faults(self, faults: int) -> None:
         """Publish how many decisions failed so far; the failures of publishing go with it."""
-        if faults or self.failures:
+        if faults or self.failures.count:
             self._guarded(lambda: self._faults(faults))
 
     def victims(self, now: float, replicas: Sequence[str]) -> None:
@@ -163,7 +164,7 @@ class Publisher:
     def _faults(self, faults: int) -> None:
         tags = self._tags()
         self._advance("quire_scaling_faults", faults, {**tags, "part": "decision"})
-        self._advance("quire_scaling_faults", self.failures, {**tags, "part": "publishing"})
+        self._advance("quire_scaling_faults", self.failures.count, {**tags, "part": "publishing"})
 
     def _advance(self, name: str, total: int, tags: dict[str, str]) -> None:
         """Feed a counter that takes increments, and refuses 0, with a total."""
@@ -179,7 +180,5 @@ class Publisher:
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:
-            self.failures += 1
-            if self.failures & (self.failures - 1) == 0:
-                logger.exception("publishing of autoscaling failed (%d times so far)", self.failures)
+        except Exception:  # noqa: BLE001  # counted and logged
+            self.failures.add()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.autoscaling.scaling_config import ScalingConfig
@@ -69,11 +69,54 @@ class ScalingState:
         if reporting < (1.0 - config.max_missing) * snapshot.running or not reporting:
             self.since = None
             return Decision(
-                min(max(target, snapshot.minimum), snapshot.most), "hold", held_by="reports missing"
+                min(max(target, snapshot.minimum), snapshot.limit), "hold", held_by="reports missing"
             )
         if self.since is None:
             self.since = snapshot.now
         return None
+
+    def settle(self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision) -> Decision:
+        """The decision for what a rule proposes: up at once, down by the window and a little at a time.
+
+        ``proposed.target`` is the number that is needed now, ``proposed.reason`` why it would rise, and
+        ``proposed.held_by`` what the rule itself has against stopping replicas. The window of ``add_low`` must
+        have the current need.
+        """
+        now, target, limit = snapshot.now, snapshot.target, snapshot.limit
+
+        def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> Decision:
+            return replace(proposed, target=count, reason=reason, held_by=held_by, intended=intended)
+
+        if not snapshot.minimum <= target <= limit:
+            reason = "maximum" if target > limit else "minimum"
+            return decision(min(max(target, snapshot.minimum), limit), reason)
+        if proposed.target > target:
+            if target == limit:
+                return decision(target, "hold", "maximum")
+            count = min(proposed.target, limit)
+            self.started_up(now, count)
+            return decision(count, proposed.reason)
+
+        fewer = max(math.ceil(self.lows[0][1] - ROUNDING), self.floor(snapshot, config))
+        most_stopped = config.most_stopped(target)
+        held_by = (self._held_by(snapshot, config) or proposed.held_by) if fewer < target else ""
+        if fewer >= target or held_by:
+            intended = self.intended(snapshot, config, proposed.target, most_stopped)
+            return decision(target, "hold", held_by, intended)
+        count = max(fewer, target - most_stopped)
+        self.lowered(now, config)
+        return decision(count, "less needed", intended=0 if config.shadow else target - count)
+
+    def _held_by(self, snapshot: Snapshot, config: ScalingConfig) -> str:
+        """Why no replica stops now under any rule; empty if nothing prevents it."""
+        unsettled = self.unsettled(snapshot, config)
+        if unsettled:
+            return unsettled
+        if not self.window_full(snapshot.now, config):
+            return "window not full"
+        if snapshot.now - self.last_down < config.down_interval_s:
+            return "scaled down lately"
+        return ""
 
     def started_up(self, now: float, count: int) -> None:
         """The target rose to ``count``."""
@@ -104,8 +147,9 @@ class ScalingState:
             self.last_work = now
 
     def floor(self, snapshot: Snapshot, config: ScalingConfig) -> int:
-        """The least number of replicas: zero only where it is allowed, and after a long rest."""
-        rested = not snapshot.minimum and snapshot.now - self.last_work >= config.zero_after_s
+        """The least number of replicas: zero only where it is allowed, from one, after a long rest."""
+        may_be_zero = not snapshot.minimum and snapshot.target <= 1
+        rested = may_be_zero and snapshot.now - self.last_work >= config.zero_after_s
         return max(snapshot.minimum, 0 if rested else 1)
 
     def add_low(self, now: float, need: float, width: float) -> None:

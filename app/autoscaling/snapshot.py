@@ -40,14 +40,17 @@ class Snapshot:
     queued: float = 0.0  # requests that wait outside of all replicas; at none, Serve starts one before it asks
 
     @property
-    def most(self) -> int:
+    def limit(self) -> int:
         """The maximum; the minimum where they contradict each other."""
         return max(self.minimum, self.maximum)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The new target, the needs behind it in replicas, and what held it back."""
+    """The new target, the needs behind it in replicas, and what held it back.
+
+    A rule proposes one, too, before bounds and guards are applied: see ``ScalingState.settle``.
+    """
 
     target: int
     reason: str

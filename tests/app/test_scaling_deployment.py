@@ -140,7 +140,7 @@ ctx = SimpleNamespace(
     total_num_requests=0.0, policy_state={}, aggregated_metrics={},
     raw_metrics={name: {"a": point(value), "b": point(value)} for name, value in given["stats"].items()},
 )
-print(policy(ctx)[0], policy.faults)
+print(policy(ctx)[0], policy.faults.count)
 """
 
 

@@ -12,15 +12,15 @@ _CLOCK = ("app/autoscaling/test_scaling_clock.py",)
 AUTOSCALING: list[Fault] = [
     Fault(
         "app/autoscaling/kv_demand.py",
-        "if one.arrived_tokens >= known[0] else one.arrived_tokens",
-        "if one.arrived_tokens >= known[0] else 0.0",
+        "if arrived >= known[0] else arrived",
+        "if arrived >= known[0] else 0.0",
         _DEMAND,
         "what a restarted counter counts is lost",
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "        growth=growth * scale,",
-        "        growth=growth,",
+        "held * scale, growth * scale, sequences * scale",
+        "held * scale, growth, sequences * scale",
         _DEMAND,
         "growth is not scaled to replicas that are silent",
     ),
@@ -47,8 +47,8 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "        count = min(wanted, max(2 * target, target + 4), limit)",
-        "        count = min(wanted, limit)",
+        "        target=min(wanted, max(2 * target, target + _MOST_ADDED)),",
+        "        target=wanted,",
         _DEMAND,
         "one decision may multiply the fleet",
     ),
@@ -72,6 +72,27 @@ AUTOSCALING: list[Fault] = [
         "",
         _CLOCK,
         "after the clock was set back, nothing is stopped for as long",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "        may_be_zero = not snapshot.minimum and snapshot.target <= 1",
+        "        may_be_zero = not snapshot.minimum",
+        (*_DEMAND, *_OCCUPANCY),
+        "several replicas stop at once to leave none",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "self._held_by(snapshot, config) or proposed.held_by",
+        "self._held_by(snapshot, config)",
+        _DEMAND,
+        "what a rule has against stopping replicas is ignored",
+    ),
+    Fault(
+        "app/autoscaling/fault_counter.py",
+        "        if self.count & (self.count - 1) == 0:",
+        "        if True:",
+        ("app/autoscaling/test_fault_counter.py",),
+        "every fault of a loop is logged",
     ),
     Fault(
         "app/autoscaling/policy.py",

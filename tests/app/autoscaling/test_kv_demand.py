@@ -326,6 +326,17 @@ def test_to_zero_only_after_a_long_rest() -> None:
     assert when == 99 + 600
 
 
+def test_to_zero_only_from_one() -> None:
+    config, state = ScalingConfig(zero_after_s=100.0, down_window_s=300.0, down_share=1.0), ScalingState()
+    target, moves = 4, []
+    for second in range(400):
+        decision = decide(snapshot(float(second), target, *[stats(0.0)] * target, minimum=0), config, state)
+        if decision.target != target:
+            moves.append((second, decision.target))
+            target = decision.target
+    assert moves == [(300, 1), (310, 0)]
+
+
 def test_requests_that_no_report_sees_running_are_work() -> None:
     config, state = ScalingConfig(zero_after_s=600.0, startup_s=10.0), ScalingState()
     for second in range(3_000):
@@ -387,7 +398,7 @@ def test_whatever_comes_the_answer_is_a_number_within_bounds_or_holds(
         )
         decision = decide(view, config, state)
         assert isinstance(decision.target, int)
-        assert minimum <= decision.target <= minimum + spread or decision.held_by
+        assert minimum <= decision.target <= minimum + spread or decision.held_by == "no replica runs"
         if decision.target < target:
             assert target - decision.target <= max(1, target // 10)
         target = decision.target

@@ -28,7 +28,7 @@ def test_between_new_data_the_target_stays() -> None:
     quick.raw_metrics = None  # type: ignore[assignment]  # would fail if it were read
     quick.running_replicas = None  # type: ignore[assignment]
     assert policy(quick)[0] == 5
-    assert policy.faults == 0
+    assert policy.faults.count == 0
 
 
 def test_what_serve_sets_meanwhile_stands_until_the_next_decision() -> None:
@@ -55,7 +55,7 @@ def test_whatever_is_wrong_it_never_raises() -> None:
     broken = context(0.0, 4, {"a": stats()})
     broken.capacity_adjusted_max_replicas = None  # type: ignore[assignment]
     assert policy(broken) == (4, {"__decision_counters": 3})
-    assert policy.faults == 1
+    assert policy.faults.count == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 10**400, "3", None, True])
@@ -141,7 +141,7 @@ context = SimpleNamespace(
     capacity_adjusted_max_replicas=10, app_name="quire", deployment_name="engine", policy_state={{}},
 )
 policy = pickle.load(sys.stdin.buffer)(reserve=0.0)
-print(type(policy).__name__, policy(context)[0], policy.faults, policy.publisher.failures)
+print(type(policy).__name__, policy(context)[0], policy.faults.count, policy.publisher.failures.count)
 """
     done = subprocess.run([sys.executable, "-c", script], input=blob, capture_output=True, cwd="/", check=False)
     # Three pools at 75 % are four replicas; occupancy of 90 % over 70 % are two.

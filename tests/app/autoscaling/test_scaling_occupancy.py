@@ -97,6 +97,9 @@ def test_in_shadow_mode_it_goes_on_asking_for_as_few() -> None:
 def test_to_zero_from_one_after_a_long_rest() -> None:
     found = moves([(100, 1_400.0), (1_000, 0.0)], target=2, zero_after_s=600.0)
     assert found == [(400, 1), (699, 0)]
+    # Serve goes to zero from one only.
+    found = moves([(1_000, 0.0)], target=4, zero_after_s=100.0, down_share=1.0)
+    assert found == [(300, 1), (310, 0)]
 
 
 def test_from_zero_one_starts_for_whoever_waits() -> None:
@@ -146,5 +149,5 @@ def test_whatever_comes_the_answer_is_within_bounds_or_holds(
         view = Snapshot(now, target, count, minimum, minimum + spread, dict(enumerate(reports)))
         decision = decide_by_occupancy(view, config, state)
         assert isinstance(decision.target, int)
-        assert minimum <= decision.target <= minimum + spread or decision.held_by
+        assert minimum <= decision.target <= minimum + spread or decision.held_by == "no replica runs"
         target = decision.target

@@ -125,7 +125,7 @@ def test_a_fault_takes_it_back() -> None:
     broken = context(EPOCH + 65, 6, fleet(6))
     broken.raw_metrics = {"num_blocks": 3}  # type: ignore[dict-item]
     policy(broken)
-    assert policy.faults == 1
+    assert policy.faults.count == 1
     assert sink.announced[-1] == []
 
 
@@ -164,7 +164,7 @@ def test_that_there_are_none_any_more_is_tried_until_it_is_written() -> None:
     publisher.victims(EPOCH + 3, [])
     publisher.victims(EPOCH + 4, [])
     assert sink.announced == [["a"], []]
-    assert publisher.failures == 2
+    assert publisher.failures.count == 2
 
 
 def test_whether_victims_were_predicted_is_counted() -> None:
@@ -228,9 +228,9 @@ def test_with_broken_sinks_and_contexts_it_never_raises(steps: list[tuple[set[st
                     setattr(odd, name, value)
                 policy(odd)
             sink.broken = set()
-            before = policy.faults
+            before = policy.faults.count
             assert policy(context(EPOCH + 1_000.0, 4, fleet(4, 550.0)))[0] == 4
-            assert policy.faults == before
+            assert policy.faults.count == before
     finally:
         logging.disable(logging.NOTSET)
 
@@ -264,11 +264,11 @@ def test_every_figure_has_a_description_and_the_same_tags_throughout() -> None:
     policy.publisher = Publisher(sink)
     policy(context(EPOCH, 1, {"a": stats(900.0)}))
     policy.outcome.hits = 1
-    policy.faults = 1
+    policy.faults.count = 1
     late = context(EPOCH + 1, 2, {"a": stats()})
     late.current_num_replicas = 2
     policy(late)
-    assert policy.publisher.failures == 0
+    assert policy.publisher.failures.count == 0
     from app.autoscaling.publishing import _DESCRIPTIONS
 
     assert set(sink._metrics) == set(_DESCRIPTIONS)

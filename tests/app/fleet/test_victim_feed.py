@@ -167,7 +167,7 @@ def test_what_the_scaling_policy_publishes_is_understood(store: Store) -> None:
     assert store.poll() == {"c"}
     restarted.victims(1e9 + 21, [])
     assert store.poll() == frozenset()
-    assert (publisher.failures, restarted.failures, store.feed.faults) == (0, 0, 0)
+    assert (publisher.failures.count, restarted.failures.count, store.feed.faults) == (0, 0, 0)
 
 
 def test_failed_looks_are_counted_and_told_at_powers_of_two(
