@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
+
+from tqdm import tqdm
 
 Run = TypeVar("Run")
 Result = TypeVar("Result")
 
 
-def in_processes(
-    call: Callable[[Run], Result], runs: Sequence[Run], workers: int
-) -> Iterator[tuple[int, Result]]:
-    """Yield the place of each run that has ended and what came of it.
+def in_processes(call: Callable[[Run], Result], runs: Sequence[Run], workers: int) -> list[Result]:
+    """What came of each run, in their order, with a progress bar where somebody watches.
 
     ``call`` and the runs must be picklable: they go to fresh processes, unless there is one worker only.
     """
-    numbered = partial(_numbered, call)
-    workers = min(workers, len(runs))
-    if workers == 1:
-        yield from map(numbered, enumerate(runs))
-        return
-    with get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(numbered, enumerate(runs), chunksize=1)
-
-
-def _numbered(call: Callable[[Run], Result], place: tuple[int, Run]) -> tuple[int, Result]:
-    return place[0], call(place[1])
+    watched = partial(tqdm, total=len(runs), unit="run", disable=None)
+    if min(workers, len(runs)) == 1:
+        return list(watched(map(call, runs)))
+    with get_context("spawn").Pool(min(workers, len(runs))) as pool:
+        return list(watched(pool.imap(call, runs, chunksize=1)))
 
 
 def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:

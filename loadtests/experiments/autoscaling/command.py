@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from engine.errors import ConfigError
 from loadtests.experiments.autoscaling import workloads
 from loadtests.experiments.autoscaling.comparison import overview
@@ -38,20 +36,15 @@ def main(argv: list[str] | None = None) -> None:
         except ConfigError as error:
             sys.exit(str(error))
     parts = scenarios(arguments.trace, arguments.times)
-    chosen = [parts[name] for name in PARTS if name in names]
     began = time.monotonic()
-    matches = [match for part in chosen for match in part.matches]
-    running = in_processes(Match.run, matches, arguments.workers)
-    ended = dict(tqdm(running, total=len(matches), unit="run", disable=None))
-    outcomes = [ended[place] for place in range(len(matches))]
-    every = Judgement()
-    place = 0
-    for part in chosen:
-        judgement = part.judge(outcomes[place : place + len(part.matches)])
-        every.tables += judgement.tables
+    every, outcomes = Judgement(), []
+    for name in names:
+        ended = in_processes(Match.run, parts[name].matches, arguments.workers)
+        judgement = parts[name].judge(ended)
+        judgement.show()
         every.figures += judgement.figures
         every.comparisons += judgement.comparisons
-        place += len(part.matches)
+        outcomes += ended
     if len(every.comparisons) > 1:
         every.tables.append(overview(every.comparisons))
     every.show()

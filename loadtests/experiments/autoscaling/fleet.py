@@ -53,9 +53,7 @@ class Fleet:
         self._decoding = _EMPTY
         # Columns of those that decode, in their order: what every tick reads and a gather would cost more.
         self._decode_slot = _EMPTY
-        self._decode_prompt: Floats = np.zeros(0)
-        self._decode_made: Floats = np.zeros(0)
-        self._decode_output: Floats = np.zeros(0)
+        self._decode: Floats = np.zeros((3, 0))  # prompt, made, output
 
         self.exists = np.zeros(slots, bool)
         self.serving = np.zeros(slots, bool)
@@ -121,7 +119,7 @@ class Fleet:
         self._route(self.now + seconds)
         self._admit()
         used = self._prefill(seconds)
-        self._decode(seconds, used)
+        self._step(seconds, used)
         self._relieve()
         self._count()
         empty = self.stopping & (self.rows == 0) & (self.queue == 0)
@@ -256,35 +254,34 @@ class Fleet:
         self.decode_rows = self.decode_rows + np.bincount(slot, minlength=len(self.exists))
         self._decoding = np.concatenate([self._decoding, requests])
         self._decode_slot = np.concatenate([self._decode_slot, slot])
-        self._decode_prompt = np.concatenate([self._decode_prompt, self.workload.prompt[requests]])
-        self._decode_made = np.concatenate([self._decode_made, self.made[requests]])
-        self._decode_output = np.concatenate([self._decode_output, self.workload.output[requests]])
+        load = self.workload
+        columns = np.stack([load.prompt[requests], self.made[requests], load.output[requests]])
+        self._decode = np.concatenate([self._decode, columns], axis=1)
 
     def _keep_decoding(self, keep: Ints) -> None:
         """Drop all others."""
         self._decoding = self._decoding[keep]
         self._decode_slot = self._decode_slot[keep]
-        self._decode_prompt = self._decode_prompt[keep]
-        self._decode_made = self._decode_made[keep]
-        self._decode_output = self._decode_output[keep]
+        self._decode = self._decode[:, keep]
 
-    def _decode(self, seconds: float, used: Floats) -> None:
+    def _step(self, seconds: float, used: Floats) -> None:
         if not len(self._decoding):
             self.step[:] = 0.0
             return
         slot, rows = self._decode_slot, self.decode_rows
         service = self.service
-        read = np.bincount(slot, self._decode_prompt + self._decode_made, minlength=len(rows))
+        prompt, made, output = self._decode
+        read = np.bincount(slot, prompt + made, minlength=len(rows))
         step = service.step_base + service.step_row * rows + service.step_token * read
         self.step = np.where(rows > 0, step, 0.0)
         grown = (seconds - used) / step
-        self._decode_made += grown[slot]
-        ends = self._decode_made >= self._decode_output
+        made += grown[slot]
+        ends = made >= output
         ended = np.flatnonzero(ends)
         if not len(ended):
             return
-        over, output = self._decoding[ended], self._decode_output[ended]
-        late = (self._decode_made[ended] - output) / grown[slot[ended]]
+        over, output = self._decoding[ended], output[ended]
+        late = (made[ended] - output) / grown[slot[ended]]
         self.done[over] = self.now + seconds * (1.0 - late)
         self.made[over] = output
         self.mean_output += (float(output.mean()) - self.mean_output) * min(1.0, len(over) / 200)
@@ -296,7 +293,7 @@ class Fleet:
         for slot in np.flatnonzero(self.held > self.service.pool_tokens):
             places = np.flatnonzero(self._decode_slot == slot)
             mine = self._decoding[places]
-            self.made[mine] = self._decode_made[places]
+            self.made[mine] = self._decode[1][places]
             held = self.held[slot]
             back = []
             for request in mine[np.argsort(self.workload.arrival[mine])][::-1][:-1]:
@@ -315,9 +312,9 @@ class Fleet:
     def _hold(self) -> None:
         size, prefilling = len(self.exists), self._prefilling
         place = self.place[prefilling]
-        made = np.concatenate([self.made[prefilling], self._decode_made])
+        made = np.concatenate([self.made[prefilling], self._decode[1]])
         slot = np.concatenate([place, self._decode_slot])
-        prompt = np.concatenate([self.workload.prompt[prefilling], self._decode_prompt])
+        prompt = np.concatenate([self.workload.prompt[prefilling], self._decode[0]])
         self.held = np.bincount(slot, prompt + made, minlength=size)
         self.decode_rows = np.bincount(self._decode_slot, minlength=size)
         self.rows = np.bincount(place, minlength=size) + self.decode_rows

@@ -13,10 +13,8 @@ import sys
 import time
 from dataclasses import replace
 
-from tqdm import tqdm
-
 from loadtests.experiments.routing.constants import SEEDS
-from loadtests.experiments.routing.runs import Summary, simulate
+from loadtests.experiments.routing.runs import simulate
 from loadtests.experiments.routing.scenarios import SCENARIOS
 from loadtests.in_processes import add_count, add_workers, in_processes
 from loadtests.report import Figure, add_arguments, finish
@@ -33,26 +31,14 @@ def main(argv: list[str] | None = None) -> None:
         return
     arguments = _parser().parse_args(given)
     began = time.monotonic()
-    waiting = {name: SCENARIOS[name](arguments.seeds) for name in arguments.only or SCENARIOS}
-    runs = [run for scenario in waiting.values() for run in scenario.runs]
-    summaries: dict[int, Summary] = {}
     figures: list[Figure] = []
-    start = 0  # of the first scenario that is not complete
-    with tqdm(total=len(runs), desc="routing", unit="run", disable=None) as bar:
-        for place, summary in in_processes(simulate, runs, arguments.workers):
-            summaries[place] = summary
-            bar.update()
-            for name, scenario in list(waiting.items()):
-                places = range(start, start + len(scenario.runs))
-                if not summaries.keys() >= set(places):
-                    break
-                findings = scenario.judge([summaries[one] for one in places])
-                findings.show()
-                named = [replace(figure, name=f"{name}: {figure.name}") for figure in findings.figures]
-                print(*(figure.line() for figure in named), sep="\n", flush=True)
-                figures += named
-                start = places.stop
-                del waiting[name]
+    for name in arguments.only or SCENARIOS:
+        scenario = SCENARIOS[name](arguments.seeds)
+        findings = scenario.judge(in_processes(simulate, scenario.runs, arguments.workers))
+        findings.show()
+        named = [replace(figure, name=f"{name}: {figure.name}") for figure in findings.figures]
+        print(*(figure.line() for figure in named), sep="\n", flush=True)
+        figures += named
     print(f"\n{time.monotonic() - began:.0f} s")
     finish(COMMAND, figures, arguments, seeds=arguments.seeds)
 
