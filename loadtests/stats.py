@@ -1,4 +1,4 @@
-"""Statistics of measurements: quantiles, medians, spreads, ratios, and timings of calls that take turns."""
+"""Statistics of measurements: quantiles, medians, ratios, and timings of calls that take turns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ def median(values: Sequence[float]) -> float:
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean; not a number of none."""
     return statistics.fmean(values) if values else math.nan
-
-
-def spread(values: Sequence[float]) -> str:
-    """The least and the greatest value."""
-    return f"{min(values):.1f}..{max(values):.1f}" if values else "-"
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> float:

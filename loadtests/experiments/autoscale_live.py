@@ -247,18 +247,17 @@ class Stage:
         self._say("deploying a fleet that may sleep")
         serve.delete(serving.APP_NAME)
         self._cluster.deploy(**{**OPTIONS, "min_replicas": 0, "scale_down_after_s": 3.0})
-        replicas: list[Any] = [...]
 
         def asleep() -> bool:
-            engine = engine_details() or {"target_num_replicas": -1, "replicas": replicas}
-            replicas[:] = engine["replicas"]
-            return engine["target_num_replicas"] == 0 and not replicas
+            engine = engine_details()
+            return engine is not None and engine["target_num_replicas"] == 0 and not engine["replicas"]
 
         self._await(asleep, START_LIMIT_S, "replicas are left")
+        before = len((engine_details() or {"replicas": ()})["replicas"])
         url, model = self._cluster.url, self._cluster.model
         answer = asyncio.run(complete(url, "A single story: the", CLIENT_TOKENS, model=model))
         return [
-            most("from zero: replicas before", len(replicas)),
+            most("from zero: replicas before", before),
             Figure("from zero: requests answered in full, of 1", answer.whole, "", 1),
             Figure("from zero: request to first token", answer.first - answer.began, " s"),
         ]

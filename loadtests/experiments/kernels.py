@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.cpu import CpuKernels
 from kernels.interface import AttentionMetadata, AttentionOptions, kv_pool_shape
 from kernels.registry import get_kernels
-from loadtests.report import Figure, finish, parse, print_table, save
+from loadtests.report import Figure, finish, parse, print_figures, save
 from loadtests.stats import by_turns, median
 
 BLOCK_SIZE = 16
@@ -62,21 +62,16 @@ class Measured:
     bar: float | None = None
     peer: str = ""
 
-    @property
-    def figures(self) -> list[Figure]:
-        """The ratio, with its bar, and our rate."""
+    def figures(self, limits: Limits) -> list[Figure]:
+        """The ratio, with its bar, our rate, and its share of the limit."""
+        rate = self.amount / self.ours
         scale, unit = (1e9, " GB/s") if self.kind == BYTES else (1e12, " TFLOP/s")
+        peer = f"torch {self.peer}".rstrip()
         return [
-            Figure(f"{self.name}: torch over ours", self.theirs / self.ours, "x", self.bar),
-            Figure(f"{self.name}: a second", self.amount / self.ours / scale, unit),
+            Figure(f"{self.name}: {peer} over ours", self.theirs / self.ours, "x", self.bar),
+            Figure(f"{self.name}: a second", rate / scale, unit),
+            Figure(f"{self.name}: of the limit", rate / limits[self.kind]),
         ]
-
-    def row(self, limits: Limits) -> list[str]:
-        """Cells for the table."""
-        times = [f"{self.ours * 1e3:.3f}", f"{self.theirs * 1e3:.3f} {self.peer}".rstrip()]
-        ratio, rate = self.figures
-        share = self.amount / self.ours / limits[self.kind]
-        return [self.name, *times, f"{ratio.value:.2f}x", f"{rate.value:.4g}{rate.unit}", f"{share:.0%}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,21 +300,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     arguments = parse("kernels", __doc__, options, argv)
     device = Gpu() if arguments.device == "cuda" else Cpu(arguments.threads, arguments.rounds)
-    results: list[Measured] = []
     figures: list[Figure] = []
     with torch.inference_mode():
         limits = device.limits()
         for result in device.measure():
-            results.append(result)
-            figures += result.figures
+            figures += result.figures(limits)
             if arguments.json is not None:
                 save("loadtests.kernels", figures, arguments.json)
-        limits = {kind: max(rate, limits[kind]) for kind, rate in device.limits().items()}  # it may be busy
-    header = ("kernel", "ours ms", "torch ms", "ratio", "ours", "of limit")
-    print_table(header, [result.row(limits) for result in results])
-    figures += [
-        Figure(f"limit, {kind}", rate / 1e9, " GB/s" if kind == BYTES else " GFLOP/s")
-        for kind, rate in limits.items()
-    ]
-    print("; ".join(figure.line() for figure in figures if figure.name.startswith("limit")))
+    for kind, rate in limits.items():
+        figures.append(Figure(f"limit, {kind}", rate / 1e9, " GB/s" if kind == BYTES else " GFLOP/s"))
+    print_figures("kernel", figures)
     finish("loadtests.kernels", figures, arguments, threads=arguments.threads)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
-from loadtests.report import Figure, finish, most, parse, print_table
+from loadtests.report import Figure, finish, most, parse, print_figures
 from loadtests.stats import median, window_means
 
 BLOCK_SIZE = 16
@@ -48,19 +47,6 @@ STEP_BAR_US = 500.0  # in the smallest pool
 FLAT_BAR = 1.25  # of the largest pool's step over the smallest pool's: nothing looks at all blocks
 TOKENS = range(100, 40_000)  # ordinary tokens
 STEP_TIMING = StepTiming(0.01)
-
-
-@dataclass(slots=True)
-class Cost:
-    """Seconds of processor time, by step."""
-
-    schedule: list[float] = field(default_factory=list)
-    commit: list[float] = field(default_factory=list)
-
-    @property
-    def step(self) -> list[float]:
-        """``schedule`` and ``commit`` together."""
-        return [sum(both) for both in zip(self.schedule, self.commit, strict=True)]
 
 
 def microseconds(seconds: list[float]) -> float:
@@ -92,13 +78,13 @@ class Bench:
             recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, BLOCK_SIZE, Rates()),
         )
 
-    def measure(self, load: str, steps: int) -> Cost:
-        """Bring a load about, measure ``steps`` steps of it, and end it."""
-        cost = Cost()
+    def measure(self, load: str, steps: int) -> list[float]:
+        """Bring a load about, and end it after ``steps`` steps; the processor time of each in s."""
+        seconds: list[float] = []
         self.start(load, steps)
-        self.run(load, steps, cost)
+        self.run(load, steps, seconds)
         self.end(load)
-        return cost
+        return seconds
 
     def start(self, load: str, steps: int) -> None:
         """Bring about a load that can go on for ``steps`` steps."""
@@ -112,13 +98,13 @@ class Bench:
             for _ in range(WAITING):
                 self.add(common + self._text(BLOCK_SIZE), 16)
 
-    def run(self, load: str, steps: int, cost: Cost) -> None:
+    def run(self, load: str, steps: int, seconds: list[float]) -> None:
         """Measure some steps."""
         for _ in range(steps):
             if load == "queue":
                 # What one that waits needs, and half of what will be kept back for those that run.
                 self._leave_available(self.pool.blocks_for(WAITING_PROMPT + 1) + self._running // 2)
-            for _ in range(self.step(cost)):
+            for _ in range(self.step(seconds)):
                 self.add(self._text(128), 128)
 
     def end(self, load: str) -> None:
@@ -171,7 +157,7 @@ class Bench:
             )
         )
 
-    def step(self, cost: Cost | None = None) -> int:
+    def step(self, seconds: list[float] | None = None) -> int:
         """One step; returns how many requests ended."""
         scheduler = self.scheduler
         began = time.process_time()
@@ -181,9 +167,8 @@ class Bench:
         ran = time.process_time()
         deltas = scheduler.commit(plan, outcomes, STEP_TIMING)
         committed = time.process_time()
-        if cost is not None:
-            cost.schedule.append(planned - began)
-            cost.commit.append(committed - ran)
+        if seconds is not None:
+            seconds.append(planned - began + committed - ran)
         return self._end(deltas)
 
     def _end(self, deltas: list[TokenDelta]) -> int:
@@ -212,19 +197,14 @@ def outcome(chunk: ScheduledChunk) -> int | Candidates:
 
 
 def measure_steps(steps: int) -> list[Figure]:
-    """Every load on each pool, with a table; then the largest pool's steps over the smallest one's."""
+    """Every load on each pool, then the largest pool's steps over the smallest one's."""
     figures: list[Figure] = []
-    rows = []
     benches = [Bench(blocks) for blocks in POOLS]
-    for blocks, bench in zip(POOLS, benches, strict=True):
+    for bench, blocks, bar in zip(benches, POOLS, (STEP_BAR_US, None), strict=True):
         for load in tqdm(LOADS, unit="load"):
-            name, cost = f"{load}, {RUNNING} running, {blocks:,} blocks", bench.measure(load, steps)
-            parts = [microseconds(part) for part in (cost.step, cost.schedule, cost.commit)]
-            rows.append([name, *(f"{value:.1f}" for value in parts)])
-            figures.append(
-                Figure(name, parts[0], " us a step", STEP_BAR_US if blocks == POOLS[0] else None, True)
-            )
-    print_table(["processor time in us", "step", "schedule", "commit"], rows)
+            step = microseconds(bench.measure(load, steps))
+            name = f"{load}, {RUNNING} running, {blocks:,} blocks"
+            figures.append(Figure(name, step, " us a step", bar, at_most=True))
     for load in LOADS:
         name = f"{load}: a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}, by turns"
         figures.append(most(name, growth(benches, load, steps), FLAT_BAR, "x"))
@@ -233,7 +213,7 @@ def measure_steps(steps: int) -> list[Figure]:
 
 def growth(benches: list[Bench], load: str, steps: int) -> float:
     """A step of the second bench over one of the first, by turns: the same noise for both."""
-    costs = [Cost(), Cost()]
+    costs: list[list[float]] = [[], []]
     for bench in benches:
         bench.start(load, steps)
     for _ in range(steps // WINDOW):
@@ -241,11 +221,13 @@ def growth(benches: list[Bench], load: str, steps: int) -> float:
             bench.run(load, WINDOW, cost)
     for bench in benches:
         bench.end(load)
-    small, large = (window_means(cost.step, WINDOW) for cost in costs)
+    small, large = (window_means(cost, WINDOW) for cost in costs)
     return median([more / less for more, less in zip(large, small, strict=True)])
 
 
 def main() -> None:
     """Measure and report."""
     arguments = parse("scheduler", __doc__, {"--steps": (320, "measured, of each load")})
-    finish("loadtests.scheduler", measure_steps(arguments.steps), arguments)
+    figures = measure_steps(arguments.steps)
+    print_figures("the scheduler's processor time", figures)
+    finish("loadtests.scheduler", figures, arguments)

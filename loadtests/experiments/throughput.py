@@ -44,8 +44,8 @@ from loadtests.experiments.rivals import (
     run_ours,
     tokens_per_second,
 )
-from loadtests.report import Figure, finish, most, parse, print_figures, print_table
-from loadtests.stats import median, ratio, spread
+from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.stats import median, ratio
 
 THREADS = 2
 DTYPE = "bfloat16"  # of our engine
@@ -77,22 +77,17 @@ def compare(arguments: argparse.Namespace) -> None:
                 side(WARM_UP, WARM_UP.prompts(-1))
         rates = by_turns(sides, workloads, arguments.rounds)
     figures: list[Figure] = []
-    rows = []
     for workload in workloads:
         ours = rates[workload.key][OURS]
-        row = [workload.title, f"{median(ours):.1f}", spread(ours)]
         figures.append(Figure(f"{workload.title} {OURS}", median(ours), " tokens/s"))
-        for name in list(sides)[1:]:
-            theirs = rates[workload.key][name]
-            title = f"{name} {peer.chosen[workload.key]}" if name == TRANSFORMERS else name
-            row += [f"{median(theirs):.1f} {title}", f"{ratio(ours, theirs):.2f}x"] if theirs else ["", ""]
-            if theirs:
-                bar = workload.bar if name == TRANSFORMERS else None
+        for name, theirs in rates[workload.key].items():
+            if theirs and name != OURS:
+                title, bar = name, None
+                if name == TRANSFORMERS:
+                    title, bar = f"{name} {peer.chosen[workload.key]}", workload.bar
                 figures.append(Figure(f"{workload.title} {title}", median(theirs), " tokens/s"))
                 figures.append(Figure(f"{workload.title} {OURS} / {title}", ratio(ours, theirs), "x", bar))
-        rows.append(row)
-    names = [cell for name in list(sides)[1:] for cell in (name, "ratio")]
-    print_table([f"output tokens/s, median of {arguments.rounds}", f"{OURS} {DTYPE}", "spread", *names], rows)
+    print_figures(f"{DTYPE}, output, median of {arguments.rounds}", figures)
     finish("loadtests.throughput", figures, arguments, tokens_per_second=rates, threads=THREADS)
 
 

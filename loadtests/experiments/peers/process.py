@@ -2,7 +2,7 @@
 
 ``QUIRE_PEERS`` names a folder with one virtual environment for each peer (``vllm``, ``llamacpp``) and the
 bundled model in the form that they read (``smol_hf``; ``smol`` with the GGUF file). Peers whose environment is
-absent are left out. docs/benchmarks.md says how to make them.
+absent are left out.
 """
 
 from __future__ import annotations
