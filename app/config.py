@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.config import JsonDict
@@ -40,7 +40,6 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
 
-SCALING_POLICIES: tuple[ScalingPolicy, ...] = get_args(ScalingPolicy)
 ROUTERS: dict[str, str] = {
     "prefix": "app.routing.router:EngineRouter",
     "least_tokens": "app.routing.router:EngineRouter",
@@ -87,7 +86,7 @@ class ServiceOptions(Group):
 
 
 class IngressOptions(Group):
-    """Ingress: HTTP, routing, and admission."""
+    """Ingress: HTTP, routing, and overload control."""
 
     ingress_replicas: int = option(1, "Number of HTTP front ends", ge=1, le=MAX_REPLICAS)
     routing: Routing = option(
@@ -242,7 +241,7 @@ class ScalingOptions(Group):
 
     @property
     def startup_grace_s(self) -> float:
-        """Seconds that admission allows for replicas to start; 0 if demand starts none."""
+        """Seconds that overload control allows for replicas to start; 0 if demand starts none."""
         return 0.0 if self.scales and self.scaling_shadow else self.startup_s
 
 
@@ -270,7 +269,7 @@ class AppConfig(Group):
 
     @property
     def max_wait_s(self) -> float:
-        """Expected wait above which admission refuses new requests; infinite if it refuses none."""
+        """Expected wait above which overload control refuses new requests; infinite if it refuses none."""
         if self.ingress.max_wait_s is not None:
             return self.ingress.max_wait_s
         scaling = self.scaling
@@ -389,7 +388,7 @@ def without_effect(config: AppConfig, given: Iterable[str]) -> list[str]:
         return []
     unread = {name for name, option in OPTIONS.items() if option.policy}
     if config.ingress.max_wait_s is not None:
-        unread.discard("startup_s")  # admission reads it, too
+        unread.discard("startup_s")  # overload control reads it, too
     return [name for name in OPTIONS if name in unread.intersection(given)]
 
 

@@ -1,4 +1,4 @@
-"""The ingress deployment: the HTTP API, its engine client, and admission."""
+"""The ingress deployment: the HTTP API, its engine client, and overload control."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
 from app.config import AppConfig
-from app.fleet.admission import Admission
 from app.fleet.drain import DRAIN_AFTER_S
 from app.fleet.engine_client import EngineClient
+from app.fleet.overload import OverloadControl
 from app.fleet.victim_feed import VictimFeed
 from app.launch.model_store import resolve
-from app.metrics import AdmissionMetrics
+from app.metrics import OverloadMetrics
 from app.routing import fleet
 from app.routing.policies import Policy
 from app.routing.waiting import ExpectedWait
@@ -43,7 +43,7 @@ def fingerprint(folder: Path) -> str:
 
 def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
     """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it."""
-    engines = fleet.of(engine.deployment_id.app_name, engine.deployment_id.name)
+    engines = fleet.get_fleet(engine.deployment_id.app_name, engine.deployment_id.name)
     return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
 
 
@@ -60,13 +60,15 @@ class IngressReplica:
         self._victims: VictimFeed | None = None
         if scaling.scales:
             of = engine.deployment_id
-            self._victims = VictimFeed(of.app_name, of.name, fleet.of(of.app_name, of.name).likely_victims)
-        self._admission = Admission(
+            self._victims = VictimFeed(
+                of.app_name, of.name, fleet.get_fleet(of.app_name, of.name).likely_victims
+            )
+        self._overload = OverloadControl(
             expected_wait(engine),
             max_wait_s=options.max_wait_s,
             max_replicas=scaling.reachable_replicas,
             startup_s=scaling.startup_grace_s,
-            metrics=AdmissionMetrics(options.service.model_name),
+            metrics=OverloadMetrics(options.service.model_name),
         )
         self.service = OpenAIService(
             self._client,
@@ -75,7 +77,7 @@ class IngressReplica:
             fingerprint(folder),
             options.ingress,
             engine_wait_s=options.replica_wait_s,
-            admission=self._admission,
+            overload=self._overload,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -84,7 +86,7 @@ class IngressReplica:
         config.set_log_level(options.service.log_level)
         self.service.options = options.ingress
         await self._client.start()
-        self._admission.start()
+        self._overload.start()
         if self._victims is not None:
             self._victims.start()
 
@@ -95,15 +97,15 @@ class IngressReplica:
     async def inspect(self) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only."""
         victims = {} if self._victims is None else self._victims.state()
-        own = {"pid": os.getpid(), "victims": victims, "admission": self._admission.inspect()}
+        own = {"pid": os.getpid(), "victims": victims, "overload": self._overload.inspect()}
         return {**own, **self._client.inspect()}
 
     async def __del__(self) -> None:
         """Serve calls this after the drain, also if ``__init__`` failed."""
         if hasattr(self, "_victims") and self._victims is not None:
             self._victims.stop()
-        if hasattr(self, "_admission"):
-            self._admission.stop()
+        if hasattr(self, "_overload"):
+            self._overload.stop()
         if hasattr(self, "_client"):
             await self._client.stop()
 

@@ -1,4 +1,4 @@
-"""Metrics of engines and admission, exported by Ray: on its dashboard and each node's Prometheus endpoint.
+"""Metrics of engines and overload control, exported by Ray: on its dashboard, and on each node for Prometheus.
 
 Ray exports them with the prefix ``ray_`` and Serve's own tags (application, deployment, replica); a counter's
 name gets ``_total``. No tag may be called ``route``, which Serve uses itself.
@@ -78,7 +78,7 @@ class EngineMetrics:
         gauge.set(value, tags={**self._tags, **tags})
 
 
-class AdmissionMetrics:
+class OverloadMetrics:
     """Owned by one ingress replica; ``update`` is called a few times a second at most."""
 
     def __init__(self, model_name: str) -> None:

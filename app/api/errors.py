@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.fleet.admission import Refusal
 from app.fleet.generation import GenerationError, UnavailableError
+from app.fleet.overload import Refusal
 from engine.errors import InvalidRequestError, QuireError
 
 logger = logging.getLogger(__name__)

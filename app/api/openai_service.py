@@ -19,9 +19,9 @@ from app.api.openai_types import parse_chat, parse_completion
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.sse import DONE, EventStream, WholeResponse
 from app.config import IngressOptions
-from app.fleet.admission import Admission
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import UnavailableError
+from app.fleet.overload import OverloadControl
 from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, validate
 
@@ -43,7 +43,7 @@ class OpenAIService:
 
     ``fingerprint`` changes whenever answers may. ``options`` may be replaced at any time; each request reads
     the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
-    ``num_live`` counts choices, each from its request's arrival to the end of the response. ``admission`` may
+    ``num_live`` counts choices, each from its request's arrival to the end of the response. ``overload`` may
     refuse requests before anything is done for them; by default it refuses none.
     """
 
@@ -56,7 +56,7 @@ class OpenAIService:
         options: IngressOptions,
         *,
         engine_wait_s: float,
-        admission: Admission | None = None,
+        overload: OverloadControl | None = None,
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ class OpenAIService:
         self.options = options
         self.num_live = 0
         self.engine_wait_s = engine_wait_s
-        self.admission = admission or Admission()
+        self.overload = overload or OverloadControl()
 
     def health(self) -> Response:
         """200 while a request would find an engine or wake one; otherwise 503."""
@@ -91,24 +91,24 @@ class OpenAIService:
         """
         request = parse_completion(body)
         self._check_model(request.options.model)
-        with self._admit(len(request.prompts) * request.options.params.width) as slots:
+        with self._admit(len(request.prompts) * request.options.params.width) as permits:
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
             response = self._respond(GenerationJob(request.options, prompts, chat=False, tenant=tenant), limits)
-            return _Admitted(response, slots.pop_all())
+            return _Admitted(response, permits.pop_all())
 
     async def chat(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
         request = parse_chat(body)
         self._check_model(request.options.model)
-        with self._admit(request.options.params.width) as slots:
+        with self._admit(request.options.params.width) as permits:
             limits = await self._limits()
             owner = tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
             response = self._respond(GenerationJob(request.options, [prompt], chat=True, tenant=tenant), limits)
-            return _Admitted(response, slots.pop_all())
+            return _Admitted(response, permits.pop_all())
 
     async def reset_prefix_cache(self) -> Response:
         """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.
@@ -125,17 +125,17 @@ class OpenAIService:
         return JSONResponse({"replicas": replicas, "freed_blocks": freed})
 
     def _admit(self, sequences: int) -> ExitStack:
-        """Take slots before the request waits for anything; closing the result releases them."""
-        refusal = self.admission.refusal()
+        """Take permits before the request waits for anything; closing the result releases them."""
+        refusal = self.overload.refusal()
         if refusal is not None:
             raise overloaded(refusal)
         limit = self.options.max_live_requests
         if self.num_live + sequences > limit:
-            raise too_many_live(self.num_live, limit, self.admission.retry_after_s())
+            raise too_many_live(self.num_live, limit, self.overload.retry_after_s())
         self.num_live += sequences
-        slots = ExitStack()
-        slots.callback(self._release, sequences)
-        return slots
+        permits = ExitStack()
+        permits.callback(self._release, sequences)
+        return permits
 
     def _release(self, sequences: int) -> None:
         self.num_live -= sequences
@@ -174,16 +174,16 @@ class OpenAIService:
             continuous_usage=options.continuous_usage,
         )
         n = options.params.n
-        made = [0] * job.num_choices
+        generated = [0] * job.num_choices
         cached = [0] * len(job.prompts)
         usage = Usage(job.prompt_tokens)
         opening = b"".join(map(writer.role, range(n))) if job.chat else b""
         async with aclosing(self._text_deltas(job, envelope)) as arriving:
             async for delta in arriving:
                 prompt = delta.index // n
-                usage.completion_tokens += delta.num_tokens - made[delta.index]
+                usage.completion_tokens += delta.num_tokens - generated[delta.index]
                 usage.cached_tokens += delta.cached_tokens - cached[prompt]
-                made[delta.index] = delta.num_tokens
+                generated[delta.index] = delta.num_tokens
                 cached[prompt] = delta.cached_tokens
                 yield opening + writer.text(delta.index, delta.text, delta.finish_reason, usage)
                 opening = b""
@@ -214,14 +214,14 @@ class OpenAIService:
 
 
 class _Admitted:
-    """A response that releases its slots when it ends, however it ends."""
+    """A response that releases its permits when it ends, however it ends."""
 
-    def __init__(self, response: ASGIApp, slots: ExitStack) -> None:
+    def __init__(self, response: ASGIApp, permits: ExitStack) -> None:
         self._response = response
-        self._slots = slots
+        self._permits = permits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._slots:
+        with self._permits:
             await self._response(scope, receive, send)
 
 

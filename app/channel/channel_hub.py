@@ -24,7 +24,7 @@ from engine.scheduling.load_report import EngineLoad
 LEASE_S = 5.0
 """A channel ends when its ingress has sent no beat for this long."""
 
-BEAT_S = 1.0
+IDLE_FRAME_S = 1.0
 """An idle channel sends an empty frame this often."""
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class ChannelHub:
         abort: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         lease_s: float = LEASE_S,
-        beat_s: float = BEAT_S,
+        idle_frame_s: float = IDLE_FRAME_S,
         snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
         load: EngineLoad | None = None,
     ) -> None:
@@ -54,7 +54,7 @@ class ChannelHub:
         self._load = load
         self._clock = clock
         self._lease_s = lease_s
-        self._beat_s = beat_s
+        self._idle_frame_s = idle_frame_s
         self._channels: dict[str, EngineChannel] = {}
         self._attempts: dict[str, Attempt] = {}
         self._refused: str = ""
@@ -78,7 +78,7 @@ class ChannelHub:
                 if not channel.blocked:
                     records, sections = channel.take_records(), channel.take_sections()
                     yield wire.pack_records(epoch, self._next(channel), records, sections)
-            # Tokens made before the end still count: the ingress continues from there.
+            # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
                 yield wire.pack_records(epoch, self._next(channel), channel.take_records())
         finally:
@@ -137,7 +137,7 @@ class ChannelHub:
             else:
                 record.token_ids.extend(delta.token_ids)
             record.cached_tokens = delta.cached_tokens
-            attempt.made += len(delta.token_ids)
+            attempt.generated += len(delta.token_ids)
             if delta.finish_reason is not None:
                 record.end = delta.finish_reason
                 record.message = delta.error or ""
@@ -149,7 +149,7 @@ class ChannelHub:
                 del self._attempts[delta.request_id]
                 del channel.attempts[attempt.number]
                 if not attempt.done.done():
-                    attempt.done.set_result(attempt.made)
+                    attempt.done.set_result(attempt.generated)
             channel.wake.set()
 
     def beat(
@@ -243,21 +243,21 @@ class ChannelHub:
         self, channel: EngineChannel, snapshot: Callable[[], Awaitable[KvSnapshot | None]]
     ) -> None:
         try:
-            made = await snapshot()
+            contents = await snapshot()
         except EngineDeadError:
             return  # its channels are about to end
-        if made is not None:
-            channel.kv.begin(made)
+        if contents is not None:
+            channel.kv.begin(contents)
             channel.wake.set()
 
     async def _watch(self, channel: EngineChannel) -> None:
         """End the channel when its lease expires; send an empty frame when one is due."""
         while not channel.closed:
-            await asyncio.sleep(self._beat_s / 4)
+            await asyncio.sleep(self._idle_frame_s / 4)
             now = self._clock()
             if now - channel.last_beat > self._lease_s:
                 self.close(channel, f"no beat for {self._lease_s:g} s")
-            elif now - channel.last_frame >= self._beat_s and not channel.blocked:
+            elif now - channel.last_frame >= self._idle_frame_s and not channel.blocked:
                 channel.wake.set()
 
     def _drop(self, attempt: Attempt, keep_unsent: bool = False) -> None:

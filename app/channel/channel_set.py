@@ -37,7 +37,7 @@ class ChannelSet:
 
     def __init__(self, handle: Any, owner: ChannelOwner) -> None:
         self.cid = secrets.token_hex(8)
-        self.fleet = fleet.of(handle.deployment_id.app_name, handle.deployment_id.name)
+        self.fleet = fleet.get_fleet(handle.deployment_id.app_name, handle.deployment_id.name)
         self._handle = handle
         self._owner = owner
         self._loop = asyncio.get_running_loop()

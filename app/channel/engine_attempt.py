@@ -27,8 +27,8 @@ async def run_attempt(
 ) -> dict[str, Any]:
     """Run one attempt until it ends; its tokens leave on the channel. Canceling the call aborts the attempt.
 
-    Returns one of ``{"made": tokens}``, ``{"invalid": (message, param, code)}``, and ``{"refused": reason}``:
-    plain values, because unpickling an exception would need the same code in the ingress.
+    Returns one of ``{"generated": tokens}``, ``{"invalid": (message, param, code)}``, and
+    ``{"refused": reason}``: plain values, because unpickling an exception would need the same code there.
     """
     try:
         submission = wire.unpack_submission(payload)
@@ -47,7 +47,7 @@ async def run_attempt(
                     outputs=submission.outputs,
                 )
             )
-            return {"made": await attempt.done}
+            return {"generated": await attempt.done}
         finally:
             # Also runs when Serve cancels this call because the client has left.
             if hub.detach(attempt):

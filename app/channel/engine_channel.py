@@ -28,7 +28,7 @@ class Attempt:
     engine_id: str
     channel: EngineChannel
     done: asyncio.Future[int]
-    made: int = 0
+    generated: int = 0
 
 
 @dataclass(slots=True, eq=False)

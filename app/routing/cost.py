@@ -18,6 +18,7 @@ The prompts of those before it are computed in the same period but in other step
 
 Rows and KV that are there now slow a request down only while they remain, about half of an average output.
 No term is a threshold, and none concerns the fleet as a whole: a hot replica changes its own cost alone.
+``policies.cheapest`` holds the tie rule and computes the copy deficit.
 
 To add a term: learn its state in ``ReplicaHistory``, or take it from the load report; add its coefficient to
 ``ReplicaView`` and to ``view_of``, and one line to ``costs``.
@@ -68,13 +69,13 @@ class RoutingRequest(NamedTuple):
 
 
 def view_of(
-    state: ReplicaState, load: LoadReport, reported_at: float, fleet: Calibration, output: float
+    state: ReplicaState, load: LoadReport, reported_at: float, calibration: Calibration, output: float
 ) -> ReplicaView:
     """A replica at ``load`` as of ``reported_at``, whose running sequences make ``output`` tokens on average.
 
     A report may lag behind the ledger's own bookings, so that at least these are taken to run, up to the slots.
     """
-    step, slowness = fleet.steps, state.history.slowness
+    step, slowness = calibration.steps, state.history.slowness
     rate = load.prefill_rate or PREFILL_RATE
     ahead = load.waiting_tokens + state.pending_prefill
     started_s = 0.0 if load.num_blocked else min(load.waiting_tokens / rate, SILENT_S)
@@ -92,7 +93,7 @@ def view_of(
         rows = slots
     load_step_s = step.per_row * rows + step.per_kv_token * kv_tokens
 
-    block_size = fleet.block_size
+    block_size = calibration.block_size
     free = float((load.free if load.num_blocks else UNLIMITED) * block_size - ahead)
     # When a sequence ends, each of those running holds half an output more than now.
     slot_s = output * slowness * (step.base + load_step_s) / (rows or 1)
@@ -120,7 +121,7 @@ def costs(
     views: Sequence[ReplicaView],
     cached_blocks: Sequence[int],
     request: RoutingRequest,
-    fleet: Calibration,
+    calibration: Calibration,
     now: float,
     copy_deficit: float = 0.0,
 ) -> list[float]:
@@ -130,9 +131,9 @@ def costs(
     computing one that it lacks is not charged.
     """
     tokens, output, sequences = request.tokens, request.output, request.sequences
-    step, block_size, reuse = fleet.steps, fleet.block_size, fleet.reuse.share
+    step, block_size, reuse = calibration.steps, calibration.block_size, calibration.reuse.share
     # What running sequences have left, on average, is half an output: so many steps are shared with them.
-    shared_steps = min(output, fleet.outputs.tokens / 2)
+    shared_steps = min(output, calibration.outputs.tokens / 2)
     own_step_s = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
     decode_s = output * (step.base + own_step_s)
     slowdown_s = shared_steps * own_step_s

@@ -1,7 +1,7 @@
 """What one process knows of an engine deployment's replicas; shared by its router and its engine client.
 
 Serve ships the router's module by value, so a registry inside that module would exist twice: everyone reaches
-this one as ``fleet.of(...)``.
+this one as ``fleet.get_fleet(...)``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _fleets: dict[str, Fleet] = {}
 _fleets_lock = threading.Lock()
 
 
-def of(app_name: str, deployment: str = DEPLOYMENT) -> Fleet:
+def get_fleet(app_name: str, deployment: str = DEPLOYMENT) -> Fleet:
     """The process's only fleet of that deployment."""
     with _fleets_lock:
         return _fleets.setdefault(f"{app_name}#{deployment}", Fleet())

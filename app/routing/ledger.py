@@ -87,7 +87,7 @@ class Ledger:
         self._policy = policy
         self._choose = CHOICES[policy]
         self._index = index
-        self._fleet = Calibration(BLOCK_SIZE)
+        self._calibration = Calibration(BLOCK_SIZE)
         self._replicas: dict[str, ReplicaState] = {}
         self._routable: list[ReplicaState] = []
         self._outdated: list[ReplicaState] = []
@@ -106,7 +106,7 @@ class Ledger:
     @property
     def typical_output(self) -> float:
         """Tokens that a sequence comes to, on average of the last ones that ended."""
-        return self._fleet.outputs.tokens
+        return self._calibration.outputs.tokens
 
     def configure(self, policy: Policy | None = None, index: BlockIndex | None = None) -> None:
         """Change what is given, for the choices from now on."""
@@ -183,7 +183,7 @@ class Ledger:
             load = sane(load)
             state.report(load, now)
             self._outdated.append(state)
-            if self._fleet.learn_report(load, state.history):
+            if self._calibration.learn_report(load, state.history):
                 for other in self._replicas.values():
                     other.view = None
                 self._outdated.extend(self._replicas.values())
@@ -221,7 +221,7 @@ class Ledger:
             request = RoutingRequest(
                 meta.request_id,
                 meta.prefill,
-                self._fleet.expected_output(decode, sequences),
+                self._calibration.expected_output(decode, sequences),
                 sequences,
                 meta.keys,
                 placed_before or meta.avoid != "",
@@ -244,15 +244,15 @@ class Ledger:
                 self._outdated.append(state)
                 self._catch_up(self._clock())
 
-    def release(self, attempt: int, made: float | None = None) -> bool:
+    def release(self, attempt: int, generated: float | None = None) -> bool:
         """End a booking; false if it has ended already.
 
-        ``made``: tokens of each sequence, on average, where all ended by themselves or at their limit; teaches.
+        ``generated``: tokens of each sequence, on average, where all ended by themselves or at their limit.
         """
         with self._lock:
             self._expected.discard(attempt)
-            if attempt in self._bookings and made is not None:
-                self._fleet.outputs.learn(made)
+            if attempt in self._bookings and generated is not None:
+                self._calibration.outputs.learn(generated)
             released = self._release(attempt)
             self._catch_up(self._clock())
             return released
@@ -277,7 +277,7 @@ class Ledger:
         """Of a new request like the last ones, on routable ``members``; ``None`` before any has reported."""
         with self._lock:
             latest = reversed(self._bookings.values())
-            return expected_wait(self._routable, members, latest, self._fleet, self._clock())
+            return expected_wait(self._routable, members, latest, self._calibration, self._clock())
 
     def state(self) -> dict[str, Any]:
         """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""
@@ -308,7 +308,7 @@ class Ledger:
                 self._index.expire(now)
                 found = self._index.longest(request.keys)
                 held = [found.get(view.replica, 0) for view in views]
-            decision = self._choose(views, held, request, self._fleet, now)
+            decision = self._choose(views, held, request, self._calibration, now)
         except Exception:  # noqa: BLE001
             self._faults.add()
             return Decision(least_booked(replicas, range(len(replicas)), request._replace(keys=())))
@@ -333,15 +333,17 @@ class Ledger:
         """Make a replica's view anew; there is none as long as its load or its prefill rate is unknown."""
         load = state.load
         if load is not None and load.prefill_rate:
-            state.view = view_of(state, load, state.reported_at, self._fleet, self._fleet.outputs.tokens)
+            state.view = view_of(
+                state, load, state.reported_at, self._calibration, self._calibration.outputs.tokens
+            )
 
     def _assumed(self, state: ReplicaState, mean: LoadReport, now: float) -> ReplicaView:
         """The view of a replica of which too little is known; an average load is as of ``now``."""
-        output = self._fleet.outputs.tokens
+        output = self._calibration.outputs.tokens
         if state.load is None:
-            return view_of(state, mean, now, self._fleet, output)
+            return view_of(state, mean, now, self._calibration, output)
         load = replace(state.load, prefill_rate=mean.prefill_rate)
-        return view_of(state, load, state.reported_at, self._fleet, output)
+        return view_of(state, load, state.reported_at, self._calibration, output)
 
     def _book(
         self,
@@ -354,7 +356,7 @@ class Ledger:
     ) -> Booking:
         assert state.route is not None  # or it would not be routable
         tokens, rows, keys = request.tokens, request.sequences, request.keys
-        cached = self._fleet.usable_blocks(tokens, cached_blocks) * self._fleet.block_size
+        cached = self._calibration.usable_blocks(tokens, cached_blocks) * self._calibration.block_size
         kv_tokens = rows * tokens + int(rows * request.output / 2)
         booking = Booking(
             request.request_id, attempt, state.route, tokens - cached, decode, cached, rows, kv_tokens, keys
@@ -397,7 +399,7 @@ class Ledger:
             return
         (request, decision), self._unlearned = self._unlearned, None
         output = request.sequences * request.output
-        self._fleet.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
+        self._calibration.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
 
     def _list_routable(self) -> None:
         self._routable = [

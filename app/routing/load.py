@@ -1,4 +1,4 @@
-"""What an engine says of its load, as it stands in the header of each flush of its channel.
+"""What an engine reports of its load: one section of a frame.
 
 ``LoadReport`` lists the fields once: their layout on the wire, their plausible values and their averages follow
 from their names and types. Adding a field to ``EngineLoad`` adds it everywhere.
@@ -59,7 +59,7 @@ def unpack_from(data: bytes, offset: int) -> LoadReport:
 
 
 def sane(load: LoadReport) -> LoadReport:
-    """The report with what cannot be true made 0 (unknown): a broken header must not break placement."""
+    """The report with what cannot be true made 0 (unknown): a broken report must not break routing."""
     known: dict[str, Any] = {name: _plausible(name, getattr(load, name)) for name in _NAMES}
     return LoadReport(**known)
 

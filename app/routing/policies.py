@@ -50,24 +50,24 @@ def cheapest(
     views: Sequence[ReplicaView],
     cached_blocks: Sequence[int],
     request: RoutingRequest,
-    fleet: Calibration,
+    calibration: Calibration,
     now: float,
 ) -> Decision:
     """The least estimated cost; of those that cost nearly the same, the least booked."""
     shared_blocks = max(cached_blocks)
     usable_blocks, copy_deficit = cached_blocks, 0.0
     if shared_blocks:
-        most = fleet.usable_blocks(request.tokens, shared_blocks)
+        most = calibration.usable_blocks(request.tokens, shared_blocks)
         if most < shared_blocks:
             usable_blocks = [blocks if blocks < most else most for blocks in cached_blocks]
-        copies = fleet.prefixes.share(request.keys[shared_blocks - 1]) * len(views)
+        copies = calibration.prefixes.share(request.keys[shared_blocks - 1]) * len(views)
         if (lacking := copies - usable_blocks.count(most)) > 0.0:
             copy_deficit = min(lacking, 1.0)
-    seconds = costs(views, usable_blocks, request, fleet, now, copy_deficit)
+    seconds = costs(views, usable_blocks, request, calibration, now, copy_deficit)
     least = min(seconds)
     best = seconds.index(least)
-    uncached = request.tokens - usable_blocks[best] * fleet.block_size
-    margin = _tie_tokens(request.tokens, uncached, fleet.block_size) * views[best].token_cost
+    uncached = request.tokens - usable_blocks[best] * calibration.block_size
+    margin = _tie_tokens(request.tokens, uncached, calibration.block_size) * views[best].token_cost
     limit = least + margin
     ties = [place for place, cost in enumerate(seconds) if cost <= limit]
     if request.likely_victims:
@@ -81,7 +81,7 @@ def least_tokens(
     views: Sequence[ReplicaView],
     cached_blocks: Sequence[int],
     request: RoutingRequest,
-    fleet: Calibration,
+    calibration: Calibration,
     now: float,
 ) -> Decision:
     """The fewest booked tokens."""
@@ -96,7 +96,7 @@ def round_robin(
     views: Sequence[ReplicaView],
     cached_blocks: Sequence[int],
     request: RoutingRequest,
-    fleet: Calibration,
+    calibration: Calibration,
     now: float,
 ) -> Decision:
     """One after another, by name."""

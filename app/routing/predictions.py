@@ -40,7 +40,7 @@ class Predictions:
         self.counters = PredictionCounters()
         self._clock = clock
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT)
-        self._said_at = float("-inf")
+        self._logged_at = float("-inf")
 
     def count(self, predicted: int, actual: int) -> None:
         """A request whose replica was predicted to have ``predicted`` of its tokens had ``actual``."""
@@ -61,9 +61,9 @@ class Predictions:
 
     def _warn(self) -> None:
         now = self._clock()
-        if now - self._said_at < WARN_EVERY_S:
+        if now - self._logged_at < WARN_EVERY_S:
             return
-        self._said_at = now
+        self._logged_at = now
         predicted, actual = (sum(values) for values in zip(*self._recent, strict=True))
         logger.warning(
             "of the last %d requests the router expected %d tokens in prefix caches, and engines found %d: "

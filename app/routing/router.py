@@ -25,7 +25,7 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **_: Any) -> None:
         """Called once by Serve on the router's loop."""
-        self._fleet = fleet.of(self._deployment_id.app_name, self._deployment_id.name)
+        self._fleet = fleet.get_fleet(self._deployment_id.app_name, self._deployment_id.name)
         self._draining: dict[str, RunningReplica] = {}
         self._arrival = asyncio.Event()
 

@@ -29,18 +29,18 @@ def expected_wait(
     replicas: Sequence[ReplicaState],
     members: Collection[str],
     latest: Iterable[Booking],
-    fleet: Calibration,
+    calibration: Calibration,
     now: float,
 ) -> ExpectedWait | None:
     """On ``members`` of ``replicas`` at ``now`` (monotonic seconds), of a request like the first of ``latest``.
 
     ``None`` if none has reported. One that has not is left out: its report is a moment away.
     """
-    prefill, output = _typical(list(islice(latest, SAMPLED)), fleet.outputs.tokens)
+    prefill, output = _typical(list(islice(latest, SAMPLED)), calibration.outputs.tokens)
     waits = []
     for state in replicas:
         if state.load is not None and state.replica in members:
-            view = view_of(state, state.load, state.reported_at, fleet, output)
+            view = view_of(state, state.load, state.reported_at, calibration, output)
             waits.append(view.wait_s(now) + view.admission_s(prefill - view.free_tokens, sequences=1))
     return ExpectedWait(min(waits), len(waits)) if waits else None
 

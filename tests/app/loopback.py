@@ -176,7 +176,7 @@ class LoopbackHandle:
 
     def __init__(self, replicas: int) -> None:
         self.deployment_id = SimpleNamespace(app_name=f"loopback-{next(_names)}", name="engine")
-        self.fleet = fleet.of(self.deployment_id.app_name)
+        self.fleet = fleet.get_fleet(self.deployment_id.app_name)
         self.fleet.cordon = TimedSet(loop_time)
         self.replicas: dict[str, LoopbackReplica] = {}
         self.channel = SimpleNamespace(remote=self._channel)

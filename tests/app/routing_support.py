@@ -96,7 +96,7 @@ class Fleet:
     def finish(self, attempt: int | None = None) -> None:
         attempt = self.attempts if attempt is None else attempt
         self.ledger.first_token(attempt)
-        assert self.ledger.release(attempt, made=100)
+        assert self.ledger.release(attempt, generated=100)
 
 
 class Engines:

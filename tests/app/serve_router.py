@@ -72,7 +72,7 @@ class ServeRouter:
 
     def __init__(self, router_class: type[RequestRouter], *names: str) -> None:
         self.deployment = DeploymentID("engine", f"fake-{next(_apps)}")
-        self.fleet = fleet.of(self.deployment.app_name)
+        self.fleet = fleet.get_fleet(self.deployment.app_name)
         self.router = router_class(
             deployment_id=self.deployment,
             handle_source=DeploymentHandleSource.REPLICA,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve import metrics
 
-from app.metrics import AdmissionMetrics, EngineMetrics
+from app.metrics import EngineMetrics, OverloadMetrics
 from engine.engine import EngineStats
 from engine.request import FinishReason
 from engine.scheduling.recovery import Rates, Recovery, RecoveryStats
@@ -114,8 +114,8 @@ def test_counters_move_by_what_has_come_since(published: dict[tuple[str, str], f
     assert published["quire_requests", "swapped"] == 0
 
 
-def test_admission_is_published(published: dict[tuple[str, str], float]) -> None:
-    figures = AdmissionMetrics("m")
+def test_overload_control_is_published(published: dict[tuple[str, str], float]) -> None:
+    figures = OverloadMetrics("m")
     for wait_s, refused in ((0.5, 0), (7.5, 3), (7.25, 5)):
         figures.update(wait_s, refused)
     assert published["quire_expected_wait_seconds", ""] == 7.25

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from ray import cloudpickle
@@ -144,7 +144,7 @@ print(policy(ctx)[0], policy.faults.count)
 """
 
 
-@pytest.mark.parametrize("policy", config.SCALING_POLICIES)
+@pytest.mark.parametrize("policy", get_args(config.ScalingPolicy))
 def test_the_controller_can_run_it_without_quire(policy: str) -> None:
     got = deployed(max_replicas=4, scaling_policy=policy).autoscaling_config
     assert got is not None

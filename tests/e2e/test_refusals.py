@@ -89,12 +89,12 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
     for answer in taken:
         assert answer.body["usage"]["completion_tokens"] == TOKENS
         assert answer.body["choices"][0]["finish_reason"] == "length"
-    (admission,) = [state["admission"] for state in small.ingresses()]
-    assert admission["refused"] == len(refused)
-    assert admission["faults"] == 0
+    (overload,) = [state["overload"] for state in small.ingresses()]
+    assert overload["refused"] == len(refused)
+    assert overload["faults"] == 0
 
     wait_for(small.idle, SOON_S, "requests or blocks are left")
-    wait_for(lambda: not small.ingresses()[0]["admission"]["refusing"], SOON_S, "the door stays closed")
+    wait_for(lambda: not small.ingresses()[0]["overload"]["refusing"], SOON_S, "the door stays closed")
     again = httpx.post(f"{small.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=60)
     assert again.status_code == 200
 

@@ -54,7 +54,7 @@ def test_burst_is_booked_evenly_and_pinned_calls_keep_their_replica(cluster: Loc
         async with asyncio.timeout(30):
             while client.status()["routable"] < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        members = fleet.of(serving.APP_NAME).members
+        members = fleet.get_fleet(serving.APP_NAME).members
         wanted = [
             GenerateRequest(f"burst-{index}", [1, 2, 3, index], SamplingParams(max_tokens=8, temperature=0.0))
             for index in range(64)
@@ -65,7 +65,7 @@ def test_burst_is_booked_evenly_and_pinned_calls_keep_their_replica(cluster: Loc
         seen: set[int] = set()
         while not all(job.done() for job in jobs):
             for attempt in range(1, 65):
-                booking = fleet.of(serving.APP_NAME).ledger.booking(attempt)
+                booking = fleet.get_fleet(serving.APP_NAME).ledger.booking(attempt)
                 if booking is not None and attempt not in seen:
                     seen.add(attempt)
                     chosen[booking.route.replica] += 1

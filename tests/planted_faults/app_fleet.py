@@ -1,4 +1,4 @@
-"""Faults in the ingress's view of the engines: client, attempts, moves, wake, admission."""
+"""Faults in the ingress's view of the engines: client, attempts, moves, wake, overload."""
 
 from __future__ import annotations
 
@@ -91,28 +91,28 @@ FLEET: list[Fault] = [
         "a fleet is woken for requests that have gone",
     ),
     Fault(
-        "app/fleet/admission.py",
+        "app/fleet/overload.py",
         " * min(replicas / self._max_replicas, 1.0)",
         "",
         _OVERLOAD,
         "replicas that may still come do not count",
     ),
     Fault(
-        "app/fleet/admission.py",
+        "app/fleet/overload.py",
         "        if not (self._overloaded and self._over):",
         "        if not self._overloaded:",
         _OVERLOAD,
         "an overload refuses requests while the wait is within the limit",
     ),
     Fault(
-        "app/fleet/admission.py",
+        "app/fleet/overload.py",
         "            if expected is not None and math.isnan(expected.seconds):\n",
         "            if False:\n",
         _OVERLOAD,
         "a wait that is not a number counts",
     ),
     Fault(
-        "app/fleet/admission.py",
+        "app/fleet/overload.py",
         "        if over is not self._over:\n            self._over, self._since = over, now",
         "        if over is not self._over:\n            self._over = over",
         _OVERLOAD,

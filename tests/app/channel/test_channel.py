@@ -41,7 +41,12 @@ class Setting:
         self.clock = Clock()
         self.aborted: list[str] = []
         self.hub = ChannelHub(
-            wire.Hello(LIMITS), self.aborted.append, clock=self.clock, lease_s=LEASE_S, beat_s=0.02, load=load
+            wire.Hello(LIMITS),
+            self.aborted.append,
+            clock=self.clock,
+            lease_s=LEASE_S,
+            idle_frame_s=0.02,
+            load=load,
         )
 
     async def open(self, cid: str = "ingress", epoch: int = 1) -> AsyncIterator[bytes]:

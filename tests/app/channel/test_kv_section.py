@@ -145,7 +145,7 @@ def test_a_snapshot_is_made_while_batches_flow() -> None:
 def test_a_snapshot_that_was_asked_for_waits_for_nothing() -> None:
     async def test() -> None:
         replica = KvReplica("r")
-        replica.hub._beat_s = 1000.0  # no empty frame comes to help
+        replica.hub._idle_frame_s = 1000.0  # no empty frame comes to help
         stream = replica.hub.stream("ingress", 1)
         for _ in range(2):
             await anext(stream)

@@ -218,7 +218,7 @@ def test_outputs_that_are_longer_here_are_expected_to_be() -> None:
         live.typical_output = ledger.typical_output
         ledger.expect(attempt)
         booking = ledger.book(RoutingMeta("r", attempt, 50, live.routing_meta(attempt).decode))
-        ledger.release(attempt, made=1500)
+        ledger.release(attempt, generated=1500)
     assert 1400 < booking.decode <= 1500
     live = InFlightRequest(request([1] * 50, 1, 100))
     live.typical_output = ledger.typical_output

@@ -15,7 +15,7 @@ from loopback import LoopbackHandle
 from ray import cloudpickle
 
 from app import config
-from app.fleet.admission import EVERY_S, Admission
+from app.fleet.overload import EVERY_S, OverloadControl
 from app.ingress import IngressReplica
 from app.routing.waiting import ExpectedWait
 from engine.errors import ConfigError
@@ -26,16 +26,16 @@ TICK = 0.0625  # more than EVERY_S; seconds here are sums of powers of two
 
 @dataclass
 class Setting:
-    """An admission whose clock and wait are set here; ``asked`` counts its questions."""
+    """An overload control whose clock and wait are set here; ``asked`` counts its questions."""
 
     wait: ExpectedWait | Exception | None = None
     longest: float = LONGEST
     now: float = 100.0
     asked: int = 0
-    admission: Admission = field(init=False)
+    overload: OverloadControl = field(init=False)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(
+        self.overload = OverloadControl(
             self.expected,
             max_wait_s=self.longest,
             max_replicas=MOST,
@@ -55,7 +55,7 @@ class Setting:
         if seconds is not None:
             self.wait = ExpectedWait(seconds, replicas)
         self.now += after
-        return self.admission.refusal() is not None
+        return self.overload.refusal() is not None
 
 
 def overloaded(wait: float = 10.0) -> Setting:
@@ -95,7 +95,7 @@ def test_with_fewer_replicas_than_there_may_be_others_may_be_on_their_way() -> N
         assert not setting.refuses(allowed, replicas, after=60.0)
         assert not setting.refuses(allowed + 0.1, replicas)
         assert setting.refuses(allowed + 0.1, replicas, after=LONGEST)
-        refusal = setting.admission.refusal()
+        refusal = setting.overload.refusal()
         assert refusal is not None
         assert (refusal.limit_s, refusal.startup_s) == (LONGEST + grace, grace)
 
@@ -108,14 +108,14 @@ def test_nothing_known_or_a_defect_or_no_limit_admits(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.ERROR):
         caplog.clear()
         assert not any(setting.refuses() for _ in range(10))
-    assert setting.admission.inspect()["faults"] == 10
+    assert setting.overload.inspect()["faults"] == 10
     assert len(caplog.records) == 1, "one a second"
     assert not any(Setting(longest=math.inf).refuses(1e9, after=1e6) for _ in range(3))
     assert not overloaded().refuses(math.nan)
     broken = Setting(ExpectedWait(math.nan, 1))
     assert not broken.refuses()
-    assert broken.admission.retry_after_s() in (1, 2)
-    assert Admission().refusal() is None
+    assert broken.overload.retry_after_s() in (1, 2)
+    assert OverloadControl().refusal() is None
 
 
 def test_it_is_asked_once_in_50_ms() -> None:
@@ -130,20 +130,20 @@ def test_retry_after_is_what_is_over_the_limit_and_a_little_more() -> None:
 
     def asked(wait: float) -> list[int]:
         assert setting.refuses(wait)
-        return [setting.admission.retry_after_s() for _ in range(300)]
+        return [setting.overload.retry_after_s() for _ in range(300)]
 
     for wait, least, most in ((2.01, 1, 2), (10.0, 8, 12), (12.5, 11, 16), (1e5, 40, 60), (math.inf, 40, 60)):
         assert set(asked(wait)) == set(range(least, most + 1)), wait
-    refusal = setting.admission.refusal()
+    refusal = setting.overload.refusal()
     assert refusal is not None
     assert (refusal.wait_s, refusal.limit_s) == (math.inf, LONGEST)
 
 
 def test_without_a_limit_retry_after_is_the_wait() -> None:
     setting = Setting(longest=math.inf)
-    assert set(range(1, 3)) >= {setting.admission.retry_after_s() for _ in range(50)}
+    assert set(range(1, 3)) >= {setting.overload.retry_after_s() for _ in range(50)}
     assert not setting.refuses(20.0)
-    assert all(20 <= setting.admission.retry_after_s() <= 30 for _ in range(50))
+    assert all(20 <= setting.overload.retry_after_s() <= 30 for _ in range(50))
 
 
 steps = st.lists(
@@ -195,17 +195,17 @@ def test_it_looks_by_itself_and_once_only() -> None:
 
     async def run() -> tuple[int, int]:
         before = len(asyncio.all_tasks())
-        setting.admission.start()
-        setting.admission.start()
+        setting.overload.start()
+        setting.overload.start()
         more = len(asyncio.all_tasks()) - before
         await asyncio.sleep(0)
-        setting.admission.stop()
+        setting.overload.stop()
         await asyncio.sleep(0)
         return more, len(asyncio.all_tasks()) - before
 
     assert asyncio.run(run()) == (1, 0)
     assert setting.asked == 1
-    assert setting.admission.inspect()["expected_wait_s"] == 50.0
+    assert setting.overload.inspect()["expected_wait_s"] == 50.0
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
@@ -218,11 +218,11 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
         # As Serve hands them over: the number of the first replicas depends on which options were given.
         options = cloudpickle.loads(cloudpickle.dumps(options))
         ingress = IngressReplica(options, LoopbackHandle(1))
-        admission = ingress._admission
-        admission._expected = lambda: ExpectedWait(6.0, 1)
-        admission.update()
-        assert admission.inspect()["limit_s"] == limit
-        assert admission._scaled_s == (3.0 if shadow else 1.5)
+        overload = ingress._overload
+        overload._expected = lambda: ExpectedWait(6.0, 1)
+        overload.update()
+        assert overload.inspect()["limit_s"] == limit
+        assert overload._scaled_s == (3.0 if shadow else 1.5)
         await ingress.__del__()
 
     asyncio.run(test())

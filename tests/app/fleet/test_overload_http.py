@@ -13,7 +13,7 @@ import pytest
 from local_server import COUNT, MODEL, LocalServer, is_idle
 
 from app.api.errors import overloaded
-from app.fleet.admission import Admission, Refusal
+from app.fleet.overload import OverloadControl, Refusal
 from app.routing.waiting import ExpectedWait
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
@@ -21,15 +21,15 @@ REQUESTS = (("completions", COUNT), ("completions", {**COUNT, "stream": True}), 
 
 
 class Door:
-    """The admission of a server; the wait, 8 s at first, is set here and has been so for as long as it may."""
+    """A server's overload control; the wait, 8 s at first, is set here and has lasted for as long as it may."""
 
     def __init__(self) -> None:
         self.wait = 8.0
         self.now = 100.0
-        self.admission = Admission(
+        self.overload = OverloadControl(
             lambda: ExpectedWait(self.wait, 1), max_wait_s=1.5, max_replicas=1, clock=lambda: self.now
         )
-        self.admission.update()
+        self.overload.update()
         self.now += 1.5
 
     def relieve(self) -> None:
@@ -40,7 +40,7 @@ class Door:
 @pytest.fixture
 def door(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> Door:
     door = Door()
-    monkeypatch.setattr(server.service, "admission", door.admission)
+    monkeypatch.setattr(server.service, "overload", door.overload)
     return door
 
 
@@ -82,7 +82,7 @@ def test_a_refusal_says_why_and_when_to_come_again(
     for part in ("8.0 s", "limit of 1.5 s", "max_wait_s", f"again in {seconds} s"):
         assert part in error["message"]
     assert "startup_s" not in error["message"]
-    assert door.admission.inspect()["refused"] == 1
+    assert door.overload.inspect()["refused"] == 1
 
 
 def test_a_limit_that_grants_replicas_time_to_start_is_named_with_it() -> None:
@@ -97,7 +97,7 @@ def test_what_is_wrong_with_a_request_comes_first(
         response = http.post("/v1/completions", json=body)
         assert response.status_code == status
         assert "retry-after" not in response.headers
-    assert door.admission.inspect()["refused"] == 0
+    assert door.overload.inspect()["refused"] == 0
 
 
 def test_other_routes_answer(door: Door, http: httpx.Client) -> None:
@@ -119,9 +119,9 @@ def test_too_many_live_requests_are_told_when_to_come_again(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     server.set_options(monkeypatch, max_live_requests=0)
-    unlimited = Admission(lambda: ExpectedWait(20.0, 1))
-    for admission, least, most in ((unlimited, 20, 30), (Admission(), 1, 2)):
-        monkeypatch.setattr(server.service, "admission", admission)
+    unlimited = OverloadControl(lambda: ExpectedWait(20.0, 1))
+    for overload, least, most in ((unlimited, 20, 30), (OverloadControl(), 1, 2)):
+        monkeypatch.setattr(server.service, "overload", overload)
         response = http.post("/v1/completions", json=COUNT)
         assert response.status_code == 503
         assert least <= int(response.headers["retry-after"]) <= most

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from routing_support import Engines, Fleet
 
-from app.fleet.admission import Admission
+from app.fleet.overload import OverloadControl
 
 LONGEST = 2.0
 RATE = 10_000  # prompt tokens/s of the replica
@@ -17,7 +17,7 @@ TICK = 0.0625
 def test_the_wait_is_held_at_the_limit_and_the_replica_stays_busy(load: float) -> None:
     fleet = Fleet(1)
     engines = Engines(fleet)
-    admission = Admission(
+    overload = OverloadControl(
         lambda: fleet.ledger.expected_wait(["r0"]), max_wait_s=LONGEST, clock=lambda: fleet.now
     )
     began = fleet.now
@@ -28,7 +28,7 @@ def test_the_wait_is_held_at_the_limit_and_the_replica_stays_busy(load: float) -
         due += load * RATE * TICK / PROMPT
         while due >= 1.0:
             due -= 1.0
-            if admission.refusal() is not None:
+            if overload.refusal() is not None:
                 refused += 1
                 first_refused = min(first_refused, fleet.now)
                 continue
@@ -52,4 +52,4 @@ def test_the_wait_is_held_at_the_limit_and_the_replica_stays_busy(load: float) -
     for _ in range(100):
         fleet.now += TICK
         engines.work(int(RATE * TICK))
-    assert admission.refusal() is None
+    assert overload.refusal() is None

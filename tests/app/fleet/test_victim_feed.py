@@ -29,8 +29,8 @@ class Store:
         self.value: bytes | None = None
         self.error: Exception | None = None
         self.asked: list[bytes] = []
-        self.fading = TimedSet(lambda: self.now)
-        self.feed = VictimFeed("quire", "engine", self.fading, self.read)
+        self.likely_victims = TimedSet(lambda: self.now)
+        self.feed = VictimFeed("quire", "engine", self.likely_victims, self.read)
 
     def read(self, key: bytes) -> bytes | None:
         self.asked.append(key)
@@ -45,7 +45,7 @@ class Store:
 
     def poll(self) -> frozenset[str]:
         self.feed.poll()
-        return self.fading.names()
+        return self.likely_victims.names()
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_what_is_read_again_or_older_is_no_news(store: Store) -> None:
     for _ in range(20):
         store.now += 1.0
         store.poll()
-    assert store.fading.names() == frozenset(), "its publisher is dead"
+    assert store.likely_victims.names() == frozenset(), "its publisher is dead"
     assert store.tell(7, "a", "b") == frozenset()
     assert store.tell(6, "b") == frozenset()
     store.value = None

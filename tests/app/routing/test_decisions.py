@@ -50,7 +50,7 @@ def check(ledger: Ledger) -> None:
         assert state.acknowledged_kv_tokens == sum(booking.kv_tokens for booking in known)
         assert set(state.pending.values()) == {booking for booking in pending if booking.route == state.route}
         if state.view is not None:
-            assert asdict(state.view) == asdict(view(state, ledger._fleet))
+            assert asdict(state.view) == asdict(view(state, ledger._calibration))
     open_routes = {name for name, state in ledger._replicas.items() if state.route is not None}
     assert set(ledger.routable()) <= open_routes
 

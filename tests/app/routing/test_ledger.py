@@ -259,7 +259,7 @@ def test_outputs_teach_what_to_expect_and_the_bound_stays_booked() -> None:
     for attempt in range(300):
         assert book(ledger, attempt, 10, 4000) == "a"
         assert ledger.load() == {"a": 4010}
-        ledger.release(attempt, made=20)
+        ledger.release(attempt, generated=20)
     assert ledger.load() == {"a": 0}
     assert ledger.typical_output == pytest.approx(20, rel=0.2)
 
@@ -323,7 +323,7 @@ def test_random_aborts_leave_no_booking(policy: Policy) -> None:
             ended = live.pop(draw.randrange(16))
             if draw.random() > 0.08:
                 ledger.first_token(ended)
-            assert ledger.release(ended, made=5)
+            assert ledger.release(ended, generated=5)
     for attempt in live:
         assert ledger.release(attempt)
     assert ledger.load() == dict.fromkeys("abcd", 0)

@@ -187,11 +187,11 @@ def test_whoever_cannot_take_a_request_is_left_out_before_the_choice_not_after_i
 
 
 def test_deployments_know_nothing_of_each_others_replicas() -> None:
-    one, two = fleets.of("an application", "small"), fleets.of("an application", "large")
+    one, two = fleets.get_fleet("an application", "small"), fleets.get_fleet("an application", "large")
     one.set_members(frozenset({"a"}))
     one.ledger.open(Route("a", 1))
     one.index.snapshot("a", 1, 0, [1, 2, 3])
-    assert fleets.of("an application", "small") is one
+    assert fleets.get_fleet("an application", "small") is one
     assert two.members == frozenset()
     assert two.ledger.routable() == []
     assert not two.index.longest([1, 2, 3])

@@ -1,4 +1,4 @@
-"""Admission of new requests: refused while the wait would be too long even with the maximum number of engines.
+"""Overload control: new requests are refused while the wait would be too long even with all replicas.
 
 A refusal costs nothing and says when to try again. An admitted request that waits for a minute takes memory,
 and its client may have left before it runs. A short burst is admitted whole: requests are refused only after
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from app.metrics import AdmissionMetrics
+from app.metrics import OverloadMetrics
 from app.routing.waiting import ExpectedWait
 
 EVERY_S = 0.05
@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
     startup_s: float = 0.0
 
 
-class Admission:
+class OverloadControl:
     """Owned by one ingress replica, used on its event loop.
 
     ``expected`` returns how long a new request would wait now, and on how many replicas; if it returns ``None``
@@ -63,7 +63,7 @@ class Admission:
         max_wait_s: float = math.inf,
         max_replicas: int = 1,
         startup_s: float = 0.0,
-        metrics: AdmissionMetrics | None = None,
+        metrics: OverloadMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Admission:
         self._watching: asyncio.Task[None] | None = None
         self._refused = 0
         self._faults = 0
-        self._said_at = -math.inf
+        self._logged_at = -math.inf
 
     def refusal(self) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it."""
@@ -168,8 +168,8 @@ class Admission:
             return expected
         except Exception:  # a defect in the estimate must not refuse requests
             self._faults += 1
-            if self._looked_at - self._said_at >= 1.0:
-                self._said_at = self._looked_at
+            if self._looked_at - self._logged_at >= 1.0:
+                self._logged_at = self._looked_at
                 logger.exception(
                     "the expected wait could not be estimated (%d times so far); admitting all requests",
                     self._faults,
