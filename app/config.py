@@ -52,6 +52,10 @@ ROUTERS: dict[str, str] = {
 logger = logging.getLogger(__name__)
 
 
+LIVE_GROUPS = {"ingress": ("service", "ingress"), "engine": ("service",)}
+"""Groups whose live options each deployment applies, in its ``reconfigure``."""
+
+
 def option(default: Any, description: str, *, live: bool = False, policy: bool = False, **limits: Any) -> Any:
     """The declaration of an option; ``limits`` are those of pydantic's ``Field``.
 
@@ -289,18 +293,18 @@ class AppConfig(Group):
             **dataclasses.asdict(self.engine),
         )
 
-    def with_live(self, user_config: Mapping[str, Any]) -> AppConfig:
-        """These options with the live ones in ``user_config``; an absent one keeps its value here.
+    def with_live(self, user_config: Mapping[str, Any], deployment: str) -> AppConfig:
+        """These options with a deployment's ``user_config``; live options that it lacks keep their values.
 
         Raises:
-            ConfigError: one line that names each wrong option.
+            ConfigError: one line that names each option that is wrong, or that this deployment does not apply.
         """
-        live = [name for name, option in OPTIONS.items() if option.live]
+        live = [name for name, option in OPTIONS.items() if deployment in option.live_in]
         fixed = [name for name in user_config if name not in live]
         if fixed:
             raise ConfigError(
-                f"user_config cannot change {', '.join(fixed)}; live options: {', '.join(live)}; "
-                "set all others under args, which restarts the engine replicas"
+                f"user_config of {deployment} cannot change {', '.join(fixed)}; its live options: "
+                f"{', '.join(live)}; set all others under args, which restarts the engine replicas"
             )
         return _validate(user_config, self.model_dump(exclude_unset=True))
 
@@ -317,6 +321,11 @@ class Option:
     policy: bool
     optional: bool
     size: bool
+
+    @property
+    def live_in(self) -> tuple[str, ...]:
+        """Deployments whose ``user_config`` changes it without a restart."""
+        return tuple(name for name, groups in LIVE_GROUPS.items() if self.live and self.group in groups)
 
 
 def _declared() -> dict[str, Option]:

@@ -82,7 +82,7 @@ class IngressReplica:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes."""
-        options = self._initial.with_live(user_config)
+        options = self._initial.with_live(user_config, "ingress")
         config.set_log_level(options.service.log_level)
         self.service.options = options.ingress
         await self._client.start()

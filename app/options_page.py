@@ -34,7 +34,8 @@ applications:
         user_config: {log_level: DEBUG}
 ```
 
-A live option that `user_config` does not name keeps its value from `args`. To change any other option, change
+The live column names the deployments that apply an option. One that `user_config` does not name keeps the value
+that it had at the start. To change any other option, change
 `args` and deploy again, which replaces the engine replicas.
 """
 
@@ -60,7 +61,7 @@ def show_default(value: Any) -> str:
 
 
 def _row(option: Option) -> str:
-    live = "yes" if option.live else ""
+    live = ", ".join(option.live_in)
     return f"| `{option.name}` | `{show_default(option.default)}` | {live} | {option.description} |"
 
 

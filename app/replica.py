@@ -56,7 +56,7 @@ class EngineReplica:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
-        config.set_log_level(self._options.with_live(user_config).service.log_level)
+        config.set_log_level(self._options.with_live(user_config, "engine").service.log_level)
 
     async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""

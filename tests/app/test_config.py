@@ -86,7 +86,7 @@ def test_a_maximum_below_the_default_number_is_no_contradiction() -> None:
     """Neither at the start nor in a replica, to which Serve sends the options pickled."""
     options = config.load({"max_replicas": 1}, {})
     there = cloudpickle.loads(cloudpickle.dumps(options))
-    assert there.with_live({}).scaling.initial_replicas == options.scaling.initial_replicas == 1
+    assert there.with_live({}, "ingress").scaling.initial_replicas == options.scaling.initial_replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -210,22 +210,22 @@ def test_replicas_share_memory_unless_told_that_nodes_are_apart() -> None:
 def test_live_options_keep_what_was_given_at_the_start() -> None:
     """A ``user_config`` with one option must not reset another to its default."""
     start = config.load({"max_live_requests": 100, "log_level": "WARNING", "max_replicas": 2}, {})
-    quiet = start.with_live({"log_level": "DEBUG"})
+    quiet = start.with_live({"log_level": "DEBUG"}, "engine")
     assert (quiet.service.log_level, quiet.ingress.max_live_requests) == ("DEBUG", 100)
-    fewer = start.with_live({"max_live_requests": "3"})
+    fewer = start.with_live({"max_live_requests": "3"}, "ingress")
     assert (fewer.service.log_level, fewer.ingress.max_live_requests) == ("WARNING", 3)
-    assert start.with_live({}) == start
+    assert start.with_live({}, "ingress") == start
     assert fewer.scaling == start.scaling
 
 
 def test_only_live_options_change_live() -> None:
     start = config.load({}, {})
     with pytest.raises(
-        ConfigError, match="user_config cannot change block_size; live options: log_level, max_"
+        ConfigError, match="user_config of engine cannot change block_size; its live options: log_level; "
     ):
-        start.with_live({"block_size": 3})
+        start.with_live({"block_size": 3}, "engine")
     with pytest.raises(ConfigError, match="max_live_requests=0: must be at least 1"):
-        start.with_live({"max_live_requests": 0})
+        start.with_live({"max_live_requests": 0}, "ingress")
 
 
 def test_every_option_is_declared_once_with_a_default_and_a_meaning() -> None:
@@ -301,3 +301,15 @@ def test_admission_counts_on_the_replicas_that_demand_can_bring(
         reachable,
         grace,
     )
+
+
+def test_an_option_of_one_deployment_is_refused_by_the_other() -> None:
+    with pytest.raises(
+        ConfigError, match=r"of engine cannot change max_live_requests; its live options: log_level"
+    ):
+        config.load({}, {}).with_live({"max_live_requests": 3}, "engine")
+
+
+def test_every_live_option_is_applied_somewhere() -> None:
+    """A live option in a group that no deployment applies would be listed as live and do nothing."""
+    assert [name for name, option in config.OPTIONS.items() if option.live and not option.live_in] == []

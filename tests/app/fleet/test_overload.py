@@ -238,7 +238,7 @@ def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> 
         assert ingress.service.options.max_live_requests == 7
         await ingress.reconfigure({"log_level": "INFO"})
         assert ingress.service.options.max_live_requests == 100
-        with pytest.raises(ConfigError, match="user_config cannot change block_size"):
+        with pytest.raises(ConfigError, match="user_config of ingress cannot change block_size"):
             await ingress.reconfigure({"block_size": 8})
         await ingress.__del__()
 
