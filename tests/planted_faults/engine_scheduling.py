@@ -16,6 +16,8 @@ _SHARES = ("engine/scheduling/test_swap_shares.py", *_SURVIVAL)
 _RANDOM = ("engine/scheduling/test_scheduler_random.py",)
 _OPERATIONS = ("engine/scheduling/test_scheduler_operations.py",)
 _RESERVE = ("engine/scheduling/test_growth_reserve.py",)
+_PENDING = ("engine/scheduling/test_pending_prefill.py",)
+_GROUPS = ("engine/test_llm_sequences.py", *_RANDOM)
 
 SCHEDULING: list[Fault] = [
     Fault(
@@ -213,5 +215,33 @@ SCHEDULING: list[Fault] = [
         "math.pow(length, 1.0)",
         ("engine/scheduling/test_beam_search.py",),
         "the length penalty is ignored",
+    ),
+    Fault(
+        "engine/scheduling/sequence_groups.py",
+        "            if not own:  # before any fork, which may take its sequence slot",
+        "            if False:",
+        _GROUPS,
+        "a beam that is not continued keeps its blocks",
+    ),
+    Fault(
+        "engine/scheduling/sequence_groups.py",
+        "        if any(other.candidates is None for other in beams):\n            return []\n",
+        "",
+        _GROUPS,
+        "a beam goes on before the others have their candidates",
+    ),
+    Fault(
+        "engine/scheduling/pending_prefill.py",
+        "(len(self._wanted) - self._both) * self._size",
+        "len(self._wanted) * self._size",
+        _PENDING,
+        "a block counts where it is computed and where it is waited for",
+    ),
+    Fault(
+        "engine/scheduling/pending_prefill.py",
+        "            elif matched < first:\n                self._count(self._wanted, self._computed, share.keys[matched:first])\n",
+        "",
+        _PENDING,
+        "blocks that were evicted since do not count",
     ),
 ]
