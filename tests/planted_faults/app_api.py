@@ -6,7 +6,7 @@ from tests.planted_faults.fault import Fault
 
 _SSE = ("app/api/test_sse.py",)
 _TEXT = ("app/api/test_text.py",)
-_CHOICES = ("app/api/test_pieces.py",)
+_CHOICES = ("app/api/test_stream_choices.py",)
 _TENANT = ("app/api/test_tenant.py",)
 _INPUT = ("app/api/test_bad_input.py",)
 

@@ -1,4 +1,4 @@
-"""Outputs of one response as pieces of text: what ends them, and what ends with them."""
+"""The choices of one response as they stream: what ends them, and what ends with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from app.api.choices import Job, Piece, pieces
+from app.api.choices import GenerationJob, TextDelta, stream_choices
 from app.api.openai_types import parse_completion
 from app.api.text import TextDecoder
 from app.fleet.generation import Delta, GenerateRequest, GenerationError, UnavailableError
@@ -20,9 +20,9 @@ def backend(bundled_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(bundled_model / "tokenizer.json"))
 
 
-def job(prompts: int, **body: object) -> Job:
+def job(prompts: int, **body: object) -> GenerationJob:
     asked = {"prompt": [[7]] * prompts if prompts > 1 else [7], "max_tokens": 9, **body}
-    return Job(parse_completion(asked).options, [[7]] * prompts, chat=False)
+    return GenerationJob(parse_completion(asked).options, [[7]] * prompts, chat=False)
 
 
 class Source:
@@ -47,15 +47,15 @@ class Source:
             self.running -= 1
 
 
-async def all_of(source: Source, wanted: Job, decoder: TextDecoder) -> list[Piece]:
-    return [piece async for piece in pieces(wanted, "test", source, decoder)]
+async def all_of(source: Source, wanted: GenerationJob, decoder: TextDecoder) -> list[TextDelta]:
+    return [delta async for delta in stream_choices(wanted, "test", source, decoder)]
 
 
 def test_a_stop_string_in_the_last_token_is_the_reason(backend: Tokenizer) -> None:
     tokens = tuple(backend.encode("one two three", add_special_tokens=False).ids)
     source = Source([Delta(tokens, "length", 0, 0, final=True)])
-    (piece,) = asyncio.run(all_of(source, job(1, stop=" three"), TextDecoder(backend)))
-    assert (piece.text, piece.finish_reason, piece.num_tokens) == ("one two", "stop", len(tokens))
+    (delta,) = asyncio.run(all_of(source, job(1, stop=" three"), TextDecoder(backend)))
+    assert (delta.text, delta.finish_reason, delta.num_tokens) == ("one two", "stop", len(tokens))
 
 
 def test_an_error_of_one_prompt_ends_the_others(backend: Tokenizer) -> None:
