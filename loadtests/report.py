@@ -73,7 +73,7 @@ def parse(
     """The arguments of ``python -m loadtests.COMMAND``; ``options`` have a default and a meaning each.
 
     The default says what an option takes: nothing (``False``: a flag), words or numbers of its type, one or
-    more of them where it is a list. A number must be above 0 where its default is.
+    more of them where it is a list, one of a tuple, whose first is the default. A number must be above 0 where its default is.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m loadtests.{command}",
@@ -84,6 +84,8 @@ def parse(
     for name, (default, meaning) in (options or {}).items():
         if default is False:
             parser.add_argument(name, action="store_true", help=meaning)
+        elif isinstance(default, tuple):
+            parser.add_argument(name, choices=default, default=default[0], help=f"{meaning} (%(default)s)")
         else:
             several = isinstance(default, list)
             parser.add_argument(

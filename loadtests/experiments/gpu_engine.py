@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
 def main() -> None:
     """Parse the command line and measure."""
     options = {
-        "--shape": ("8b", f"of {', '.join(SHAPES)}"),
+        "--shape": (tuple(SHAPES), "of the model"),
         "--requests": (64, "at once"),
         "--prompt": (512, "tokens"),
         "--output": (128, "tokens"),

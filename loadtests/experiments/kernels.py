@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {
         "--threads": (os.cpu_count() or 1, "of both sides on the CPU"),
         "--rounds": (5, "turns of each side on the CPU; the best counts"),
-        "--device": ("cpu", "or cuda"),
+        "--device": (("cpu", "cuda"), "whose kernels"),
     }
     arguments = parse("kernels", __doc__, options, argv)
     device = Gpu() if arguments.device == "cuda" else Cpu(arguments.threads, arguments.rounds)
