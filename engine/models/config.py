@@ -76,6 +76,7 @@ class Family:
 
     activation_key: str = "hidden_act"
     activation: Activation = Activation.SILU
+    gelu_is_tanh: bool = False  # the name "gelu" means the tanh approximation (files of before it had a name)
     head_dim: int | None = None  # None: hidden_size / heads
     num_kv_heads: int | None = None  # None: as many as heads
     max_position: int = 32768
@@ -93,6 +94,15 @@ FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(qkv_bias=False, num_kv_heads=8, sliding_window=4096, max_position=131072),
     "Qwen2ForCausalLM": Family(qkv_bias=True, sliding_window=4096, upper_windows=True),
     "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128, sliding_window=4096, upper_windows=True),
+    "GemmaForCausalLM": Family(
+        norms_add_one=True,
+        scaled_embedding=True,
+        activation=Activation.GELU_TANH,
+        gelu_is_tanh=True,
+        head_dim=256,
+        max_position=8192,
+        tie_word_embeddings=True,
+    ),
     "Gemma2ForCausalLM": Family(
         norms=LayerNorms(
             after_attention="post_attention_layernorm",
@@ -265,6 +275,8 @@ def _family(fields: Fields) -> tuple[str, Family]:
 
 def _activation(fields: Fields, family: Family) -> Activation:
     name = fields.raw.get(family.activation_key, family.activation)
+    if family.gelu_is_tanh and name == "gelu":
+        return Activation.GELU_TANH
     try:
         return Activation(name)
     except ValueError:

@@ -68,6 +68,11 @@ def _qwen3(
     return _shape("Qwen3ForCausalLM", *sizes, tie_word_embeddings=tied)
 
 
+def _gemma(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelConfig:
+    sizes = (layers, hidden, intermediate, heads, kv_heads, 256000, 8192)
+    return _shape("GemmaForCausalLM", *sizes, head_dim=256)
+
+
 def _gemma2(
     layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, scalar: int
 ) -> ModelConfig:
@@ -100,6 +105,8 @@ SHAPES: Mapping[str, ModelConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64),
+    "gemma-2b": _gemma(18, 2048, 16384, 8, 1),
+    "gemma-7b": _gemma(28, 3072, 24576, 16, 16),
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, 256, 256),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, 256, 256),
     "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, 128, 144),

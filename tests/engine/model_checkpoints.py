@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": None},
     "Qwen2": {},
     "Qwen3": {"head_dim": 12},
+    "Gemma": {"head_dim": 12},
     "Gemma2": {
         "head_dim": 12,
         "query_pre_attn_scalar": 9,

@@ -49,6 +49,7 @@ def test_parameters_are_counted_exactly(family: str, tmp_path: Path) -> None:
 def test_shapes_are_what_their_names_say() -> None:
     billions = {"smollm2-135m": 0.1345, "llama-3-8b": 8.03, "llama-3-405b": 405.9, "mistral-7b": 7.25}
     billions |= {"qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen3-0.6b": 0.596, "qwen3-32b": 32.8}
+    billions |= {"gemma-2b": 2.506, "gemma-7b": 8.538}
     billions |= {"gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.23}
     for name, size in billions.items():
         assert SHAPES[name].num_parameters == pytest.approx(size * 1e9, rel=2e-3)

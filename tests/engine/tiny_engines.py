@@ -16,9 +16,10 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", {"sliding_window": 11}),
     "Qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "Qwen3": ("Qwen3", {}),
+    "Gemma": ("Gemma", {}),
     "Gemma2": ("Gemma2", {"sliding_window": 11}),
 }
-"""One of each family that the decoder knows. All layers of Mistral's, and one of Gemma's, see 11 tokens."""
+"""One of each family that the decoder knows. All layers of Mistral's, and one of Gemma 2's, see 11 tokens."""
 
 EOS = 1
 

@@ -67,6 +67,42 @@ def test_every_family_is_tested() -> None:
     assert {family for family, _ in TINY_MODELS.values()} == set(FAMILIES)
 
 
+def test_gemma_as_released() -> None:
+    """The keys of google/gemma-7b, and the same where the file is silent and transformers has defaults."""
+    keys = {
+        "attention_bias": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": None,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+    }
+    config = parse("Gemma", **keys)
+    assert config.tie_word_embeddings
+    assert config.activation is Activation.GELU_TANH
+    assert (config.attention_soft_cap, config.logit_soft_cap, config.windows) == (None, None, ())
+    assert config.attention_scale == 1 / 16
+    sizes = {key: keys[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    sizes |= {key: keys[key] for key in ("num_attention_heads", "num_hidden_layers")}
+    silent = parse("Gemma", **sizes, max_position_embeddings=None)
+    assert dataclasses.replace(silent, bos_token_id=2, eos_token_ids=(1,), dtype="bfloat16") == config
+    # What the first files say; the weights were trained with the approximation.
+    assert parse("Gemma", hidden_act="gelu").activation is Activation.GELU_TANH
+    with pytest.raises(ConfigError, match="hidden_act 'relu' is not supported"):
+        parse("Gemma", hidden_act="relu")
+
+
 def test_gemma2_as_released() -> None:
     """The keys of google/gemma-2-2b-it, and the same where the file is silent and transformers has defaults."""
     keys = {

@@ -109,6 +109,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no caps": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "wide heads": ("Gemma2", {"head_dim": 256, "query_pre_attn_scalar": 256}),
     "biases and untied": ("Gemma2", {"attention_bias": True, "tie_word_embeddings": False}),
+    "multi-query": ("Gemma", {"num_key_value_heads": 1, "head_dim": 16}),
+    "wide heads, biases and untied": (
+        "Gemma",
+        {"head_dim": 256, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "another activation": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
 }
 
