@@ -49,15 +49,16 @@ class RopeConfig:
 class LayerNorms:
     """The RMS norms of a layer, by name in the checkpoint; ``None`` where there is none."""
 
-    before_attention: str = "input_layernorm"
+    before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # on what attention adds to the residual
-    before_mlp: str = "post_attention_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None  # on what the MLP adds to the residual
 
     @property
     def count(self) -> int:
         """How many there are."""
-        return 2 + (self.after_attention is not None) + (self.after_mlp is not None)
+        names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return sum(name is not None for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,14 +39,14 @@ class DecoderLayer:
             config.attention_scale, config.window(index), config.attention_soft_cap
         )
 
-        def norm(name: str) -> Tensor:
-            return weights.norm(f"{prefix}.{name}.weight", hidden)
+        def norm(name: str | None) -> Tensor | None:
+            return weights.norm(f"{prefix}.{name}.weight", hidden) if name else None
 
         norms = config.family.norms
         self.before_attention = norm(norms.before_attention)
-        self.after_attention = norm(norms.after_attention) if norms.after_attention else None
+        self.after_attention = norm(norms.after_attention)
         self.before_mlp = norm(norms.before_mlp)
-        self.after_mlp = norm(norms.after_mlp) if norms.after_mlp else None
+        self.after_mlp = norm(norms.after_mlp)
         self.qkv = weights.linear(
             hidden,
             [(f"{attention}.q_proj", q_dim), (f"{attention}.k_proj", kv_dim), (f"{attention}.v_proj", kv_dim)],
@@ -122,7 +122,8 @@ class Decoder:
         residual = self.embedding[token_ids]
         if self.embedding_scale is not None:
             residual = residual * self.embedding_scale
-        x = kernels.rms_norm(residual, self.layers[0].before_attention, eps)
+        first = self.layers[0].before_attention
+        x = residual if first is None else kernels.rms_norm(residual, first, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             kv_layer = kv_pool[:, index]
@@ -137,18 +138,24 @@ class Decoder:
             x = kernels.linear(attended, layer.out)
             if layer.after_attention is not None:
                 x = kernels.rms_norm(x, layer.after_attention, eps)
-            x = kernels.add_rms_norm(x, residual, layer.before_mlp, eps)
+            x = self._add(x, residual, layer.before_mlp)
             x = kernels.activate_mul(kernels.linear(x, layer.gate_up), activation)
             x = kernels.linear(x, layer.down)
             if layer.after_mlp is not None:
                 x = kernels.rms_norm(x, layer.after_mlp, eps)
             next_norm = self.norm if index == last else self.layers[index + 1].before_attention
-            x = kernels.add_rms_norm(x, residual, next_norm, eps)
+            x = self._add(x, residual, next_norm)
         if not sample_rows.numel():
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
         logits = kernels.linear(x, self.head).float()
         cap = self.config.logit_soft_cap
         return logits if cap is None else kernels.soft_cap(logits, cap)
+
+    def _add(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """``residual += x`` in place; returns its norm, or the residual itself where there is no norm."""
+        if norm is None:
+            return residual.add_(x)
+        return self.kernels.add_rms_norm(x, residual, norm, self.config.rms_norm_eps)
 
 
 class _Weights:
