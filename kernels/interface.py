@@ -104,6 +104,7 @@ class Kernels(ABC):
 
         ``weight`` is ``[H]``, in ``x.dtype`` or float32. The normed row is rounded to ``weight``'s dtype and
         multiplied, and the product is rounded to ``x.dtype``: a float32 weight means one rounding at the end.
+        Rows of ``x`` may be strided.
         """
 
     @abstractmethod

@@ -45,6 +45,13 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
 
 
+class QKNormSpan(enum.Enum):
+    """What one RMS norm of queries and keys spans."""
+
+    HEAD = "head"  # each head by itself; all share one weight
+    ROW = "row"  # all query heads together, and all key heads together
+
+
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
     """The RMS norms of a layer, by name in the checkpoint; ``None`` where there is none."""
@@ -70,8 +77,9 @@ class Family:
     """
 
     qkv_bias: bool | None = None  # None: as ``attention_bias`` says, which covers the output projection, too
-    qk_norm: bool = False  # RMS norm of each query and key head
+    qk_norm: QKNormSpan | None = None  # RMS norms of queries and keys before RoPE
     norms: LayerNorms = LayerNorms()
+    norms_round_once: bool = False  # norms multiply by their weight in float32
     norms_add_one: bool = False  # norms multiply by 1 + weight, in float32, and round once
     scaled_embedding: bool = False  # by sqrt(hidden_size), rounded to the model's dtype
 
@@ -81,6 +89,7 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / heads
     num_kv_heads: int | None = None  # None: as many as heads
     max_position: int = 32768
+    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
@@ -94,7 +103,7 @@ FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(max_position=2048),
     "MistralForCausalLM": Family(qkv_bias=False, num_kv_heads=8, sliding_window=4096, max_position=131072),
     "Qwen2ForCausalLM": Family(qkv_bias=True, sliding_window=4096, upper_windows=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128, sliding_window=4096, upper_windows=True),
+    "Qwen3ForCausalLM": Family(qk_norm=QKNormSpan.HEAD, head_dim=128, sliding_window=4096, upper_windows=True),
     "GemmaForCausalLM": Family(
         norms_add_one=True,
         scaled_embedding=True,
@@ -123,6 +132,18 @@ FAMILIES: Mapping[str, Family] = {
         final_logit_softcapping=30.0,
         sliding_window=4096,
         full_attention_every=2,
+    ),
+    "Olmo2ForCausalLM": Family(
+        qk_norm=QKNormSpan.ROW,
+        norms=LayerNorms(
+            before_attention=None,
+            after_attention="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+        ),
+        norms_round_once=True,
+        max_position=2048,
+        rms_norm_eps=1e-5,
     ),
 }
 """By the name of the architecture in ``config.json``."""
@@ -165,6 +186,15 @@ class ModelConfig:
         """Factor on the dot product of a query and a key."""
         return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Elements of the weights of a layer's norms of queries and of keys; 0 where there is none."""
+        if self.family.qk_norm is None:
+            return 0, 0
+        if self.family.qk_norm is QKNormSpan.HEAD:
+            return self.head_dim, self.head_dim
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
     def window(self, layer: int) -> int | None:
         """Sliding window of ``layer`` in tokens, the query's own included; ``None`` is full attention."""
         return self.windows[layer] if self.windows else None
@@ -183,7 +213,7 @@ class ModelConfig:
         """Elements of all weights, tied ones counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        attention += self.out_bias * self.hidden_size + self.family.qk_norm * 2 * self.head_dim
+        attention += self.out_bias * self.hidden_size + sum(self.qk_norm_sizes)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         layer += self.family.norms.count * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
@@ -247,7 +277,7 @@ def parse_model_config(
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=rope,
         activation=activation,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tie_word_embeddings),

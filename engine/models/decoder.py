@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig
+from engine.models.config import Family, ModelConfig, QKNormSpan
 from engine.models.rope import rope_table
 from kernels.interface import AttentionMetadata, AttentionOptions, HeadLayout, Kernels, PackedLinear, QKNorm
 
@@ -53,10 +53,11 @@ class DecoderLayer:
             config.qkv_bias,
         )
         self.qk_norm: QKNorm | None = None
-        if config.family.qk_norm:
+        if config.family.qk_norm is not None:
+            q_size, k_size = config.qk_norm_sizes
             self.qk_norm = QKNorm(
-                weights.norm(f"{attention}.q_norm.weight", config.head_dim),
-                weights.norm(f"{attention}.k_norm.weight", config.head_dim),
+                weights.norm(f"{attention}.q_norm.weight", q_size),
+                weights.norm(f"{attention}.k_norm.weight", k_size),
                 config.rms_norm_eps,
             )
         self.out = weights.linear(q_dim, [(f"{attention}.o_proj", hidden)], config.out_bias)
@@ -92,7 +93,8 @@ class Decoder:
         self.embedding_scale: float | None = None
         if config.family.scaled_embedding:
             self.embedding_scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))
-        reader = _Weights(kernels, dtype, device, weights, config.family.norms_add_one)
+        self.rows_are_normed = config.family.qk_norm is QKNormSpan.ROW
+        reader = _Weights(kernels, dtype, device, weights, config.family)
         self.embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, index, reader) for index in range(config.num_layers)]
         self.norm = reader.norm("model.norm.weight", config.hidden_size)
@@ -128,7 +130,11 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             kv_layer = kv_pool[:, index]
             qkv = kernels.linear(x, layer.qkv)
-            q = kernels.rope_and_write_kv(qkv, self.layout, self.cos_sin, kv_layer, metadata, layer.qk_norm)
+            head_norm = layer.qk_norm
+            if self.rows_are_normed and layer.qk_norm is not None:
+                self._norm_rows(qkv, layer.qk_norm)
+                head_norm = None
+            q = kernels.rope_and_write_kv(qkv, self.layout, self.cos_sin, kv_layer, metadata, head_norm)
             if index == last and not sample_rows.numel():
                 break
             attended = kernels.attention(q, kv_layer, metadata, layer.attention_options).flatten(1)
@@ -151,6 +157,13 @@ class Decoder:
         cap = self.config.logit_soft_cap
         return logits if cap is None else kernels.soft_cap(logits, cap)
 
+    def _norm_rows(self, qkv: Tensor, norm: QKNorm) -> None:
+        """Norm all heads of a query together, and all of a key, in place."""
+        q_dim, kv_dim = norm.q_weight.numel(), norm.k_weight.numel()
+        q, k = qkv[:, :q_dim], qkv[:, q_dim : q_dim + kv_dim]
+        q.copy_(self.kernels.rms_norm(q, norm.q_weight, norm.eps))
+        k.copy_(self.kernels.rms_norm(k, norm.k_weight, norm.eps))
+
     def _add(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> Tensor:
         """``residual += x`` in place; returns its norm, or the residual itself where there is no norm."""
         if norm is None:
@@ -167,18 +180,20 @@ class _Weights:
         dtype: torch.dtype,
         device: torch.device,
         source: WeightSource,
-        norms_add_one: bool,
+        family: Family,
     ) -> None:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
         self._source = source
-        self._norms_add_one = norms_add_one
+        self._family = family
 
     def norm(self, name: str, size: int) -> Tensor:
-        """The weight of an RMS norm; 1 + weight is in float32, so that the kernels round once, at the end."""
+        """The weight of an RMS norm; in float32 where the kernels are to round once, at the end."""
         weight = self._fill(name, self._empty(size))
-        return weight.float() + 1.0 if self._norms_add_one else weight
+        if self._family.norms_add_one:
+            return weight.float() + 1.0
+        return weight.float() if self._family.norms_round_once else weight
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self._fill(name, self._empty(rows, columns))

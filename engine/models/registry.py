@@ -80,6 +80,11 @@ def _gemma2(
     return _shape("Gemma2ForCausalLM", *sizes, head_dim=head_dim, query_pre_attn_scalar=scalar)
 
 
+def _olmo2(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelConfig:
+    sizes = (layers, hidden, intermediate, heads, kv_heads, 100352, 4096)
+    return _shape("Olmo2ForCausalLM", *sizes, rope_theta=500_000.0)
+
+
 SHAPES: Mapping[str, ModelConfig] = {
     "smollm2-135m": _llama(30, 576, 1536, 9, 3, 49152, 8192, tied=True),
     "smollm2-360m": _llama(32, 960, 2560, 15, 5, 49152, 8192, tied=True),
@@ -110,5 +115,9 @@ SHAPES: Mapping[str, ModelConfig] = {
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, 256, 256),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, 256, 256),
     "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, 128, 144),
+    "olmo-2-1b": _olmo2(16, 2048, 8192, 16, 16),
+    "olmo-2-7b": _olmo2(32, 4096, 11008, 32, 32),
+    "olmo-2-13b": _olmo2(40, 5120, 13824, 40, 40),
+    "olmo-2-32b": _olmo2(64, 5120, 27648, 40, 8),
 }
 """By short name. ``llama-3-*`` have the 128k context of Llama 3.1 and later."""

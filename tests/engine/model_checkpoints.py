@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 8.0,
     },
+    "Olmo2": {},
 }
 """For each family what its tiny configuration has that others' have not."""
 

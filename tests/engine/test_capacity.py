@@ -51,6 +51,7 @@ def test_shapes_are_what_their_names_say() -> None:
     billions |= {"qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen3-0.6b": 0.596, "qwen3-32b": 32.8}
     billions |= {"gemma-2b": 2.506, "gemma-7b": 8.538}
     billions |= {"gemma-2-2b": 2.614, "gemma-2-9b": 9.242, "gemma-2-27b": 27.23}
+    billions |= {"olmo-2-1b": 1.485, "olmo-2-7b": 7.299, "olmo-2-13b": 13.716, "olmo-2-32b": 32.234}
     for name, size in billions.items():
         assert SHAPES[name].num_parameters == pytest.approx(size * 1e9, rel=2e-3)
     for config in SHAPES.values():

@@ -18,6 +18,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("Qwen3", {}),
     "Gemma": ("Gemma", {}),
     "Gemma2": ("Gemma2", {"sliding_window": 11}),
+    "Olmo2": ("Olmo2", {}),
 }
 """One of each family that the decoder knows. All layers of Mistral's, and one of Gemma 2's, see 11 tokens."""
 

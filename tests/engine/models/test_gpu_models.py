@@ -50,7 +50,7 @@ def test_variants(variant: str, kernels_name: str, tmp_path: Path) -> None:
     check(tmp_path, family, kernels_name, **changes)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near_float32(
     dtype: torch.dtype, family: str, kernels_name: str, tmp_path: Path

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from model_checkpoints import FAMILIES, ROPES, tiny_config
 from tiny_engines import TINY_MODELS
 
@@ -143,6 +144,47 @@ def test_gemma2_as_released() -> None:
     uncapped = parse("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=None)
     assert (uncapped.attention_soft_cap, uncapped.logit_soft_cap, uncapped.windows) == (None, None, ())
     assert parse(attn_logit_softcapping=50.0).attention_soft_cap is None  # Llama has no such key
+
+
+def test_olmo2_as_released() -> None:
+    """The keys of allenai/OLMo-2-1124-7B, and the defaults of transformers where the file is silent."""
+    config = parse(
+        "Olmo2",
+        attention_bias=False,
+        eos_token_id=100257,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=11008,
+        max_position_embeddings=4096,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=500000,
+        tie_word_embeddings=False,
+        torch_dtype="float32",
+        vocab_size=100352,
+    )
+    assert (config.head_dim, config.rms_norm_eps, config.rope.theta) == (128, 1e-6, 500_000.0)
+    assert config.qk_norm_sizes == (4096, 4096)
+    silent = parse("Olmo2", max_position_embeddings=None)
+    assert (silent.rms_norm_eps, silent.max_position_embeddings, silent.num_kv_heads) == (1e-5, 2048, 8)
+    assert not silent.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_agrees_with_transformers_where_the_file_is_silent(family: str) -> None:
+    theirs = getattr(transformers, f"{family}Config")()
+    sizes = {
+        key: getattr(theirs, key) for key in BASE if key not in ("architectures", "max_position_embeddings")
+    }
+    config = parse(family, **sizes, max_position_embeddings=None)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])

@@ -70,6 +70,15 @@ def test_a_missing_norm_of_gemma2_is_refused(norm: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("norm", ["self_attn.q_norm", "post_attention_layernorm", "post_feedforward_layernorm"])
+def test_a_missing_norm_of_olmo2_is_refused(norm: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Olmo2")
+    name = f"model.layers.1.{norm}.weight"
+    rewrite(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=f"tensor {name} is missing"):
+        load(tmp_path)
+
+
 def test_a_wrong_shape_is_refused(folder: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(80, 47)}))

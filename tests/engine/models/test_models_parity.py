@@ -12,7 +12,7 @@ from model_checkpoints import FAMILIES, ROPES, VOCAB, PagedRun, save_tiny
 from torch import Tensor
 
 from engine.models.loader import load_model
-from kernels.interface import Kernels
+from kernels.interface import Kernels, PackedLinear
 from kernels.reference import ReferenceKernels
 from kernels.registry import get_kernels
 
@@ -114,6 +114,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma",
         {"head_dim": 256, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "norms of rows, every head its own keys": ("Olmo2", {"num_key_value_heads": 4, "head_dim": 20}),
+    "norms of rows, biases, one KV head": (
+        "Olmo2",
+        {"num_key_value_heads": 1, "attention_bias": True, "num_hidden_layers": 3},
+    ),
     "another activation": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
 }
 
@@ -145,7 +150,7 @@ def test_a_step_that_samples_nothing_still_writes_the_cache(kernels: Kernels, tm
     torch.testing.assert_close(run.step([1])[0], expect(model, sequence)[-1], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near_float32(
     dtype: torch.dtype, family: str, kernels: Kernels, tmp_path: Path
@@ -168,18 +173,29 @@ def test_embedding_and_norm_round_as_in_transformers(
 ) -> None:
     model = save_tiny(tmp_path, family).to(dtype)
     seen: list[Tensor] = []
-    plain = ReferenceKernels.rms_norm
+    multiplied: list[Tensor] = []
+    plain, product = ReferenceKernels.rms_norm, ReferenceKernels.linear
 
     def recorded(kernels: ReferenceKernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = plain(kernels, x, weight, eps)
         seen.extend((x.clone(), normed))
         return normed
 
+    def recorded_product(kernels: ReferenceKernels, x: Tensor, packed: PackedLinear) -> Tensor:
+        multiplied.append(x.clone())
+        return product(kernels, x, packed)
+
     monkeypatch.setattr(ReferenceKernels, "rms_norm", recorded)
+    monkeypatch.setattr(ReferenceKernels, "linear", recorded_product)
     decoder = load_model(tmp_path, ReferenceKernels(), dtype, "cpu")
     tokens = torch.arange(VOCAB)
     PagedRun(decoder, [tokens]).step([VOCAB])
     with torch.inference_mode():
         embedded = model.model.embed_tokens(tokens)
-        assert torch.equal(seen[0], embedded)
-        assert torch.equal(seen[1], model.model.layers[0].input_layernorm(embedded))
+        layer = model.model.layers[0]
+        if decoder.layers[0].before_attention is None:
+            assert torch.equal(multiplied[0], embedded)
+            assert torch.equal(seen[1], layer.self_attn.q_norm(seen[0]))
+        else:
+            assert torch.equal(seen[0], embedded)
+            assert torch.equal(seen[1], layer.input_layernorm(embedded))
