@@ -11,6 +11,7 @@ from kernels.interface import Activation
 from kernels.triton.jit import jit
 
 BLOCK = 1024  # columns of one program
+GELU_TANH = {Activation.SILU: False, Activation.GELU_TANH: True}  # of each activation that the kernel knows
 
 
 @jit()
@@ -51,7 +52,7 @@ def activate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
             gate_up,
             gate_up.stride(0),
             WIDTH=width,
-            GELU_TANH=activation is Activation.GELU_TANH,
+            GELU_TANH=GELU_TANH[activation],
             BLOCK=BLOCK,
             num_warps=4,
         )

@@ -212,7 +212,7 @@ def _norm(dtype: torch.dtype, width: int, *, float32_weight: bool = False) -> Va
 
 
 def _activation(dtype: torch.dtype, kind: Activation) -> Variant:
-    gelu = kind is Activation.GELU_TANH
+    gelu = activation.GELU_TANH[kind]
     constants = {"WIDTH": 14336, "GELU_TANH": gelu, "BLOCK": activation.BLOCK}
     name = f"{'gelu' if gelu else 'silu'} mul"
     return Variant(name, activation.activate_mul_kernel, dtype, constants, {"num_warps": 4})
