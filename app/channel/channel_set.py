@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import itertools
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from app.channel.ingress_channel import ChannelEvents, IngressChannel
@@ -15,16 +15,10 @@ from app.routing import fleet
 
 
 class ChannelOwner(ChannelEvents, Protocol):
-    """Knows which request runs on which replica."""
+    """What a set of channels reports to its owner."""
 
     def on_members(self) -> None:
-        """Replicas have joined or begun to leave."""
-
-    def replicas_in_use(self) -> Collection[str]:
-        """Replicas with a live attempt."""
-
-    def move_away(self, replicas: Collection[str]) -> None:
-        """Move the requests of these replicas to others."""
+        """Replicas have joined or begun to leave; call :meth:`ChannelSet.settle`."""
 
 
 class ChannelSet:
@@ -63,19 +57,22 @@ class ChannelSet:
         """Replicas that are not leaving."""
         return len(self._channels) - len(self._leaving)
 
-    def settle(self) -> None:
-        """Close channels of leaving replicas if possible; call after a route or an attempt has changed."""
+    def settle(self, replicas_in_use: Callable[[], Collection[str]]) -> Collection[str]:
+        """Close channels of leaving replicas if possible; call after a route or an attempt has changed.
+
+        ``replicas_in_use`` returns the replicas with a live attempt; it is called only if that matters. The
+        caller must move the requests of the returned replicas, whose channels are closing, to others.
+        """
         if not self._leaving:
-            return
-        if self.routable():
-            self._owner.move_away(self._leaving)
-            done = set(self._leaving)
-        else:
-            done = self._leaving - set(self._owner.replicas_in_use())
+            return ()
+        done = set(self._leaving)
+        if not self.routable():
+            done -= set(replicas_in_use())
         self._leaving -= done
         for replica in done:
             self._channels.pop(replica).stop()
             self.fleet.pin(replica, False)
+        return done
 
     async def stop(self) -> None:
         """Close every channel."""
@@ -102,4 +99,3 @@ class ChannelSet:
             )
         self._leaving = set(self._channels) - members
         self._owner.on_members()
-        self.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class AttemptRunner:
         waiter: ReplicaWaiter,
         policy: Policy,
         unavailable_after_s: float,
+        on_attempt_ended: Callable[[], None],
     ) -> None:
         # The first options() makes Serve create the router, which reports its members.
         self._generate = handle.options(_by_reference=False).generate
@@ -67,6 +69,7 @@ class AttemptRunner:
         self._waiter = waiter
         self._policy = policy
         self._unavailable_after_s = unavailable_after_s
+        self._on_attempt_ended = on_attempt_ended
         self._numbers = itertools.count(1)
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
@@ -118,8 +121,7 @@ class AttemptRunner:
 
     async def _attempt(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
         """Make one attempt; ``None`` when the request has ended or was told to move."""
-        request.interrupt.clear()
-        request.typical_output = self._ledger.typical_output
+        request.begin_attempt(self._ledger.typical_output)
         self.running[number] = request
         self._ledger.expect(number)
         try:
@@ -127,11 +129,9 @@ class AttemptRunner:
         finally:
             del self.running[number]
             booking = self._ledger.booking(number)
-            if booking is not None:
-                request.avoid = booking.route.replica
-            per_sequence = request.num_tokens / request.request.params.n if request.complete else None
-            self._ledger.release(number, per_sequence)
-            self._channels.settle()
+            request.end_attempt(booking.route.replica if booking is not None else None)
+            self._ledger.release(number, request.mean_output)
+            self._on_attempt_ended()
 
     async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
         """Call the engine; the call stays open until the attempt ends. Its tokens come on the channel."""

@@ -62,10 +62,16 @@ class EngineClient:
         if self._started is None:
             channels = self._started = ChannelSet(self._handle, self)
             self._kv = KvFeed(channels.fleet.ledger, channels.fleet.index)
-            self._drainer = Drainer(channels.fleet, self.move_away)
+            self._drainer = Drainer(channels.fleet, self._move_away)
             self._ledger.configure(self._policy)
             self._attempts = AttemptRunner(
-                self._handle, channels, self._kv, self._waiter, self._policy, self._unavailable_after_s
+                self._handle,
+                channels,
+                self._kv,
+                self._waiter,
+                self._policy,
+                self._unavailable_after_s,
+                on_attempt_ended=self._settle,
             )
 
     async def stop(self) -> None:
@@ -203,7 +209,7 @@ class EngineClient:
         self._ledger.open(route)
         self._kv.open(route, hello)
         self._waiter.notify()
-        self._channels.settle()
+        self._settle()
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """See ``ChannelEvents``."""
@@ -247,7 +253,7 @@ class EngineClient:
         self._ledger.suspect(route.replica, suspected)
         if not suspected:
             self._waiter.notify()
-            self._channels.settle()
+            self._settle()
 
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there move."""
@@ -257,23 +263,29 @@ class EngineClient:
             if request is not None and not request.ended:
                 if self._channels.known(route.replica):  # not one that was told to stop
                     request.count_fault(reason)
-                request.avoid = route.replica
-                request.interrupt.set()
+                request.lose_replica(route.replica)
                 logger.info("request %s moves: %s", request.request.request_id, reason)
-        self._channels.settle()
+        self._settle()
 
     def on_members(self) -> None:
         """See ``ChannelOwner``: a replica whose channel is open may have rejoined."""
         self._waiter.notify()
+        self._settle()
 
-    def replicas_in_use(self) -> Collection[str]:
-        """See ``ChannelOwner``."""
+    def _settle(self) -> None:
+        """Close channels of leaving replicas, and move the requests that run there."""
+        self._move_away(self._channels.settle(self._replicas_in_use))
+
+    def _replicas_in_use(self) -> Collection[str]:
+        """Replicas with a live attempt."""
         running = self._attempts.running.items()
         bookings = (self._ledger.booking(attempt) for attempt, request in running if not request.ended)
         return {booking.route.replica for booking in bookings if booking is not None}
 
-    def move_away(self, replicas: Collection[str]) -> None:
-        """See ``ChannelOwner``."""
+    def _move_away(self, replicas: Collection[str]) -> None:
+        """Move the requests of these replicas to others."""
+        if not replicas:
+            return
         for attempt, request in self._attempts.running.items():
             booking = self._ledger.booking(attempt)
             if booking is not None and booking.route.replica in replicas:

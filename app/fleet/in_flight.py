@@ -54,6 +54,26 @@ class InFlightRequest:
         """Tokens that have arrived, in all sequences."""
         return sum(map(len, self.outputs))
 
+    @property
+    def mean_output(self) -> float | None:
+        """Tokens of each sequence, on average; ``None`` until the request is complete."""
+        return self.num_tokens / self.request.params.n if self.complete else None
+
+    def begin_attempt(self, typical_output: float) -> None:
+        """Another attempt begins; sequences here come to ``typical_output`` tokens on average."""
+        self.interrupt.clear()
+        self.typical_output = typical_output
+
+    def end_attempt(self, replica: str | None) -> None:
+        """The attempt on ``replica`` has ended; the next one avoids it. ``None`` if none was booked."""
+        if replica is not None:
+            self.avoid = replica
+
+    def lose_replica(self, replica: str) -> None:
+        """The channel of the current attempt's replica has ended: the request moves to another."""
+        self.avoid = replica
+        self.interrupt.set()
+
     def submission(self, attempt: int) -> wire.Submission:
         """What the next replica needs to continue.
 

@@ -49,9 +49,9 @@ FLEET: list[Fault] = [
         "a request that kills its replicas kills them all",
     ),
     Fault(
-        "app/fleet/attempts.py",
-        "                request.avoid = booking.route.replica\n",
-        "                pass\n",
+        "app/fleet/in_flight.py",
+        "        if replica is not None:\n            self.avoid = replica\n",
+        "",
         _CLIENT,
         "an attempt goes to the replica that has just failed",
     ),
