@@ -73,7 +73,8 @@ def parse(
     """The arguments of ``python -m loadtests.COMMAND``; ``options`` have a default and a meaning each.
 
     The default says what an option takes: nothing (``False``: a flag), words or numbers of its type, one or
-    more of them where it is a list, one of a tuple, whose first is the default. A number must be above 0 where its default is.
+    more of them where it is a list, one of a tuple, whose first is the default. A number must be above 0 where
+    its default is.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m loadtests.{command}",
