@@ -14,6 +14,7 @@ from engine.request import FinishReason, ModelLimits, Request, TokenDelta
 from engine.scheduling.admission import admit_waiting, preempt_for_priority, preempt_held_beams
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.intake import Intake
+from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.preemption import grow
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.scheduler_stats import SchedulerStats
@@ -89,7 +90,9 @@ class Scheduler:
             look_ahead=look_ahead,
             max_overtakes=max_overtakes,
         )
-        self._groups = SequenceGroups(self.state, self._append)
+        self._workload = WorkloadStats()
+        self._outcomes = Outcomes(self.state, self._workload)
+        self._groups = SequenceGroups(self.state, self._outcomes)
         self._intake = Intake(
             self.state,
             self._groups,
@@ -99,8 +102,7 @@ class Scheduler:
             priority_ageing=priority_ageing,
             clock=clock,
         )
-        self._workload = WorkloadStats()
-        self._generated_tokens = self._copied_blocks = 0
+        self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
         self._uncommitted: StepPlan | None = None
         self._check_invariants = check_invariants
@@ -178,15 +180,16 @@ class Scheduler:
                 tokens = sequence.token_ids
                 index = len(tokens) - sequence.output_start
                 if outcome in sequence.end_token_ids or len(tokens) + 1 >= sequence.max_total_tokens:
-                    deltas += self._count_finished(self._append(sequence, outcome, 0.0))
+                    deltas += self._count_finished(self._groups.append(sequence, outcome, 0.0))
                     continue
+                # Outcomes.append, inlined for a token that cannot be the last one, as nearly all.
                 tokens.append(outcome)
                 appended += 1
                 cached, number = sequence.cached_tokens or 0, sequence.number
                 deltas.append(TokenDelta(sequence.request_id, index, (outcome,), None, cached, None, number))
             elif outcome is not None:
                 deltas += self._count_finished(self._groups.advance(sequence, outcome))
-        self._generated_tokens += appended
+        self._outcomes.generated_tokens += appended
         self._maybe_check()
         return deltas
 
@@ -232,7 +235,7 @@ class Scheduler:
             preempted=state.num_preempted,
             swapped=state.num_swapped,
             prompt_tokens=workload.prompt_tokens,
-            generated_tokens=self._generated_tokens + self._groups.beam_tokens,
+            generated_tokens=self._outcomes.generated_tokens + self._groups.beam_tokens,
             prefix_query_tokens=workload.query_tokens,
             prefix_hit_tokens=workload.hit_tokens,
             preemptions=state.num_preemptions,
@@ -267,20 +270,6 @@ class Scheduler:
         )
         sequence.indexed = full
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> list[TokenDelta]:
-        """Add a token to a sequence, and end it if that was its last one."""
-        index = sequence.num_generated
-        sequence.token_ids.append(token)
-        sequence.logprob += logprob
-        self._generated_tokens += 1
-        reason = _finish_reason(sequence, token)
-        if reason is not None:
-            return self._finish(sequence, reason, index, (token,))
-        if sequence.params.ranked:
-            return []
-        cached, number = sequence.cached_tokens or 0, sequence.number
-        return [TokenDelta(sequence.request_id, index, (token,), None, cached, None, number)]
-
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> list[TokenDelta]:
         """End every sequence of a request."""
         if request_id in self._groups:
@@ -288,25 +277,11 @@ class Scheduler:
         else:
             sequence = self.state.sequences.get((request_id, 0))
             sequences = [] if sequence is None else [sequence]
-        return self._count_finished(
-            [delta for sequence in sequences for delta in self._finish(sequence, reason, error=error)]
-        )
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        index: int | None = None,
-        tokens: tuple[int, ...] = (),
-        error: str | None = None,
-    ) -> list[TokenDelta]:
-        if index is None:  # of ranked sequences the client has seen nothing
-            index = 0 if sequence.params.ranked else sequence.num_generated
-        self.state.finish(sequence, reason)
-        self._workload.ended(sequence, reason)
-        cached = sequence.cached_tokens or 0
-        delta = TokenDelta(sequence.request_id, index, tokens, reason, cached, error, sequence.number, True)
-        return [delta] if sequence.group is None else self._groups.finished(sequence, delta)
+        deltas: list[TokenDelta] = []
+        for sequence in sequences:
+            delta = self._outcomes.finish(sequence, reason, error=error)
+            deltas += self._groups.finished(sequence, delta)
+        return self._count_finished(deltas)
 
     def _count_finished(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         for delta in deltas:
@@ -349,9 +324,3 @@ def _continue_running(state: SchedulerState, plan: StepPlan) -> None:
             return
         prefill_budget -= length
         plan.add(sequence, length)
-
-
-def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-    if token in sequence.end_token_ids and sequence.num_generated > sequence.params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_total_tokens else None
