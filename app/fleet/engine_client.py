@@ -32,6 +32,16 @@ STOPPING = "the server is shutting down; send the request again"
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Running:
+    """What an engine client has once it has started."""
+
+    channels: ChannelSet
+    kv: KvFeed
+    drainer: Drainer
+    attempts: AttemptRunner
+
+
 class EngineClient:
     """Owned by one ingress replica; every method runs on that replica's event loop.
 
@@ -54,36 +64,36 @@ class EngineClient:
         self._requests: set[InFlightRequest] = set()
         self._limits: ModelLimits | None = None
         self._waiter = ReplicaWaiter(handle if to_zero else None)
-        self._started: ChannelSet | None = None
+        self._running: _Running | None = None
         self._stopped = False
 
     async def start(self) -> None:
         """Open channels to all replicas, present and future; waits for none. Later calls do nothing."""
-        if self._started is None:
-            channels = self._started = ChannelSet(self._handle, self)
-            self._kv = KvFeed(channels.fleet.ledger, channels.fleet.index)
-            self._drainer = Drainer(channels.fleet, self._move_away)
-            self._ledger.configure(self._policy)
-            self._attempts = AttemptRunner(
+        if self._running is None:
+            channels = ChannelSet(self._handle, self)
+            kv = KvFeed(channels.fleet.ledger, channels.fleet.index)
+            channels.fleet.ledger.configure(self._policy)
+            attempts = AttemptRunner(
                 self._handle,
                 channels,
-                self._kv,
+                kv,
                 self._waiter,
                 self._policy,
                 self._unavailable_after_s,
                 on_attempt_ended=self._settle,
             )
+            self._running = _Running(channels, kv, Drainer(channels.fleet, self._move_away), attempts)
 
     async def stop(self) -> None:
         """Close every channel; current and later requests end with ``UnavailableError``."""
         self._stopped = True
-        if self._started is None:
+        if self._running is None:
             return
         for request in list(self._requests):
             request.fail(UnavailableError(STOPPING))
-        self._drainer.stop()
+        self._parts.drainer.stop()
         self._waiter.stop()
-        await self._started.stop()
+        await self._running.channels.stop()
 
     # ---- requests
 
@@ -110,7 +120,7 @@ class EngineClient:
         self._requests.add(in_flight)
         # In an empty context: Serve must not take the attempts for children of one HTTP request.
         in_flight.runner = asyncio.get_running_loop().create_task(
-            self._attempts.run(in_flight), context=contextvars.Context()
+            self._parts.attempts.run(in_flight), context=contextvars.Context()
         )
         in_flight.runner.add_done_callback(in_flight.on_runner_done)
         try:
@@ -162,44 +172,44 @@ class EngineClient:
             ValueError: a time is negative or not a number.
         """
         await self.start()
-        self._drainer.cordon(replicas, lasts_s, after_s)
+        self._parts.drainer.cordon(replicas, lasts_s, after_s)
 
     def status(self) -> dict[str, Any]:
         """For /health: known and routable replicas, live requests, the state of each channel."""
-        if self._started is None:
+        if self._running is None:
             return {"replicas": 0, "routable": 0, "live_requests": 0, "channels": {}, "booked_tokens": {}}
         return {
-            "replicas": self._channels.num_members,
+            "replicas": self._parts.channels.num_members,
             "routable": len(self._ledger.routable()),
             "live_requests": len(self._requests),
-            "channels": self._channels.states(),
+            "channels": self._parts.channels.states(),
             "booked_tokens": self._ledger.load(),
-            "asleep": self._waiter.asleep(self._channels.num_members),
-            "cordoned": sorted(self._channels.fleet.cordon.names()),
+            "asleep": self._waiter.asleep(self._parts.channels.num_members),
+            "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
 
     def inspect(self) -> dict[str, Any]:
         """For tests and debugging: ``status``; and for each replica routed attempts, index, and load."""
-        if self._started is None:
+        if self._running is None:
             return self.status()
         return {
             **self.status(),
-            "cid": self._channels.cid,
-            "routed": dict(self._channels.fleet.routed),
-            "index": self._kv.state(),
-            "index_counters": self._kv.counters(),
+            "cid": self._parts.channels.cid,
+            "routed": dict(self._parts.channels.fleet.routed),
+            "index": self._parts.kv.state(),
+            "index_counters": self._parts.kv.counters(),
             **self._ledger.state(),
         }
 
     @property
-    def _channels(self) -> ChannelSet:
-        assert self._started is not None, "call start() first"
-        return self._started
+    def _parts(self) -> _Running:
+        assert self._running is not None, "call start() first"
+        return self._running
 
     @property
     def _ledger(self) -> Ledger:
-        return self._channels.fleet.ledger
+        return self._parts.channels.fleet.ledger
 
     # ---- ChannelOwner: what the channels report
 
@@ -207,7 +217,7 @@ class EngineClient:
         """See ``ChannelEvents``."""
         self._limits = hello.limits
         self._ledger.open(route)
-        self._kv.open(route, hello)
+        self._parts.kv.open(route, hello)
         self._waiter.notify()
         self._settle()
 
@@ -215,7 +225,7 @@ class EngineClient:
         """See ``ChannelEvents``."""
         stale = []
         for record in records:
-            request = self._attempts.running.get(record.attempt)
+            request = self._parts.attempts.running.get(record.attempt)
             if request is None or request.ended or request.interrupt.is_set():
                 if request is None and not record.final:
                     stale.append(record.attempt)
@@ -242,7 +252,7 @@ class EngineClient:
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
         """See ``ChannelEvents``."""
-        return self._kv.update(route, section)
+        return self._parts.kv.update(route, section)
 
     def on_load(self, route: Route, load: LoadReport) -> None:
         """See ``ChannelEvents``."""
@@ -257,11 +267,11 @@ class EngineClient:
 
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there move."""
-        self._kv.close(route)
+        self._parts.kv.close(route)
         for attempt in self._ledger.close(route):
-            request = self._attempts.running.get(attempt)
+            request = self._parts.attempts.running.get(attempt)
             if request is not None and not request.ended:
-                if self._channels.known(route.replica):  # not one that was told to stop
+                if self._parts.channels.known(route.replica):  # not one that was told to stop
                     request.count_fault(reason)
                 request.lose_replica(route.replica)
                 logger.info("request %s moves: %s", request.request.request_id, reason)
@@ -274,11 +284,11 @@ class EngineClient:
 
     def _settle(self) -> None:
         """Close channels of leaving replicas, and move the requests that run there."""
-        self._move_away(self._channels.settle(self._replicas_in_use))
+        self._move_away(self._parts.channels.settle(self._replicas_in_use))
 
     def _replicas_in_use(self) -> Collection[str]:
         """Replicas with a live attempt."""
-        running = self._attempts.running.items()
+        running = self._parts.attempts.running.items()
         bookings = (self._ledger.booking(attempt) for attempt, request in running if not request.ended)
         return {booking.route.replica for booking in bookings if booking is not None}
 
@@ -286,7 +296,7 @@ class EngineClient:
         """Move the requests of these replicas to others."""
         if not replicas:
             return
-        for attempt, request in self._attempts.running.items():
+        for attempt, request in self._parts.attempts.running.items():
             booking = self._ledger.booking(attempt)
             if booking is not None and booking.route.replica in replicas:
                 request.interrupt.set()

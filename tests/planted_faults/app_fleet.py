@@ -15,7 +15,7 @@ _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 FLEET: list[Fault] = [
     Fault(
         "app/fleet/engine_client.py",
-        "                if self._channels.known(route.replica):  # not one that was told to stop\n",
+        "                if self._parts.channels.known(route.replica):  # not one that was told to stop\n",
         "                if True:\n",
         _CLIENT,
         "planned stops count as faults",

@@ -229,7 +229,7 @@ def test_a_request_whose_keys_are_made_while_the_client_stops_ends_at_once(
             await made.wait()
             return []
 
-        monkeypatch.setattr(client._attempts, "_block_keys", keys)
+        monkeypatch.setattr(client._parts.attempts, "_block_keys", keys)
         jobs = [asyncio.ensure_future(collect(client, request([1], 50))) for _ in range(2)]
         await asyncio.sleep(0.01)
         jobs[1].cancel()

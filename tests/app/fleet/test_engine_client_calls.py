@@ -141,7 +141,7 @@ def test_the_replica_whose_channel_broke_is_avoided() -> None:
         await until(lambda: len(victim.engine.live) == 2)
         victim.kill()
         await until(lambda: len(other.engine.live) == 4)
-        avoided = [live.avoid for live in client._attempts.running.values()]
+        avoided = [live.avoid for live in client._parts.attempts.running.values()]
         assert sorted(avoided) == ["", "", victim.name, victim.name]
         async with stepping(handle):
             await asyncio.gather(*jobs)
@@ -163,7 +163,7 @@ def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
             return send(*args, **kwargs)
 
         # The client has the handle's method already.
-        client._attempts._generate = SimpleNamespace(remote=remote)
+        client._parts.attempts._generate = SimpleNamespace(remote=remote)
         handle.replicas["kv"] = KvReplica("kv")
         handle.announce("kv")
         async with stepping(handle):
