@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.metrics import OverloadMetrics
 from app.routing.waiting import ExpectedWait
 
@@ -84,8 +85,7 @@ class OverloadControl:
         self._overloaded = False
         self._watching: asyncio.Task[None] | None = None
         self._refused = 0
-        self._faults = 0
-        self._logged_at = -math.inf
+        self._faults = FaultCounter("the expected wait could not be estimated; admitting all requests", logger)
 
     def refusal(self) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it."""
@@ -157,7 +157,7 @@ class OverloadControl:
             "overloaded": self._overloaded,
             "refusing": self._overloaded and self._over,
             "refused": self._refused,
-            "faults": self._faults,
+            "faults": self._faults.count,
         }
 
     def _ask(self) -> ExpectedWait | None:
@@ -166,14 +166,8 @@ class OverloadControl:
             if expected is not None and math.isnan(expected.seconds):
                 raise ValueError("the expected wait is not a number")
             return expected
-        except Exception:  # a defect in the estimate must not refuse requests
-            self._faults += 1
-            if self._looked_at - self._logged_at >= 1.0:
-                self._logged_at = self._looked_at
-                logger.exception(
-                    "the expected wait could not be estimated (%d times so far); admitting all requests",
-                    self._faults,
-                )
+        except Exception:  # noqa: BLE001  (a defect in the estimate must not refuse requests)
+            self._faults.add()
             return None
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.autoscaling.publishing import NAMESPACE, victims_key
 from app.routing.timed_set import TimedSet
 
@@ -51,7 +52,7 @@ class VictimFeed:
     ) -> None:
         self.key = victims_key(app, deployment)
         self.received = 0
-        self.faults = 0
+        self.faults = FaultCounter("cannot read which replicas may be stopped next", logger)
         self._likely_victims = likely_victims
         self._read = read or _read_internal_kv
         self._every_s = every_s
@@ -76,7 +77,7 @@ class VictimFeed:
         """For tests and debugging: messages received, failed reads and messages, current likely victims."""
         return {
             "received": self.received,
-            "faults": self.faults,
+            "faults": self.faults.count,
             "likely_victims": sorted(self._likely_victims.names()),
         }
 
@@ -90,15 +91,8 @@ class VictimFeed:
             first, self._first = self._first, False
             if value is not None:
                 self._apply(parse(value), first)
-        except Exception as error:  # noqa: BLE001  (Ray raises many kinds; routing works without the message)
-            self.faults += 1
-            if self.faults & (self.faults - 1) == 0:
-                logger.warning(
-                    "cannot read which replicas may be stopped next (%d times so far): %s: %s",
-                    self.faults,
-                    type(error).__name__,
-                    error,
-                )
+        except Exception:  # noqa: BLE001  (Ray raises many kinds; routing works without the message)
+            self.faults.add()
 
     def _apply(self, victims: Victims, first: bool) -> None:
         if victims.seq <= self._seq:

@@ -17,9 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest, view_of
-from app.routing.faults import Faults
 from app.routing.load import LoadReport, average, sane
 from app.routing.policies import CHOICES, Decision, Policy, least_booked
 from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
@@ -96,7 +96,7 @@ class Ledger:
         self._bookings: dict[int, Booking] = {}
         self._placed = 0
         self._unlearned: tuple[RoutingRequest, Decision] | None = None
-        self._faults = Faults(clock)
+        self._faults = FaultCounter("choosing by prefixes failed; going by load alone", logger)
 
     @property
     def faults(self) -> int:
