@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 	$(PIP) -c constraints-gpu.txt --no-build-isolation -e '.[dev]'
 	@touch $(READY)
 
-.venv: $(READY)  ## Set up the environment (every other target does it by itself).
+.venv: $(READY)  ## Set up the environment (other targets do this automatically).
 
 serve: $(READY)  ## Serve the bundled model on http://127.0.0.1:8000 (options: make serve ARGS="model=... port=...").
 	@$(BIN)/python -m app $(ARGS)

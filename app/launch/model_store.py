@@ -273,7 +273,8 @@ def main(arguments: list[str] | None = None) -> int:
             folder = bundled_folder()
             if not is_ready(folder):
                 raise ConfigError(
-                    f"{BUNDLED_NAME} has not been fetched; run: python -m app.launch.model_store pull"
+                    f"{BUNDLED_NAME} has not been downloaded; run: "
+                    f"{sys.executable} -m app.launch.model_store pull"
                 )
         else:
             folder = pull() if bundled else resolve(options.model)

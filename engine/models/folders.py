@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -37,7 +38,8 @@ def local_folder(model: str | Path) -> Path:
         if folder.is_dir():
             return folder
         raise ConfigError(
-            f"model {name!r} is not in {folder.parent}; fetch it with: python -m app.launch.model_store pull"
+            f"model {name!r} is not in {folder.parent}; download it with: "
+            f"{sys.executable} -m app.launch.model_store pull"
         )
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         cached = _hub_snapshot(name)

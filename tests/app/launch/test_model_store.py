@@ -158,7 +158,7 @@ def test_a_failed_conversion_leaves_nothing(
 
 def test_command(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["path"]) == 1
-    assert "error: smollm2-135m-instruct has not been fetched" in capsys.readouterr().err
+    assert "error: smollm2-135m-instruct has not been downloaded" in capsys.readouterr().err
     finish(bundled_folder())
     for command in ("path", "pull"):
         assert main([command]) == 0
