@@ -33,3 +33,5 @@ def test_all_streams_end_with_the_same_tokens(deployed: BreakableCluster, said: 
     assert pressed.texts == said
     assert pressed.preemptions > 0
     assert pressed.recoveries["swap"] > 0
+    (state,) = deployed.inspect()
+    assert (state["swapped"], state["host_blocks_used"]) == (0, 0)

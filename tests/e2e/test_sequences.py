@@ -173,8 +173,3 @@ def test_tenants_share_no_prefix(sdk: openai.OpenAI) -> None:
     assert max(cached_tokens(sdk, prompt, "one") for _ in range(3)) > 0
     assert cached_tokens(sdk, prompt, "two") == 0
     assert cached_tokens(sdk, prompt) == 0
-
-
-def test_the_replicas_account_for_swapped_sequences(cluster: BreakableCluster) -> None:
-    for state in cluster.inspect():
-        assert (state["swapped"], state["host_blocks_used"]) == (0, 0)
