@@ -15,7 +15,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("app", "engine", "kernels", "loadtests", "tests")
 FOREIGN_MODULES = {"pip", "pytest", "venv"}
-OTHER_SETTINGS = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PORT")  # the last one is set by Kubernetes
+OTHER_SETTINGS = (
+    "QUIRE_CACHE",
+    "QUIRE_URL",
+    "QUIRE_LOAD_",
+    "QUIRE_PEERS",
+    "QUIRE_PORT",
+)  # the last one is set by Kubernetes
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
