@@ -303,10 +303,35 @@ class AppConfig(Group):
         fixed = [name for name in user_config if name not in live]
         if fixed:
             raise ConfigError(
-                f"user_config of {deployment} cannot change {', '.join(fixed)}; its live options: "
+                f"user_config of {deployment} cannot change {', '.join(map(str, fixed))}; its live options: "
                 f"{', '.join(live)}; set all others under args, which restarts the engine replicas"
             )
         return _validate(user_config, self.model_dump(exclude_unset=True))
+
+
+class LiveOptions:
+    """The options that one replica has now: those of the start, with what its ``user_config`` changed."""
+
+    def __init__(self, initial: AppConfig, deployment: str) -> None:
+        self._initial = initial
+        self._deployment = deployment
+        self.current: AppConfig | None = None  # none before the first update
+
+    def update(self, user_config: Mapping[str, Any]) -> AppConfig:
+        """Take in a ``user_config``. A wrong one is logged and changes nothing in a replica that runs.
+
+        Serve replaces a replica whose ``reconfigure`` raises: the service would be down for a typing error.
+
+        Raises:
+            ConfigError: it is wrong at the start, so that the deployment fails and says why.
+        """
+        try:
+            self.current = self._initial.with_live(user_config, self._deployment)
+        except ConfigError as error:
+            if self.current is None:
+                raise
+            logger.error("the new user_config has no effect: %s", error)
+        return self.current
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class IngressReplica:
     """The deployment's body: owns the channels to the engines and the service that the routes call."""
 
     def __init__(self, options: AppConfig, engine: Any) -> None:
-        self._initial = options
+        self._live = config.LiveOptions(options, "ingress")
         folder = resolve(options.service.model)
         scaling = options.scaling
         self._client = EngineClient(
@@ -82,7 +82,7 @@ class IngressReplica:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes."""
-        options = self._initial.with_live(user_config, "ingress")
+        options = self._live.update(user_config)
         config.set_log_level(options.service.log_level)
         self.service.options = options.ingress
         await self._client.start()

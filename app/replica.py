@@ -43,6 +43,7 @@ class EngineReplica:
     def __init__(self, options: AppConfig) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._options = options
+        self._live = config.LiveOptions(options, "engine")
         config.set_log_level(options.service.log_level)
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
@@ -56,7 +57,7 @@ class EngineReplica:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
-        config.set_log_level(self._options.with_live(user_config, "engine").service.log_level)
+        config.set_log_level(self._live.update(user_config).service.log_level)
 
     async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -238,8 +239,26 @@ def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> 
         assert ingress.service.options.max_live_requests == 7
         await ingress.reconfigure({"log_level": "INFO"})
         assert ingress.service.options.max_live_requests == 100
-        with pytest.raises(ConfigError, match="user_config of ingress cannot change block_size"):
-            await ingress.reconfigure({"block_size": 8})
+        await ingress.__del__()
+
+    asyncio.run(test())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+@pytest.mark.parametrize("wrong", [{"block_size": 8}, {"max_live_requests": 0}, {1: 2}])
+def test_a_wrong_user_config_fails_a_start_and_changes_nothing_later(
+    wrong: dict[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Serve replaces a replica whose ``reconfigure`` raises: a typing error would take the service down."""
+
+    async def test() -> None:
+        ingress = IngressReplica(config.load({"max_live_requests": 100}, {}), LoopbackHandle(1))
+        with pytest.raises(ConfigError, match=r"block_size|max_live_requests=0|cannot change 1"):
+            await ingress.reconfigure(wrong)
+        await ingress.reconfigure({"max_live_requests": 7})
+        await ingress.reconfigure(wrong)
+        assert ingress.service.options.max_live_requests == 7
+        assert "the new user_config has no effect" in caplog.text
         await ingress.__del__()
 
     asyncio.run(test())
