@@ -307,12 +307,8 @@ def test_fault_in_a_choice_degrades_to_the_least_booked(where: str, caplog: pyte
             fleet.ledger.release(attempt)
     assert set(chosen.values()) == {10}
     assert fleet.ledger.faults == 40
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 6  # of faults 1, 2, 4, 8, 16, 32
     assert not any(fleet.ledger.load().values())
-    fleet.now += 1.5
-    fleet.send(*prompt(prefix(1, 20), 1, 100))
-    fleet.ledger.release(41)
-    assert len(caplog.records) == 2
 
 
 def test_broken_report_breaks_no_placement() -> None:
