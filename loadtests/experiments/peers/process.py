@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class PeerProcess:
         """See ``Side``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps({"prompts": prompts, "output": workload.output}) + "\n")
             self._process.stdin.flush()
@@ -53,6 +55,7 @@ class PeerProcess:
         answer = self._process.stdout.readline()
         if not answer.strip().isdigit():
             raise PeerError(f"{self._name} did not answer; its log is {self._log}")
+        self._process.send_signal(signal.SIGSTOP)  # its threads may spin between runs, on the others' cores
         return int(answer)
 
     def stop(self) -> None:
