@@ -423,7 +423,7 @@ class Ledger:
             if self._index is not None:
                 try:
                     self._index.remove(replica)
-                except Exception:
+                except Exception:  # the replica stays in the index: its blocks are hints, requests go on
                     self._faults.add()
                     logger.exception("the index cannot drop replica %s; its blocks may be wrong", replica)
             return None
