@@ -1,9 +1,6 @@
 """Does a real fleet follow its load? See ``loadtests/experiments/autoscale_live.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.autoscale_live import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("autoscale_live")

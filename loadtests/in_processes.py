@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,18 +26,5 @@ def in_processes(call: Callable[[Run], Result], runs: Sequence[Run], workers: in
         return list(watched(pool.imap(call, runs, chunksize=1)))
 
 
-def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
-    """An option ``name`` that is a number of at least 1."""
-    parser.add_argument(name, type=_positive, default=default, metavar="N", help=f"{text} (default: {default})")
-
-
-def add_workers(parser: argparse.ArgumentParser) -> None:
-    """The option ``--workers``."""
-    add_count(parser, "--workers", os.cpu_count() or 1, "runs at the same time")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+WORKERS = (os.cpu_count() or 1, "runs at the same time")
+"""The option ``--workers``."""

@@ -1,9 +1,6 @@
 """The kernels beside torch; see ``loadtests/experiments/kernels.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.kernels import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("kernels")

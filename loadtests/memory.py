@@ -1,9 +1,6 @@
 """How well KV memory is used, in simulated time; see ``loadtests/experiments/memory/command.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.memory.command import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("memory.command")

@@ -1,9 +1,6 @@
 """What preemption and recovery cost; see ``loadtests/experiments/recovery.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.recovery import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("recovery")

@@ -14,8 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -73,8 +72,8 @@ def parse(
     """The arguments of ``python -m loadtests.COMMAND``; ``options`` have a default and a meaning each.
 
     The default says what an option takes: nothing (``False``: a flag), words or numbers of its type, one or
-    more of them where it is a list, one of a tuple, whose first is the default. A number must be above 0 where
-    its default is.
+    more of them where it is a list, one of a tuple, whose first is the default, some keys of a mapping
+    (all by default). A number must be above 0 where its default is.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m loadtests.{command}",
@@ -85,6 +84,9 @@ def parse(
     for name, (default, meaning) in (options or {}).items():
         if default is False:
             parser.add_argument(name, action="store_true", help=meaning)
+        elif isinstance(default, Mapping):
+            names, text = list(default), f"{meaning}: {', '.join(default)}"
+            parser.add_argument(name, nargs="+", choices=names, default=names, metavar="NAME", help=text)
         elif isinstance(default, tuple):
             parser.add_argument(name, choices=default, default=default[0], help=f"{meaning} (%(default)s)")
         else:
@@ -110,15 +112,15 @@ def _reader(default: Any) -> Callable[[str], Any]:
     return read
 
 
-@contextmanager
-def from_checkout() -> Iterator[None]:
-    """For imports from ``loadtests.experiments``: exit with one line where an installed wheel has none."""
+def experiment(name: str) -> None:
+    """Run ``loadtests.experiments.NAME``; exit with one line where an installed wheel has none."""
     try:
-        yield
+        module = import_module(f"loadtests.experiments.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("loadtests.experiments"):
             raise
         sys.exit("this command is an experiment; the wheel has none: run it in a checkout of the repository")
+    module.main()
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

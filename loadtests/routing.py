@@ -1,9 +1,6 @@
 """How well requests are routed, in simulated time; see ``loadtests/experiments/routing/command.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.routing.command import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("routing.command")

@@ -1,9 +1,6 @@
 """The time of one routing decision; see ``loadtests/experiments/routing_speed.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.routing_speed import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("routing_speed")

@@ -1,9 +1,6 @@
 """What the scheduler costs; see ``loadtests/experiments/scheduler.py``."""
 
-from loadtests.report import from_checkout
-
-with from_checkout():
-    from loadtests.experiments.scheduler import main
+from loadtests.report import experiment
 
 if __name__ == "__main__":
-    main()
+    experiment("scheduler")

@@ -38,8 +38,11 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def source_of(module: str) -> Path | None:
+    """The file of a command; of an experiment, the one that its command runs."""
     path = ROOT / module.replace(".", "/")
-    return next((found for found in (path.with_suffix(".py"), path / "__main__.py") if found.exists()), None)
+    source = next((one for one in (path.with_suffix(".py"), path / "__main__.py") if one.exists()), None)
+    runs = re.search(r'\bexperiment\("([\w.]+)"\)', source.read_text()) if source else None
+    return source_of(f"loadtests.experiments.{runs[1]}") if runs else source
 
 
 def imported(source: Path) -> Iterator[Path]:
@@ -160,7 +163,8 @@ def test_the_checks_see_what_is_wrong() -> None:
         ("loadtests.kernels", ["--bad"]),
         ("app.launch.model_store", ["--no"]),
     ]
-    kernels = ROOT / "loadtests" / "kernels.py"
+    kernels = source_of("loadtests.kernels")
+    assert kernels == ROOT / "loadtests" / "experiments" / "kernels.py"
     assert takes(kernels, "--device")
     assert takes(kernels, "--check"), "report.py adds it"
     assert not takes(kernels, "--workloads"), "other commands have it"

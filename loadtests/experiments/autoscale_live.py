@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -26,7 +25,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from app.launch import serving
-from loadtests.client import MODEL, Client, Outcome, complete
+from loadtests.client import Client, Outcome, complete
 from loadtests.cluster import LocalCluster, seconds_until
 from loadtests.experiments.fleet import START_LIMIT_S, started
 from loadtests.report import Figure, finish, most, parse, print_figures
@@ -132,68 +131,53 @@ def targets(looks: Sequence[ServeLook], began: float, ended: float = math.inf) -
 
 
 class Load:
-    """Streams and clients on an event loop of their own thread, while the context lasts; then it hangs up."""
+    """Streams and clients on the running event loop, each of which asks again once it has been answered."""
 
-    def __init__(self, url: str, model: str = MODEL) -> None:
-        self._http = Client(url, model)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="load", daemon=True)
-        self._streams: list[Future[None]] = []
+    def __init__(self, http: Client) -> None:
+        self._http = http
+        self._streams: list[asyncio.Task[None]] = []
+        self._others: list[asyncio.Task[None]] = []
         self._clients = 0  # that are wanted
         self._ending = False
         self.streams: list[Outcome] = []  # in the order of their ends
         self.asked: list[Outcome] = []
 
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._submit(self._hang_up()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
     def start_streams(self, number: int, tokens: int) -> None:
         """Keep so many streams open, each one followed by the next."""
         for text in prompts(number, seed=11):
-            self._streams.append(
-                self._submit(self._repeat(text, tokens, self.streams, lambda: not self._ending))
-            )
+            work = self._repeat(text, tokens, self.streams, lambda: not self._ending)
+            self._streams.append(asyncio.create_task(work))
 
-    def end_streams(self, timeout_s: float) -> None:
+    async def end_streams(self, timeout_s: float) -> None:
         """Wait for the ends of those that are open.
 
         Raises:
             TimeoutError: one has not ended after ``timeout_s``.
         """
         self._ending = True
-        deadline = time.monotonic() + timeout_s
-        for stream in self._streams:
-            stream.result(max(deadline - time.monotonic(), 0.0))
+        await asyncio.wait_for(asyncio.gather(*self._streams), timeout_s)
 
     def clients(self, number: int) -> None:
         """Have so many: new ones ask at once, superfluous ones leave when their request has been answered."""
         before, self._clients = self._clients, number
         for place in range(before, number):
-            wanted: Callable[[], bool] = lambda place=place: place < self._clients  # type: ignore[misc]  # noqa: E731
-            self._submit(self._repeat(f"Client {place}", CLIENT_TOKENS, self.asked, wanted))
+            work = self._repeat(f"Client {place}", CLIENT_TOKENS, self.asked, partial(self._wanted, place))
+            self._others.append(asyncio.create_task(work))
+
+    async def hang_up(self) -> None:
+        """End what is open."""
+        for task in (tasks := self._streams + self._others):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _wanted(self, place: int) -> bool:
+        return place < self._clients
 
     async def _repeat(self, text: str, tokens: int, ended: list[Outcome], wanted: Callable[[], bool]) -> None:
         for turn in count():
             ended.append(await self._http.complete(f"{text}, story {turn}: the", tokens))
             if not ended[-1].complete or not wanted():
                 return
-
-    async def _hang_up(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._http.__aexit__(None, None, None)
-
-    def _submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 class Stage:
@@ -204,78 +188,69 @@ class Stage:
         self._settle_s = settle_s
         self._after_kill_s = after_kill_s
         self._began = time.monotonic()
-        self._stopping = threading.Event()
         self._run = Recording()
 
-    def up_and_down(self) -> Recording:
+    async def up_and_down(self) -> Recording:
         """One replica becomes two, then three, then one again.
 
         What never comes is said and waited for no longer; the recording shows it.
         """
-        self._cluster.deploy(**OPTIONS)
-        watching = [
-            threading.Thread(target=self._repeat, args=(look,), name="watch", daemon=True)
-            for look in (self._look_at_serve, self._look_at_engines)
-        ]
         run = self._run
-        with Load(self._cluster.url, self._cluster.model) as load:
-            for thread in watching:
-                thread.start()
+        async with Client(self._cluster.url, self._cluster.model) as http:
+            load = Load(http)
+            looks = (self._look_at_serve, self._look_at_engines)
+            watching = [asyncio.create_task(self._repeat(look)) for look in looks]
             try:
                 load.start_streams(STREAMS, STREAM_TOKENS)
-                self._await(lambda: bool(run.serve and run.waiting), TARGET_LIMIT_S, "nothing to be seen")
-                time.sleep(ALONE_S)
-                self._rise(load, FEW_CLIENTS, 2)
-                self._kill_controller()
-                self._rise(load, MANY_CLIENTS, REPLICAS)
+                await self._await(lambda: bool(run.serve and run.waiting), TARGET_LIMIT_S, "nothing to be seen")
+                await asyncio.sleep(ALONE_S)
+                await self._rise(load, FEW_CLIENTS, 2)
+                await self._kill_controller()
+                await self._rise(load, MANY_CLIENTS, REPLICAS)
                 run.left = self._say("clients leave")
                 load.clients(0)
-                for target in range(REPLICAS - 1, 0, -1):
-                    self._await(lambda: self._last.target <= target, DOWN_LIMIT_S, f"no target of {target}")  # noqa: B023
-                self._await(lambda: self._last.running <= 1, START_LIMIT_S, "more than one replica runs")
+                await self._await(lambda: self._last.target <= 1, 2 * DOWN_LIMIT_S, "the target is not 1")
+                await self._await(lambda: self._last.running <= 1, START_LIMIT_S, "more than one replica runs")
                 self._say(f"{self._last.running} replicas run; waiting for the streams' ends")
-                load.end_streams(END_LIMIT_S)
+                await load.end_streams(END_LIMIT_S)
             finally:
-                self._stopping.set()
-                for thread in watching:
-                    thread.join(timeout=10.0)
-            run.streams, run.asked = load.streams, load.asked
+                for task in watching:
+                    task.cancel()
+                await load.hang_up()
+        run.streams, run.asked = load.streams, load.asked
         return run
 
-    def from_zero(self) -> list[Figure]:
+    async def from_zero(self) -> list[Figure]:
         """A fleet that has gone to zero gets a request."""
-        self._say("deploying a fleet that may sleep")
-        serve.delete(serving.APP_NAME)
-        self._cluster.deploy(**{**OPTIONS, "min_replicas": 0, "scale_down_after_s": 3.0})
 
         def asleep() -> bool:
             engine = engine_details()
             return engine is not None and engine["target_num_replicas"] == 0 and not engine["replicas"]
 
-        self._await(asleep, START_LIMIT_S, "replicas are left")
+        await self._await(asleep, START_LIMIT_S, "replicas are left")
         before = len((engine_details() or {"replicas": ()})["replicas"])
         url, model = self._cluster.url, self._cluster.model
-        answer = asyncio.run(complete(url, "A single story: the", CLIENT_TOKENS, model=model))
+        answer = await complete(url, "A single story: the", CLIENT_TOKENS, model=model)
         return [
             most("from zero: replicas before", before),
             Figure("from zero: requests answered in full, of 1", answer.whole, "", 1),
             Figure("from zero: request to first token", answer.first - answer.began, " s"),
         ]
 
-    def _rise(self, load: Load, clients: int, target: int) -> None:
+    async def _rise(self, load: Load, clients: int, target: int) -> None:
         self._run.rises.append(self._say(f"{clients} clients"))
         load.clients(clients)
-        self._await(lambda: self._last.target >= target, TARGET_LIMIT_S, f"the target is not {target}")
-        self._await(lambda: self._last.running >= target, START_LIMIT_S, f"no {target} replicas run")
+        await self._await(lambda: self._last.target >= target, TARGET_LIMIT_S, f"the target is not {target}")
+        await self._await(lambda: self._last.running >= target, START_LIMIT_S, f"no {target} replicas run")
         self._say(f"target {self._last.target}, {self._last.running} replicas run")
-        time.sleep(self._settle_s)
+        await asyncio.sleep(self._settle_s)
 
-    def _kill_controller(self) -> None:
+    async def _kill_controller(self) -> None:
         """Ray starts another one; neither the target nor the replicas may change."""
         before = set(self._cluster.engine_pids())
         killed = self._say("controller killed")
         ray.kill(_get_global_client()._controller, no_restart=False)
-        time.sleep(self._after_kill_s)
+        await asyncio.sleep(self._after_kill_s)
         self._run.killed = (killed, time.perf_counter())
         self._run.stopped = len(before - set(self._cluster.engine_pids()))
 
@@ -287,15 +262,16 @@ class Stage:
         print(f"{time.monotonic() - self._began:5.0f} s  {what}", flush=True)
         return time.perf_counter()
 
-    def _await(self, condition: Callable[[], bool], limit_s: float, otherwise: str) -> None:
-        if seconds_until(condition, limit_s) >= limit_s and not condition():
+    async def _await(self, condition: Callable[[], bool], limit_s: float, otherwise: str) -> None:
+        if await asyncio.to_thread(seconds_until, condition, limit_s) >= limit_s and not condition():
             self._say(f"after {limit_s:g} s: {otherwise}")
 
-    def _repeat(self, look: Callable[[], None]) -> None:
-        while not self._stopping.wait(INTERVAL_S):
+    async def _repeat(self, look: Callable[[], None]) -> None:
+        while True:
             # A controller or a replica that does not answer at the moment is asked again.
             with contextlib.suppress(RayError, RayServeException, TimeoutError):
-                look()
+                await asyncio.to_thread(look)
+            await asyncio.sleep(INTERVAL_S)
 
     def _look_at_serve(self) -> None:
         engine = engine_details()
@@ -327,6 +303,10 @@ def main() -> None:
     arguments = parse("autoscale_live", __doc__, quick)
     with started() as cluster:
         stage = Stage(cluster, *((4.0, 15.0) if arguments.quick else (10.0, 60.0)))
-        figures = figures_of(stage.up_and_down()) + stage.from_zero()
+        cluster.deploy(**OPTIONS)
+        figures = figures_of(asyncio.run(stage.up_and_down()))
+        serve.delete(serving.APP_NAME)
+        cluster.deploy(**{**OPTIONS, "min_replicas": 0, "scale_down_after_s": 3.0})
+        figures += asyncio.run(stage.from_zero())
     print_figures("what", figures)
     finish("loadtests.autoscale_live", figures, arguments, options=OPTIONS)

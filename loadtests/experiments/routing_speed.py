@@ -17,7 +17,6 @@ from functools import partial
 
 from tqdm import tqdm
 
-from app.channel.kv_feed import PIECE_KEYS
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
@@ -35,6 +34,20 @@ ROUNDS = 3000
 ROOT = root_key("benchmark", "float32", BLOCK_SIZE, CacheNamespace())
 SMALL, LARGE = (16, 512), (64, 2048)
 """Replicas, and blocks of a prompt."""
+
+LOAD = LoadReport(
+    waiting_tokens=4000,
+    running=16,
+    kv_tokens=100_000,
+    referenced=10_000,
+    free=100,
+    evictable=BLOCKS_PER_REPLICA - 10_100,
+    num_blocks=BLOCKS_PER_REPLICA,
+    block_size=BLOCK_SIZE,
+    prefill_rate=20_000.0,
+    step_seconds=0.02,
+    **dict.fromkeys(("waiting", "num_blocked", "max_running", "acknowledged"), 0),
+)
 
 Setup = Callable[[], Callable[[], object]]
 """Makes the next call; only the call is timed."""
@@ -112,10 +125,6 @@ class Fleet:
         own = [self.draw.getrandbits(32) for _ in range(self.own_tokens)]
         return [key ^ 0 for key in system] + block_keys(system[-1], own, BLOCK_SIZE)
 
-    def walk(self) -> Callable[[], object]:
-        """The longest prefix on every replica."""
-        return partial(self.index.longest, self.prompt())
-
     def apply(self) -> Callable[[], object]:
         """A batch of 256 stored and 256 removed keys into a full replica."""
         name = self.draw.choice(self.names)
@@ -126,14 +135,6 @@ class Fleet:
         stored = [self.draw.getrandbits(64) for _ in range(256)]
         held[:0] = array("Q", stored)
         return partial(self.index.apply, name, 0, self.sequences[name], stored, removed)
-
-    def piece(self) -> Callable[[], object]:
-        """What is taken in at once of a new replica's blocks, while a decision has to wait."""
-        if "newcomer" not in self.sequences:
-            self.index.add("newcomer")
-            self.sequences["newcomer"] = 7
-        keys = [self.draw.getrandbits(64) for _ in range(PIECE_KEYS)]
-        return partial(self.index.snapshot, "newcomer", 0, 7, keys, False)
 
     def _keys(self, root: int, blocks: int) -> list[int]:
         return block_keys(root, [self.draw.getrandbits(32) for _ in range(blocks * BLOCK_SIZE)], BLOCK_SIZE)
@@ -149,27 +150,8 @@ class Desk:
         self.open: list[int] = []
         self.ledger = Ledger(index=fleet.index, clock=lambda: self.now)
         for name in fleet.names:
-            route = Route(name, 0)
-            self.ledger.open(route)
-            self.ledger.report(
-                route,
-                LoadReport(
-                    waiting_tokens=4000,
-                    running=16,
-                    kv_tokens=100_000,
-                    referenced=10_000,
-                    free=100,
-                    evictable=BLOCKS_PER_REPLICA - 10_100,
-                    num_blocks=BLOCKS_PER_REPLICA,
-                    block_size=BLOCK_SIZE,
-                    prefill_rate=20_000.0,
-                    step_seconds=0.02,
-                    waiting=0,
-                    num_blocked=0,
-                    max_running=0,
-                    acknowledged=0,
-                ),
-            )
+            self.ledger.open(Route(name, 0))
+            self.ledger.report(Route(name, 0), LOAD)
 
     def decision(self) -> Callable[[], object]:
         """``Ledger.book`` of one request in steady state: all that a request waits for, under one lock.
@@ -216,13 +198,11 @@ def benchmarks() -> Iterator[Benchmark]:
         small, title = size == SMALL, fleet.title
         desk = Desk(fleet)
         bars = {"p50": 40.0, "p99": 150.0} if small else {"p50": 150.0, "p99": 400.0}
-        yield Benchmark(f"walk{title}", fleet.walk, ROUNDS, 50, {"p50": 25.0 if small else 110.0})
         yield Benchmark(f"decision{title}", desk.decision, ROUNDS, 200, bars)
         if small:
             hashed = Desk(fleet)
             yield Benchmark(f"hash_and_decide{title}", hashed.hash_and_decide, 1000, 50, {"p99": 1000.0})
             yield Benchmark(f"apply{title}", fleet.apply, 1000, 20, {"records_per_s": 2e6}, records=512)
-            yield Benchmark(f"piece_of_a_snapshot{title}", fleet.piece, 60, 0, {"p50": 300.0})
         if desk.ledger.faults or fleet.index.counters.gaps or fleet.index.counters.unknown:
             raise RuntimeError(f"the ledger or the index of {title} has counted faults")
 

@@ -28,7 +28,6 @@ def test_all_streams_end_with_the_same_tokens(deployed: BreakableCluster, said: 
     changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": "swap", "swap_space": "6MiB"}
     redeploy(deployed, {**deployed.options, **changes})
     pressed: Pressed = press(deployed, PROMPTS, TOKENS)
-    assert pressed.refused == 0
     assert all(outcome.complete for outcome in pressed.outcomes)
     assert pressed.texts == said
     assert pressed.preemptions > 0

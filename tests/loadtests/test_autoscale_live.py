@@ -1,18 +1,16 @@
-"""The live run of autoscaling: its load, on a server that counts it; its figures, on known recordings."""
+"""The live run of autoscaling: its load, which a server counts; its figures, on known recordings."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import pytest
 
-from loadtests.client import Outcome
-from loadtests.cluster import wait_for
+from loadtests.client import Client, Outcome
 from loadtests.experiments.autoscale_live import (
     CLIENT_TOKENS,
     POOL_BLOCKS,
@@ -32,92 +30,84 @@ class Server:
     """Answers each request once it is let; says how many are open."""
 
     def __init__(self) -> None:
-        self.open = 0
-        self.answered = 0
+        self.open = self.answered = 0
         self.status = 200
-        self._released = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._handle, "127.0.0.1", 0), self._loop
-        ).result()
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.released = asyncio.Event()
 
-    def release(self) -> None:
-        self._loop.call_soon_threadsafe(self._released.set)
-
-    def stop(self) -> None:
-        self.release()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        tokens = json.loads(await reader.readexactly(length))["max_tokens"]
+    async def complete(self, prompt: str, tokens: int) -> Outcome:
         self.open += 1
-        await self._released.wait()
-        chunks = [
-            {"choices": [{"text": "a", "finish_reason": "length"}]},
-            {"choices": [], "usage": {"completion_tokens": tokens}},
-        ]
-        writer.write(f"HTTP/1.1 {self.status} Whatever\r\nconnection: close\r\n\r\n".encode())
-        for chunk in chunks if self.status == 200 else []:
-            writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        writer.write(b"data: [DONE]\n\n")
-        self.open -= 1
+        try:
+            await self.released.wait()
+            await asyncio.sleep(0)  # as a network would
+        finally:
+            self.open -= 1
         self.answered += 1
-        writer.close()
+        return request(tokens, tokens, status=self.status)
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @functools.wraps(test)
+    def run() -> None:
+        asyncio.run(test())
+
+    return run
+
+
+def loaded() -> tuple[Server, Load]:
     server = Server()
-    yield server
-    server.stop()
+    return server, Load(cast("Client", server))
 
 
-@pytest.fixture
-def load(server: Server) -> Iterator[Load]:
-    with Load(server.url) as load:
-        yield load
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
-def test_clients_ask_again_and_leave_only_when_answered(server: Server, load: Load) -> None:
+@on_a_loop
+async def test_clients_ask_again_and_leave_only_when_answered() -> None:
+    server, load = loaded()
     load.clients(3)
-    wait_for(lambda: server.open == 3, LIMIT_S, "no three requests are open")
+    await until(lambda: server.open == 3)
     load.clients(1)
-    server.release()
-    wait_for(lambda: server.answered >= 9, LIMIT_S, "the client that is left does not ask again")
+    server.released.set()
+    await until(lambda: server.answered >= 9)
     load.clients(0)
-    wait_for(lambda: server.open == 0 and len(load.asked) == server.answered, LIMIT_S, "the last one stays")
+    await until(lambda: server.open == 0)
+    assert len(load.asked) == server.answered
     assert all(one.whole and one.tokens == CLIENT_TOKENS for one in load.asked)
 
 
-def test_streams_follow_one_another_until_they_may_end(server: Server, load: Load) -> None:
+@on_a_loop
+async def test_streams_follow_one_another_until_they_may_end() -> None:
+    server, load = loaded()
     load.start_streams(2, 8)
-    wait_for(lambda: server.open == 2, LIMIT_S, "no two streams are open")
-    server.release()
-    wait_for(lambda: server.answered >= 6, LIMIT_S, "no other streams follow")
-    load.end_streams(LIMIT_S)
+    await until(lambda: server.open == 2)
+    server.released.set()
+    await until(lambda: server.answered >= 6)
+    await load.end_streams(LIMIT_S)
     assert len(load.streams) == server.answered
     assert all(one.whole and one.tokens == 8 for one in load.streams)
 
 
-def test_no_stream_follows_a_refused_one(server: Server, load: Load) -> None:
+@on_a_loop
+async def test_no_stream_follows_a_refused_one() -> None:
+    server, load = loaded()
     server.status = 503
-    server.release()
+    server.released.set()
     load.start_streams(1, 8)
-    load.end_streams(LIMIT_S)
+    await load.end_streams(LIMIT_S)
     assert [one.status for one in load.streams] == [503]
 
 
-def test_the_end_of_the_load_hangs_up(server: Server) -> None:
-    with Load(server.url) as load:
-        load.clients(2)
-        load.start_streams(1, 8)
-        wait_for(lambda: server.open == 3, LIMIT_S, "nothing is open")
+@on_a_loop
+async def test_the_end_of_the_load_hangs_up() -> None:
+    server, load = loaded()
+    load.clients(2)
+    load.start_streams(1, 8)
+    await until(lambda: server.open == 3)
+    await load.hang_up()
+    assert server.open == 0
     assert load.asked == load.streams == []
 
 

@@ -62,9 +62,22 @@ def test_each_request_comes_so_many_times_a_little_later(tmp_path: Path) -> None
         (HEADER, "line 2: no request"),
         (HEADER + "now,1,1\n", "line 2: TIMESTAMP is 'now'"),
         (AZURE + "2023-11-16 18:15:46,1,nan\n", "line 4: GeneratedTokens is 'nan'"),
+        (AZURE + "2023-11-16 18:15:46,1\n", "line 4: 2 columns"),
+        (AZURE + "2023-11-16 18:15:46,1,-2\n", "line 4: GeneratedTokens is '-2'"),
+        (AZURE + "2023-11-16 18:15:46," + "9" * 5_000 + ",2\n", "line 4: ContextTokens is '999"),
+        (AZURE + "1" * 200_000 + ",1,2\n", "line 4: not CSV"),
         (MOONCAKE + '{"timestamp": -Infinity}\n', "line 3: without input_length"),
         (MOONCAKE + "{]\n", "line 3: not JSON"),
+        (MOONCAKE + "[]\n", "line 3: list but must be a JSON object"),
+        (MOONCAKE + '{"a":' + "[" * 200_000 + "\n", "line 3: not JSON"),
+        (MOONCAKE + " " * (1 << 21) + "\n", "line 3: longer than 1048576 characters"),
         (MOONCAKE.replace("2500", "NaN"), "line 1: timestamp is nan"),
+        (MOONCAKE.replace("2500", '"x"'), "line 1: timestamp is 'x'"),
+        (MOONCAKE.replace("2500", "1e999"), "line 1: timestamp is inf"),
+        (MOONCAKE.replace("2500", "1" + "0" * 400), "line 1: timestamp is 10000"),
+        (MOONCAKE.replace("513", "1.5"), "line 1: input_length is 1.5"),
+        (MOONCAKE.replace("513", "100000001"), "line 1: input_length is 100000001"),
+        (MOONCAKE.replace("513", "1" * 5_000), "line 1: not JSON"),
         (AZURE + "2033-11-16 18:15:46,1,1\n", "s from the first request to the last, but at most 604800 s"),
     ],
 )
@@ -93,12 +106,15 @@ def test_the_command_refuses_a_wrong_trace_before_anything_runs(
         command.main(["--trace", str(written(tmp_path, HEADER + "now,1,1\n"))])
     with pytest.raises(SystemExit, match="none: cannot be read"):
         command.main(["--trace", str(tmp_path / "none")])
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(SystemExit, match="binary: cannot be read"):
+        command.main(["--trace", str(binary)])
 
 
-def test_a_trace_that_no_part_reads_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+def test_a_trace_that_no_part_reads_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--trace is read by the part recorded only"):
         command.main(["--only", "step", "--trace", str(written(tmp_path, AZURE))])
-    assert "--trace is read by the part recorded only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,16 @@ def test_the_wheel_has_the_client_and_no_experiment() -> None:
     assert not [name for name in found if name.startswith("loadtests.experiments")]
 
 
-def test_a_missing_experiment_is_said_in_one_line() -> None:
-    with pytest.raises(SystemExit, match="run it in a checkout"), report.from_checkout():
-        raise ModuleNotFoundError("No module", name="loadtests.experiments")
-    with pytest.raises(ModuleNotFoundError), report.from_checkout():
-        raise ModuleNotFoundError("No module", name="locust")
+def test_a_missing_experiment_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> Callable[[str], None]:
+        def find(_: str) -> None:
+            raise ModuleNotFoundError("No module", name=module)
+
+        return find
+
+    monkeypatch.setattr(report, "import_module", missing("loadtests.experiments"))
+    with pytest.raises(SystemExit, match="run it in a checkout"):
+        report.experiment("memory")
+    monkeypatch.setattr(report, "import_module", missing("locust"))
+    with pytest.raises(ModuleNotFoundError):
+        report.experiment("memory")

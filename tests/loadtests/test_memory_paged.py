@@ -10,7 +10,7 @@ import pytest
 
 from engine.scheduling.recovery import RecoveryMode
 from loadtests.experiments.memory import command as memory
-from loadtests.experiments.memory import contiguous_runs
+from loadtests.experiments.memory import constants as given
 from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, RecoveryLoad, Truth
 from loadtests.experiments.memory.contiguous_runs import filled, run_saturation
 from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
@@ -43,7 +43,7 @@ def test_one_request_by_hand() -> None:
     assert result.split.internal == (1 + 0 + 3 + 2) / 4
     assert result.split.external == 16 - (4 + 4 + 8 + 8) / 4
     assert result.token_share == pytest.approx(100 * 18 / 24)
-    assert result.latency == 1.0
+    assert result.seconds == 4.0
 
 
 def test_two_requests_wait_for_blocks() -> None:
@@ -84,7 +84,7 @@ def test_paged_beats_the_baselines_at_saturation() -> None:
 
 
 def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contiguous_runs, "SATURATION_JOBS", {SHAREGPT.name: 120, ALPACA.name: 800})
+    monkeypatch.setattr(given, "SATURATION_JOBS", {SHAREGPT.name: 120, ALPACA.name: 800})
     found = run_saturation()
     bars = {figure.name for figure in found.figures if figure.bar is not None}
     assert f"{SHAREGPT.name}: tokens/allocated" in bars
@@ -125,18 +125,3 @@ def test_command_prints_and_checks(
     assert json.loads(out.read_text())["figures"][0]["holds"]
     with pytest.raises(SystemExit, match="1"):
         memory.main(["--only", "beam", "--check"])
-
-
-def test_command_names_a_wrong_trace(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit, match=r"error: .*t\.csv: line 1: the header"):
-        memory.main(["--trace", str(path)])
-
-
-def test_command_runs_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "t.csv"
-    lines = [f"2023-11-16 18:15:{10 + number}.5,{50 + number},20" for number in range(12)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
-    memory.main(["--trace", str(path)])
-    assert "t.csv: 12 requests at 1.09 per second" in capsys.readouterr().out

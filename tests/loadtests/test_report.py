@@ -47,6 +47,7 @@ def test_options_are_of_the_type_of_their_defaults(capsys: pytest.CaptureFixture
         "--rounds": (3, "of each"),
         "--arms": (["prefix", "random"], "to compare"),
         "more": ([], "words"),
+        "--only": ({"memory": 1, "routing": 2}, "parts"),
     }
     default = parse("some", None, options, [])
     assert (default.quick, default.seed, default.rounds, default.arms, default.more) == (
@@ -63,6 +64,10 @@ def test_options_are_of_the_type_of_their_defaults(capsys: pytest.CaptureFixture
         ["random"],
         True,
         ["a=1"],
+    )
+    assert (default.only, parse("some", None, options, ["--only", "routing"]).only) == (
+        ["memory", "routing"],
+        ["routing"],
     )
     for wrong in ("0", "-1", "many"):
         with pytest.raises(SystemExit):

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.autoscaling.snapshot import ReplicaStats
-from loadtests.experiments.autoscaling.constants import (
-    MAX_REPLICAS,
-    REPORT_DELAY_S,
-    REPORT_EVERY_S,
-    STARTUP_S,
-    TICK_S,
-    TPOT_TARGET_S,
-    TTFT_TARGET_S,
-)
+from loadtests.experiments.autoscaling import constants as given
 from loadtests.experiments.autoscaling.fleet import Fleet, Floats
 from loadtests.experiments.autoscaling.policies import ScalingPolicy, View
 from loadtests.experiments.autoscaling.workloads import Workload
@@ -48,11 +40,11 @@ def simulate(
     workload: Workload,
     policy: ScalingPolicy,
     first: int = 1,
-    most: int = MAX_REPLICAS,
-    startup_s: float = STARTUP_S,
+    most: int = given.MAX_REPLICAS,
+    startup_s: float = given.STARTUP_S,
     *,
-    every_s: float = REPORT_EVERY_S,
-    delay_s: float = REPORT_DELAY_S,
+    every_s: float = given.REPORT_EVERY_S,
+    delay_s: float = given.REPORT_DELAY_S,
     aftermath_s: float = AFTERMATH_S,
 ) -> Outcome:
     """Run a workload to its end, or ``aftermath_s`` beyond it; replica-hours count until its last arrival.
@@ -66,7 +58,7 @@ def simulate(
     moves: list[int] = []
     most_stopped, peak = 0.0, 0
     ups: list[float] = []
-    ticks = round(every_s / TICK_S)
+    ticks = round(every_s / given.TICK_S)
     count = 0
     hours = 0.0
     reports: dict[int, ReplicaStats] = {}
@@ -105,7 +97,7 @@ def simulate(
     pace = np.subtract(fleet.done, fleet.first, where=ended, out=np.full(len(ended), np.inf))
     pace /= np.maximum(workload.output - 1, 1)
     # Half a microsecond for sums of floats.
-    good = (wait <= TTFT_TARGET_S) & (pace <= TPOT_TARGET_S + 5e-7)
+    good = (wait <= given.TTFT_TARGET_S) & (pace <= given.TPOT_TARGET_S + 5e-7)
     return Outcome(
         policy.name,
         float(good.mean()) if len(good) else 1.0,
@@ -125,7 +117,7 @@ def _reaction(workload: Workload, waited: Floats, ups: list[float]) -> float:
 
     A request waits if its prompt takes a tick longer than its tokens alone would.
     """
-    late = workload.arrival[(workload.arrival >= workload.overload_at) & (waited > TICK_S)]
+    late = workload.arrival[(workload.arrival >= workload.overload_at) & (waited > given.TICK_S)]
     answers = [up for up in ups if up >= workload.overload_at]
     if not len(late) or not answers:
         return math.inf

@@ -13,15 +13,9 @@ import numpy as np
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
+from loadtests.experiments.autoscaling import constants as given
 from loadtests.experiments.autoscaling import workloads
 from loadtests.experiments.autoscaling.comparison import Comparison, compared
-from loadtests.experiments.autoscaling.constants import (
-    FLEET,
-    MAX_REPLICAS,
-    QUICK_REPORT_DELAY_S,
-    QUICK_REPORT_EVERY_S,
-    RATE_OF_ONE,
-)
 from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_DEFAULT, RAY_SWEEP, ray_name
 from loadtests.experiments.autoscaling.runs import Outcome, simulate
 from loadtests.experiments.autoscaling.workloads import Workload
@@ -34,7 +28,7 @@ SEEDS = 10
 FLAP_REPLICAS = range(1, 11)
 OVERLOADED = ((3, 20), (200, 5))
 """Replicas before the overload, seeds."""
-QUICK = {"every_s": QUICK_REPORT_EVERY_S, "delay_s": QUICK_REPORT_DELAY_S, "aftermath_s": 0.0}
+QUICK = {"every_s": given.QUICK_REPORT_EVERY_S, "delay_s": given.QUICK_REPORT_DELAY_S, "aftermath_s": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class Match:
     policy: str
     seed: int = 1
     first: int = 2
-    most: int = MAX_REPLICAS
+    most: int = given.MAX_REPLICAS
     options: Mapping[str, float] = field(default_factory=dict)
 
     def run(self) -> Outcome:
@@ -109,9 +103,9 @@ def _beside_static(compared: Comparison) -> list[Figure]:
     name, ours, static = compared.load, compared.ours, compared.results["static"]
     served = 100 * ours.served / static.served
     # A static fleet of another size costs in proportion.
-    hours = ours.hours / (static.hours * ours.peak / MAX_REPLICAS)
+    hours = ours.hours / (static.hours * ours.peak / given.MAX_REPLICAS)
     return [
-        Figure(f"{name}: in time, of a static {MAX_REPLICAS}'s", served, " %", 95.0),
+        Figure(f"{name}: in time, of a static {given.MAX_REPLICAS}'s", served, " %", 95.0),
         most(f"{name}: replica-hours, of a static peak of {ours.peak}", hours, 0.75),
     ]
 
@@ -133,7 +127,7 @@ def _reaction(outcomes: Sequence[Outcome]) -> Judgement:
 
 
 def _thousand(outcomes: Sequence[Outcome]) -> Judgement:
-    milliseconds = 1e3 * decision_seconds(FLEET)
+    milliseconds = 1e3 * decision_seconds(given.FLEET)
     simulation = most("thousand: processor seconds of the simulation", outcomes[0].cpu_s, 60.0, " s")
     return Judgement(
         figures=[simulation, most("thousand: milliseconds of a decision", milliseconds, 5.0, " ms")]
@@ -183,17 +177,17 @@ def scenarios(trace: Path | None, times: int) -> dict[str, Scenario]:
         "burst": _Load("idle, then load at once", workloads.BURST),
     }
     constant = tuple(
-        Match(partial(workloads.constant, RATE_OF_ONE * size, 1_800.0), OURS, seed, size)
+        Match(partial(workloads.constant, given.RATE_OF_ONE * size, 1_800.0), OURS, seed, size)
         for size in FLAP_REPLICAS
         for seed in range(1, SEEDS + 1)
     )
     overloads = tuple(
-        Match(partial(workloads.overload, RATE_OF_ONE * size), OURS, seed, size + 1, 3 * size + 10, QUICK)
+        Match(partial(workloads.overload, given.RATE_OF_ONE * size), OURS, seed, size + 1, 3 * size + 10, QUICK)
         for size, seeds in OVERLOADED
         for seed in range(1, seeds + 1)
     )
     return {name: load.scenario() for name, load in loads.items()} | {
         "constant": Scenario(constant, _constant),
         "reaction": Scenario(overloads, _reaction),
-        "thousand": Scenario((Match(workloads.MANY, OURS, 1, FLEET, FLEET + 200),), _thousand),
+        "thousand": Scenario((Match(workloads.MANY, OURS, 1, given.FLEET, given.FLEET + 200),), _thousand),
     }

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.errors import ConfigError
 from loadtests.experiments.autoscaling.constants import FLEET, LONGEST_TRACE_S, MOST_REQUESTS
-from loadtests.experiments.memory.traces import TraceError, read_records
+from loadtests.experiments.autoscaling.traces import TraceError, read_records
 
 Floats = npt.NDArray[np.float64]
 
@@ -108,7 +108,7 @@ JITTER_S = 10.0
 def trace(path: Path, times: int, seed: int) -> Workload:
     """A recorded load (Azure's CSV or Mooncake's JSON lines), each request ``times`` times.
 
-    Nothing is shared between prompts, whatever their hash ids say.
+    Nothing is shared between prompts.
 
     Raises:
         ConfigError: no file, of neither form, with a wrong line (which it names), or too much for one run.

@@ -117,9 +117,6 @@ comes ``n`` times more seldom."""
 PREFIX_JOBS = 2_000
 PREFIX_RATE = 120.0  # requests per second: more than any system serves
 
-TRACE_JOBS = 2_000
-"""Requests from the beginning of a trace."""
-
 HOST_SHARE = 4
 """Size of the host pool in the recovery runs, in KV pools."""
 

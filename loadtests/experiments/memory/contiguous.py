@@ -85,6 +85,6 @@ def simulate_contiguous(
             stored -= job.total - 1
             needed -= job.total
             reserved -= size
-            meter.end(job, now)
+            meter.end()
         rows = len(running)
     return meter.result(now)

@@ -1,22 +1,11 @@
-"""Paged against contiguous allocation: memory and batch at saturation, and for a trace."""
+"""Paged against contiguous allocation: memory and batch at saturation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from loadtests.experiments.memory.constants import (
-    BLOCK_SIZE,
-    PUBLISHED_BATCH,
-    PUBLISHED_SPLIT,
-    SATURATION_JOBS,
-    SATURATION_RATE,
-    SEED,
-    SHAREGPT,
-    TRACE_JOBS,
-    WORKLOADS,
-    Lengths,
-)
+from loadtests.experiments.memory import constants as given
+from loadtests.experiments.memory.constants import Lengths
 from loadtests.experiments.memory.jobs import Job, make_jobs
 from loadtests.experiments.memory.measure import Result
 from loadtests.experiments.memory.systems import (
@@ -28,7 +17,6 @@ from loadtests.experiments.memory.systems import (
     simulate,
     watched,
 )
-from loadtests.experiments.memory.traces import read_trace
 from loadtests.findings import Findings, Table
 from loadtests.report import Figure
 
@@ -53,15 +41,15 @@ def filled(jobs: Sequence[Job], block_size: int) -> float:
 def run_saturation() -> Findings:
     """All systems on both workloads, with requests arriving several times faster than any can serve."""
     findings = Findings()
-    for lengths in WORKLOADS:
-        name, rate = lengths.name, SATURATION_RATE * lengths.published_rate
-        jobs = make_jobs(lengths, rate, SATURATION_JOBS[name], SEED)
+    for lengths in given.WORKLOADS:
+        name, rate = lengths.name, given.SATURATION_RATE * lengths.published_rate
+        jobs = make_jobs(lengths, rate, given.SATURATION_JOBS[name], given.SEED)
         results = {system: simulate(system, jobs) for system in watched(f"saturation, {name}", SYSTEMS)}
-        published = PUBLISHED_SPLIT if lengths is SHAREGPT else {}
+        published = given.PUBLISHED_SPLIT if lengths is given.SHAREGPT else {}
         rows = []
         for system, result in results.items():
             shares, paper = result.split.percent(), published.get(system)
-            batch = PUBLISHED_BATCH[name].get(system)
+            batch = given.PUBLISHED_BATCH[name].get(system)
             parts = [f"{share:.1f}" for share in shares]
             if paper:
                 parts = [f"{part} ({of:.1f})" for part, of in zip(parts, paper, strict=True)]
@@ -81,8 +69,8 @@ def run_saturation() -> Findings:
 
 
 def _saturation_figures(lengths: Lengths, jobs: Sequence[Job], results: dict[str, Result]) -> list[Figure]:
-    name, paged, bound = lengths.name, results[PAGED], filled(jobs, BLOCK_SIZE)
-    long = lengths is SHAREGPT
+    name, paged, bound = lengths.name, results[PAGED], filled(jobs, given.BLOCK_SIZE)
+    long = lengths is given.SHAREGPT
     figures = [
         Figure(f"{name}: tokens/allocated", paged.token_share, " %", 96.0 if long else None),
         Figure(
@@ -96,31 +84,3 @@ def _saturation_figures(lengths: Lengths, jobs: Sequence[Job], results: dict[str
         ratio = paged.batch / results[system].batch
         figures.append(Figure(f"{name}: average batch over {system}", ratio, "x", bar if long else None))
     return figures
-
-
-def run_trace(path: Path) -> Findings:
-    """All systems on the beginning of a trace, at its own arrival times.
-
-    Raises:
-        TraceError: the file cannot be read.
-    """
-    trace = read_trace(path, TRACE_JOBS)
-    findings = Findings()
-    rows, count = [], len(trace.jobs)
-    for system in watched(trace.name, SYSTEMS):
-        result = simulate(system, trace.jobs, saturated=False)
-        shares = (f"{share:.1f}" for share in (*result.split.percent(), result.token_share))
-        rates = (f"{result.batch:.2f}", f"{result.latency:.3f}", f"{count / result.seconds:.2f}")
-        rows.append((system, *shares, *rates, f"{result.hits:.1f}"))
-        findings.figures.append(Figure(f"{trace.name}: average batch, {system}", result.batch))
-    prompt = sum(len(job.prompt) for job in trace.jobs) / count
-    output = sum(job.output for job in trace.jobs) / count
-    note = (
-        f"lengths divided by {trace.factor}, then {trace.clipped} prompts cut, to fit 2,048 tokens; means "
-        f"{prompt:.0f} and {output:.0f}; averages over the whole run"
-    )
-    percent = (*(f"{part} %" for part in PARTS), "tokens/allocated %")
-    header = ("system", *percent, "batch", "s per token", "req/s", "prompt hits %")
-    title = f"{trace.name}: {count} requests at {trace.rate:.2f} per second"
-    findings.tables.append(Table(title, header, tuple(rows), note))
-    return findings

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from loadtests.experiments.memory.constants import POOL_SLOTS
-from loadtests.experiments.memory.jobs import Job
-from loadtests.stats import mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +26,16 @@ class Split:
 class Result:
     """Averages over a run; those of memory and batch are over the time in which requests waited.
 
-    ``token_share`` is tokens over allocated slots, in percent. ``latency`` is normalised: the mean over
-    requests of the time from arrival to end over the number of output tokens, in seconds.
+    ``token_share`` is tokens over allocated slots, in percent.
     """
 
     split: Split
     batch: float
     token_share: float
-    latency: float
     throughput: float  # requests per second while requests waited
     seconds: float  # simulated, until the last request ended
     steps: int
     preemptions: int = 0
-    hits: float = 0.0  # prompt tokens found in the prefix cache, percent
 
 
 @dataclass(slots=True)
@@ -58,7 +53,6 @@ class Meter:
     _ended: int = 0
     _ended_in_window: int = 0
     _open: bool = False
-    _latencies: list[float] = field(default_factory=list)
     _steps: int = 0
 
     def step(
@@ -71,14 +65,13 @@ class Meter:
             parts = (1, tokens, reserved, internal, batch)
             self._sums = [total + seconds * part for total, part in zip(self._sums, parts, strict=True)]
 
-    def end(self, job: Job, now: float) -> None:
-        """Account for a request that ended at ``now``."""
+    def end(self) -> None:
+        """Account for a request that has ended."""
         self._ended += 1
         self._ended_in_window += self._open
-        self._latencies.append((now - job.arrival) / job.output)
 
-    def result(self, now: float, preemptions: int = 0, hits: float = 0.0) -> Result:
-        """The averages.
+    def result(self, now: float, preemptions: int = 0) -> Result:
+        """The averages of a run that took ``now`` seconds.
 
         Raises:
             ValueError: no step was measured.
@@ -92,10 +85,8 @@ class Meter:
             Split(tokens, reserved, internal, self.slots - allocated),
             batch=batch,
             token_share=100 * tokens / allocated,
-            latency=mean(self._latencies),
             throughput=self._ended_in_window / time,
             seconds=now,
             steps=self._steps,
             preemptions=preemptions,
-            hits=hits,
         )

@@ -9,14 +9,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.step import StepPlan
-from loadtests.experiments.memory.constants import (
-    BLOCK_SIZE,
-    GPU_LIKE,
-    MAX_LENGTH,
-    MAX_NUM_SEQS,
-    POOL_SLOTS,
-    TOKEN_BUDGET,
-)
+from loadtests.experiments.memory import constants as given
 from loadtests.experiments.memory.jobs import Job
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.sharing import SharingMeter
@@ -24,10 +17,13 @@ from loadtests.experiments.simulated_replica import ReplicaConfig, SimulatedRepl
 
 
 def paged_config(
-    slots: int = POOL_SLOTS, block_size: int = BLOCK_SIZE, cost: StepCost = GPU_LIKE, length: int = MAX_LENGTH
+    slots: int = given.POOL_SLOTS,
+    block_size: int = given.BLOCK_SIZE,
+    cost: StepCost = given.GPU_LIKE,
+    length: int = given.MAX_LENGTH,
 ) -> ReplicaConfig:
     """The published machine with a pool of ``slots`` tokens, for sequences up to ``length`` tokens."""
-    return ReplicaConfig(cost, slots // block_size, block_size, TOKEN_BUDGET, MAX_NUM_SEQS, length)
+    return ReplicaConfig(cost, slots // block_size, block_size, given.TOKEN_BUDGET, given.MAX_NUM_SEQS, length)
 
 
 def simulate_paged(
@@ -64,9 +60,9 @@ def simulate_paged(
             sharing.step(plan, seconds, stats.referenced_blocks)
         for delta in replica.end_step(_outcomes(plan, live)):
             if delta.finish_reason is not None and (live[delta.request_id].width == 1 or delta.final):
-                meter.end(live.pop(delta.request_id), now)
-    stats = replica.scheduler.stats()
-    return meter.result(now, stats.preemptions, 100 * stats.prefix_hit_tokens / stats.prefix_query_tokens)
+                del live[delta.request_id]
+                meter.end()
+    return meter.result(now, replica.scheduler.stats().preemptions)
 
 
 def _request(job: Job) -> Request:

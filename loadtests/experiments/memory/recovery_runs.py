@@ -6,19 +6,8 @@ from dataclasses import replace
 from itertools import product
 
 from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryStats
-from loadtests.experiments.memory.constants import (
-    BLOCK_SIZE,
-    CPU_LIKE,
-    GPU_LIKE,
-    HOST_SHARE,
-    RECOVERY_LOADS,
-    RECOVERY_NOISE,
-    RECOVERY_RATE,
-    SEED,
-    TRUTHS,
-    RecoveryLoad,
-    Truth,
-)
+from loadtests.experiments.memory import constants as given
+from loadtests.experiments.memory.constants import RecoveryLoad, Truth
 from loadtests.experiments.memory.jobs import load_parents, make_jobs
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
@@ -27,7 +16,7 @@ from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
 from loadtests.findings import Findings, Table
 from loadtests.report import Figure
 
-MACHINES = {"GPU-like": GPU_LIKE, "CPU-like": CPU_LIKE}
+MACHINES = {"GPU-like": given.GPU_LIKE, "CPU-like": given.CPU_LIKE}
 _BAR = 1.05
 
 
@@ -37,7 +26,7 @@ def run_recovery() -> Findings:
     worst = 0.0
     for machine, told in MACHINES.items():
         rows = []
-        for truth, load in watched(f"recovery, {machine}", list(product(TRUTHS, RECOVERY_LOADS))):
+        for truth, load in watched(f"recovery, {machine}", list(product(given.TRUTHS, given.RECOVERY_LOADS))):
             runs = {mode: run_mode(load, told, truth, mode) for mode in RecoveryMode}
             modes = (RecoveryMode.SWAP, RecoveryMode.RECOMPUTE, RecoveryMode.AUTO)
             swap, recompute, auto = (runs[mode][0].seconds for mode in modes)
@@ -52,7 +41,7 @@ def run_recovery() -> Findings:
             *("preemptions", "of them swapped", "trials"),
         )
         title = f"Recovery on a {machine} machine, seconds until all requests have ended"
-        note = f"noise of sigma {RECOVERY_NOISE:g} on all times; the last three columns are of auto"
+        note = f"noise of sigma {given.RECOVERY_NOISE:g} on all times; the last three columns are of auto"
         findings.tables.append(Table(title, header, tuple(rows), note))
     name = "recovery: auto over the better of swap and recompute, worst"
     findings.figures.append(Figure(name, worst, "x", _BAR, True))
@@ -65,9 +54,9 @@ def run_mode(
     """One run; the policy starts with the rates of ``told``, the machine has those of ``truth``."""
     jobs = make_jobs(
         load.lengths,
-        RECOVERY_RATE,
+        given.RECOVERY_RATE,
         load.requests,
-        SEED,
+        given.SEED,
         prefix=load.prefix,
         width=load.width,
         parents=load_parents(load.width) if load.beam else (),
@@ -75,11 +64,11 @@ def run_mode(
     copies = 1 / told.swapped_block
     config = replace(
         paged_config(load.slots, cost=told.scaled(truth.prefill, truth.copy)),
-        host_blocks=HOST_SHARE * load.slots // BLOCK_SIZE,
+        host_blocks=given.HOST_SHARE * load.slots // given.BLOCK_SIZE,
         recovery=mode,
         rates=Rates(prefill=1 / told.prefill_token, swap_out=copies, swap_in=copies),
-        noise=RECOVERY_NOISE,
-        seed=SEED,
+        noise=given.RECOVERY_NOISE,
+        seed=given.SEED,
     )
     replica = SimulatedReplica(config)
     result = simulate_paged(jobs, replica, Meter(slots=load.slots))

@@ -32,9 +32,9 @@ CONTIGUOUS: dict[str, tuple[Reservation, type[BuddyAllocator | FirstFitAllocator
 SYSTEMS = (*CONTIGUOUS, PAGED)
 
 
-def simulate(system: str, jobs: Sequence[Job], *, saturated: bool = True) -> Result:
-    """Run one of ``SYSTEMS`` on the GPU-like machine; a tenth of the requests warms it up."""
-    meter = Meter(len(jobs) // 10, saturated)
+def simulate(system: str, jobs: Sequence[Job]) -> Result:
+    """Run one of ``SYSTEMS`` on the GPU-like machine, saturated; a tenth of the requests warms it up."""
+    meter = Meter(len(jobs) // 10, saturated=True)
     if system == PAGED:
         return simulate_paged(jobs, SimulatedReplica(paged_config()), meter)
     reservation, allocator = CONTIGUOUS[system]

@@ -14,7 +14,7 @@ from loadtests.experiments.simulated_replica import ReplicaConfig, StepCost
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 2_048
 SEEDS = 3
-"""Of the full grid."""
+"""With which figures are published."""
 
 COST = StepCost(base=14e-3, prefill_token=1 / 16_000, decode_row=30e-6, context_token=56e-9)
 """Rooflines of two H100 (989 TFLOP/s and 3.35 TB/s each): 64 GFLOP a prompt token at half the peak; 65.6 GB of

@@ -12,22 +12,11 @@ from dataclasses import dataclass
 from engine.kv.block_keys import block_keys
 from engine.request import CacheNamespace
 from loadtests.arrivals import poisson
-from loadtests.experiments.routing.constants import (
-    BLOCK_SIZE,
-    BURST,
-    BURST_SECONDS,
-    CHAT_THINK,
-    CHAT_TURN,
-    COLD_LENGTHS,
-    LENGTH_SPREAD,
-    RAMP_FROM,
-    RAMP_TO,
-    TURNS,
-    Shape,
-)
+from loadtests.experiments.routing import constants as given
+from loadtests.experiments.routing.constants import Shape
 from loadtests.experiments.simulated_replica import key_scheme
 
-ROOT = key_scheme(BLOCK_SIZE).root(CacheNamespace())
+ROOT = key_scheme(given.BLOCK_SIZE).root(CacheNamespace())
 """Key of the only root: one model, one tenant."""
 
 
@@ -83,13 +72,13 @@ class Source:
         """``tokens`` and ``new``; ``keys`` are those of full blocks of ``tokens``, perhaps not of all."""
         whole = [*tokens, *new]
         done = len(keys)
-        more = block_keys(keys[-1] if keys else ROOT, whole[done * BLOCK_SIZE :], BLOCK_SIZE)
+        more = block_keys(keys[-1] if keys else ROOT, whole[done * given.BLOCK_SIZE :], given.BLOCK_SIZE)
         return Prompt(whole, keys + more)
 
 
 def rising(rate: float, until: float, rng: random.Random) -> list[float]:
     """A Poisson process whose rate rises evenly from ``RAMP_FROM`` to ``RAMP_TO`` times ``rate``."""
-    low, high = RAMP_FROM * rate, RAMP_TO * rate
+    low, high = given.RAMP_FROM * rate, given.RAMP_TO * rate
     slope = (high - low) / until
     times = []
     for expected in poisson(1.0, (low + high) / 2 * until, rng):
@@ -110,11 +99,11 @@ class Workload:
 
 
 def _longest(mean: int) -> int:
-    return round(LENGTH_SPREAD[1] * mean)
+    return round(given.LENGTH_SPREAD[1] * mean)
 
 
 def _spread(mean: int, rng: random.Random) -> int:
-    low, high = LENGTH_SPREAD
+    low, high = given.LENGTH_SPREAD
     return rng.randint(round(low * mean), round(high * mean))
 
 
@@ -142,7 +131,7 @@ def unshared(shape: Shape, times: Sequence[float], seed: int, cold_share: float 
     jobs = []
     for number, arrival in enumerate(times):
         cold = rng.random() < cold_share
-        length = rng.randint(*COLD_LENGTHS) if cold else _spread(shape.prompt, rng)
+        length = rng.randint(*given.COLD_LENGTHS) if cold else _spread(shape.prompt, rng)
         prompt, output = source.prompt(length), _spread(shape.output, rng)
         kind = "cold" if cold else "short"
         jobs.append(Job(number, arrival, prompt, output, _longest(shape.output), kind))
@@ -152,9 +141,9 @@ def unshared(shape: Shape, times: Sequence[float], seed: int, cold_share: float 
 def burst(shape: Shape, _times: Sequence[float], seed: int, *, distinct: bool) -> Workload:
     """``BURST`` requests within ``BURST_SECONDS``, each behind a prefix of its own or all behind a cold one."""
     source = Source(seed)
-    systems = [source.prompt(shape.system) for _ in range(BURST if distinct else 1)]
-    times = sorted(source.random.uniform(0.0, BURST_SECONDS) for _ in range(BURST))
-    prompts = [source.prompt(shape.question, systems[i % len(systems)]) for i in range(BURST)]
+    systems = [source.prompt(shape.system) for _ in range(given.BURST if distinct else 1)]
+    times = sorted(source.random.uniform(0.0, given.BURST_SECONDS) for _ in range(given.BURST))
+    prompts = [source.prompt(shape.question, systems[i % len(systems)]) for i in range(given.BURST)]
     return Workload([Job(i, at, prompts[i], shape.output, shape.output) for i, at in enumerate(times)])
 
 
@@ -177,13 +166,13 @@ class Conversations(Workload):
 
     def follow(self, job: Job, now: float, generated: Sequence[int]) -> Job | None:
         """The next turn, after a time to think."""
-        if job.turn + 1 == TURNS:
+        if job.turn + 1 == given.TURNS:
             return None
         source = self._source
         # The same in whatever order answers end.
         rng = random.Random(f"{self._seed} {job.session} {job.turn}")
-        prompt = source.extend(job.prompt.tokens, job.prompt.keys, [*generated, *source.fresh(CHAT_TURN)])
-        arrival = now + rng.uniform(*CHAT_THINK)
+        prompt = source.extend(job.prompt.tokens, job.prompt.keys, [*generated, *source.fresh(given.CHAT_TURN)])
+        arrival = now + rng.uniform(*given.CHAT_THINK)
         output = _spread(self._output, rng)
         number = next(self._numbers)
         return Job(number, arrival, prompt, output, job.max_tokens, "", job.session, job.turn + 1)

@@ -11,18 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-from loadtests.experiments.memory.constants import MAX_LENGTH
-from loadtests.experiments.memory.jobs import Job, own_tokens
-
-HASHED_TOKENS = 512
-"""Prompt tokens that one of Mooncake's ``hash_ids`` stands for."""
-
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
+_MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
 _LONGEST_LINE = 1 << 20  # characters
 _MOST_TOKENS = 100_000_000
 _LATEST_MS = 1e15
-_COVERED = 0.9  # share of requests that must fit the context length after scaling
 
 
 class TraceError(ValueError):
@@ -31,56 +24,11 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line: arrival in seconds, lengths in tokens; ``hash_ids`` name the prompt's 512-token blocks."""
+    """One line: arrival in seconds, lengths in tokens."""
 
     arrival: float
     prompt: int
     output: int
-    hash_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A trace as jobs, and what was changed so that they fit.
-
-    Lengths are divided by ``factor``; ``clipped`` of the jobs were still too long and lost the end of their
-    prompt. ``rate`` is the trace's own, in requests per second.
-    """
-
-    name: str
-    jobs: list[Job]
-    factor: int
-    clipped: int
-    rate: float
-
-
-def read_trace(path: Path, limit: int, max_length: int = MAX_LENGTH) -> Trace:
-    """Read the first ``limit`` requests of a trace and scale them to at most ``max_length`` tokens each.
-
-    The factor is the smallest power of two with which nine of ten requests fit. Tokens of a Mooncake block
-    depend on its hash id alone, so prompts share what they shared in the recorded traffic.
-
-    Raises:
-        TraceError: names file, line and what is wrong there.
-    """
-    records = read_records(path, limit)
-    totals = sorted(record.prompt + record.output for record in records)
-    usual = totals[min(len(totals) - 1, int(_COVERED * len(totals)))]
-    factor = 1
-    while factor < HASHED_TOKENS and usual > max_length * factor:
-        factor *= 2
-    jobs = []
-    clipped = 0
-    begin = records[0].arrival
-    for number, record in enumerate(records):
-        prompt = max(1, record.prompt // factor)
-        output = min(max(1, record.output // factor), max_length - 1)
-        clipped += prompt > max_length - output
-        prompt = min(prompt, max_length - output)
-        tokens = _prompt_tokens(record, number, prompt, HASHED_TOKENS // factor)
-        jobs.append(Job(f"trace-{number}", record.arrival - begin, tokens, output))
-    span = records[-1].arrival - begin
-    return Trace(path.name, jobs, factor, clipped, len(jobs) / span if span > 0 else float(len(jobs)))
 
 
 def read_records(path: Path, limit: int) -> list[Record]:
@@ -149,16 +97,11 @@ def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Record]:
         if missing:
             raise TraceError(f"{where}: without {', '.join(missing)}")
         prompt, output = (_length(entry[name], where, name) for name in ("input_length", "output_length"))
-        stamp, hashes = entry["timestamp"], entry["hash_ids"]
+        stamp = entry["timestamp"]
         # An integer may be too large for a float.
         if type(stamp) not in (int, float) or not abs(stamp) < _LATEST_MS:
             raise TraceError(f"{where}: timestamp is {repr(stamp)[:60]} but must be a number of milliseconds")
-        if not isinstance(hashes, list) or not all(type(one) is int and one >= 0 for one in hashes):
-            raise TraceError(f"{where}: hash_ids must be a list of integers of at least 0")
-        blocks = -(-prompt // HASHED_TOKENS)
-        if len(hashes) < blocks:
-            raise TraceError(f"{where}: {len(hashes)} hash_ids but input_length {prompt} has {blocks} blocks")
-        yield Record(stamp / 1000, prompt, output, tuple(hashes))
+        yield Record(stamp / 1000, prompt, output)
 
 
 def _time(text: str, where: str) -> float:
@@ -178,12 +121,3 @@ def _length(value: object, where: str, name: str) -> int:
     if not 0 <= length <= _MOST_TOKENS:
         raise TraceError(f"{where}: {name} is {repr(value)[:60]} but must be an integer of 0 to {_MOST_TOKENS}")
     return length
-
-
-def _prompt_tokens(record: Record, number: int, length: int, block: int) -> tuple[int, ...]:
-    """``length`` tokens: those of the hash ids, ``block`` each, then the request's own."""
-    tokens: list[int] = []
-    for identity in record.hash_ids[: -(-length // block)]:
-        tokens.extend(range((identity + 1) * HASHED_TOKENS, (identity + 1) * HASHED_TOKENS + block))
-    tokens = tokens[:length]
-    return (*tokens, *own_tokens(number, length - len(tokens)))
