@@ -72,7 +72,7 @@ class EngineOptions:
         "How a preempted request gets its KV back: `swap`, `recompute`, or `auto`, the one with the lower "
         "estimated time",
     )
-    priority_ageing: float | None = option(
+    priority_aging: float | None = option(
         None,
         "Seconds of waiting that offset one level of a request's `priority`. `auto`: waiting never offsets "
         "priority",

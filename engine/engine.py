@@ -93,7 +93,7 @@ class Engine:
             limits=self.limits,
             recovery=self._recovery_policy(calibration),
             host=HostPool(self.runner.memory.host_blocks),
-            priority_ageing=config.priority_ageing,
+            priority_aging=config.priority_aging,
             check_invariants=config.check_invariants,
         )
         self.load = LoadReporter(self.scheduler.state, prefill_rate=self._prefill_rate)

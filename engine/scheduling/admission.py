@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.kv.prefix_node import PrefixNode
-from engine.scheduling.preemption import grow, preempt
+from engine.scheduling.preemption import FreedBlocks, grow, preempt
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
@@ -72,19 +72,19 @@ def preempt_for_priority(state: SchedulerState, plan: StepPlan) -> None:
     if first is None or not running or not _outranks(first, running[-1]):
         return
     needed = blocks_needed(state, first)
-    hits = set(state.index.blocks(first.node))
+    freed = FreedBlocks(pool, state.index.blocks(first.node))
     reserved = state.reserve.blocks(running)
     num_seqs = state.num_seqs
-    freed = victims = 0
-    while (num_seqs + first.num_seqs > state.max_num_seqs and victims < len(running)) or (
-        victims < len(running) and needed + reserved > pool.num_available + freed
+    victims = 0
+    while (
+        num_seqs + first.num_seqs > state.max_num_seqs or needed + reserved > pool.num_available + freed.count
     ):
+        if victims == len(running):
+            break
         victim = running[-1 - victims]
         if not _outranks(first, victim):
             return
-        freed += sum(
-            block >= 0 and pool.references(block) == 1 and block not in hits for block in victim.block_table
-        )
+        freed.add(victim.block_table)
         reserved -= state.reserve.blocks([victim])
         num_seqs -= victim.num_seqs
         victims += 1

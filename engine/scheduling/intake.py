@@ -23,7 +23,7 @@ class Intake:
         eos_token_ids: Collection[int],
         model_key: tuple[object, ...],
         limits: ModelLimits,
-        priority_ageing: float | None,
+        priority_aging: float | None,
         clock: Callable[[], float],
     ) -> None:
         self._state = state
@@ -31,7 +31,7 @@ class Intake:
         self._eos = frozenset(eos_token_ids)
         self._model_key = model_key
         self._limits = limits
-        self._priority_ageing = priority_ageing
+        self._priority_aging = priority_aging
         self._clock = clock
 
     def add(self, request: Request, seed: int) -> None:
@@ -87,8 +87,8 @@ class Intake:
         parts = (namespace.adapter, namespace.tenant, namespace.salt)
         root = (self._model_key, self._limits.block_size, *parts)
         first, second = float(request.priority), arrival
-        if self._priority_ageing is not None:
-            first, second = 0.0, arrival + self._priority_ageing * request.priority
+        if self._priority_aging is not None:
+            first, second = 0.0, arrival + self._priority_aging * request.priority
         return Sequence(
             request.request_id,
             token_ids,

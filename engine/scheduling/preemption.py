@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from engine.kv.block_pool import InvariantError
+from collections.abc import Iterable
+
+from engine.kv.block_pool import NO_BLOCK, BlockPool, InvariantError
 from engine.scheduling.recovery import Recovery
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.state import SchedulerState
@@ -40,6 +42,29 @@ def preempt(state: SchedulerState, position: int, plan: StepPlan) -> None:
     else:
         state.preempt_to_recompute(position)
     plan.preempted.append(sequence)
+
+
+class FreedBlocks:
+    """Counts the blocks that become available if several sequences are preempted together.
+
+    A block is freed once all its references are the victims', so a family of forks frees the blocks that it
+    shares with its last member. ``kept`` are blocks that the sequence they are freed for finds in the cache.
+    """
+
+    def __init__(self, pool: BlockPool, kept: Iterable[int]) -> None:
+        self._pool = pool
+        self._kept = set(kept)
+        self._references: dict[int, int] = {}
+        self.count = 0
+
+    def add(self, block_table: list[int]) -> None:
+        """One more victim, with this block table."""
+        references, pool = self._references, self._pool
+        for block in block_table:
+            if block == NO_BLOCK or block in self._kept:
+                continue
+            held = references[block] = references.get(block, 0) + 1
+            self.count += held == pool.references(block)
 
 
 def _victim_for(state: SchedulerState, sequence: Sequence, plan: StepPlan) -> int:

@@ -44,7 +44,7 @@ class Scheduler:
         max_num_seqs: most running sequences; never above ``token_budget``, so that all can decode in each step.
         token_budget: most tokens in one step.
         model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
-        priority_ageing: seconds of waiting that are worth one level of priority; ``None`` makes priority
+        priority_aging: seconds of waiting that are worth one level of priority; ``None`` makes priority
             absolute, so that better ones can delay worse ones without bound.
         look_ahead: waiting sequences that do not fit and are passed over in one step.
         max_overtakes: admissions past a waiting sequence after which nothing passes it.
@@ -65,7 +65,7 @@ class Scheduler:
         limits: ModelLimits,
         recovery: RecoveryPolicy,
         host: HostPool | None = None,
-        priority_ageing: float | None = None,
+        priority_aging: float | None = None,
         look_ahead: int = 8,
         max_overtakes: int = 32,
         clock: Callable[[], float] = time.monotonic,
@@ -99,7 +99,7 @@ class Scheduler:
             eos_token_ids=eos_token_ids,
             model_key=model_key,
             limits=limits,
-            priority_ageing=priority_ageing,
+            priority_aging=priority_aging,
             clock=clock,
         )
         self._copied_blocks = 0

@@ -182,10 +182,10 @@ def test_engine_gets_every_option_of_its_own() -> None:
 
 
 def test_engine_gets_the_options_of_recovery_and_order() -> None:
-    args = {"swap_space": "64MiB", "recovery": "swap", "priority_ageing": "2.5", "check_at_idle": "true"}
+    args = {"swap_space": "64MiB", "recovery": "swap", "priority_aging": "2.5", "check_at_idle": "true"}
     engine = config.load(args, {}).engine_config("folder", 2)
     assert (engine.swap_space, engine.recovery) == (64 * 2**20, "swap")
-    assert (engine.priority_ageing, engine.check_at_idle) == (2.5, True)
+    assert (engine.priority_aging, engine.check_at_idle) == (2.5, True)
     assert config.load({}, {}).engine_config("folder", 2).swap_space is None
     assert config.load({"swap_space": "0"}, {}).engine_config("folder", 2).swap_space == 0
     with pytest.raises(ConfigError, match="recovery"):

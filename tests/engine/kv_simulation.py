@@ -42,7 +42,7 @@ def make_scheduler(
     host_blocks: int = 0,
     recovery: str = "recompute",
     window: int | None = None,
-    priority_ageing: float | None = None,
+    priority_aging: float | None = None,
 ) -> Scheduler:
     pool = BlockPool(num_blocks, block_size)
     return Scheduler(
@@ -56,7 +56,7 @@ def make_scheduler(
         limits=ModelLimits(VOCAB, max_model_len, num_blocks, block_size),
         recovery=RecoveryPolicy(RecoveryMode(recovery), block_size, Rates(1000.0, 250.0, 250.0)),
         host=HostPool(host_blocks),
-        priority_ageing=priority_ageing,
+        priority_aging=priority_aging,
         look_ahead=look_ahead,
         max_overtakes=max_overtakes,
         check_invariants=check_invariants,

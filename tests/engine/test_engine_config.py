@@ -20,9 +20,9 @@ from engine.errors import ConfigError
         ({"recovery": "hope"}, ["recovery='hope'", "auto, swap, recompute"]),
         ({"swap_space": -1}, ["swap_space=-1", "at least 0"]),
         ({"recovery": "swap", "swap_space": 0}, ["recovery=swap", "set swap_space"]),
-        ({"priority_ageing": 0.0}, ["priority_ageing=0.0", "above 0"]),
-        ({"priority_ageing": -2.5}, ["priority_ageing=-2.5"]),
-        ({"priority_ageing": math.nan}, ["priority_ageing=nan"]),
+        ({"priority_aging": 0.0}, ["priority_aging=0.0", "above 0"]),
+        ({"priority_aging": -2.5}, ["priority_aging=-2.5"]),
+        ({"priority_aging": math.nan}, ["priority_aging=nan"]),
     ],
     ids=str,
 )
@@ -36,6 +36,6 @@ def test_wrong_options_are_one_line_that_names_them(options: dict[str, Any], wor
 
 def test_recovery_options_take_their_whole_range() -> None:
     for recovery in ("auto", "recompute"):
-        EngineConfig(model="m", recovery=recovery, swap_space=0, priority_ageing=0.25)
+        EngineConfig(model="m", recovery=recovery, swap_space=0, priority_aging=0.25)
     EngineConfig(model="m", recovery="swap", swap_space=1)
     EngineConfig(model="m", recovery="swap")  # whether there is memory shows when the pool is planned

@@ -168,6 +168,20 @@ SCHEDULING: list[Fault] = [
         "the sequence that came first loses its blocks first",
     ),
     Fault(
+        "engine/scheduling/preemption.py",
+        "            self.count += held == pool.references(block)",
+        "            self.count += pool.references(block) == 1",
+        _SCHEDULE,
+        "victims that share blocks count as freeing none of them",
+    ),
+    Fault(
+        "engine/scheduling/preemption.py",
+        "            self.count += held == pool.references(block)",
+        "            self.count += held == 1",
+        _SCHEDULE,
+        "blocks that others hold, too, count as freed",
+    ),
+    Fault(
         "engine/scheduling/block_tables.py",
         "        copy = first < len(table) and pool.references(table[first]) > 1",
         "        copy = False",

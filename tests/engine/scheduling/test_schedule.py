@@ -157,6 +157,43 @@ def test_priority_counts_a_victims_blocks_once() -> None:
     assert simulation.step(scheduler).preempted == []
 
 
+def test_victims_free_the_blocks_that_only_they_share() -> None:
+    """Otherwise a family of forks would seem to free nothing, and the better request would wait for its end."""
+    prompt = tokens(24)
+    families: list[list[Any]] = [
+        [make_request("low", prompt, 30, priority=1, n=4, ignore_eos=True)],
+        [  # one system prompt
+            make_request(f"low{i}", [*prompt, 30 + i], 30, arrival=1.0 + i, priority=1, ignore_eos=True)
+            for i in range(3)
+        ],
+    ]
+    for family in families:
+        scheduler = make_scheduler(16, 4, token_budget=32)
+        simulation = KVSimulation(4, lambda sequence: 7)
+        scheduler.add(make_request("same", [9], 30, priority=0, ignore_eos=True))
+        for request in family:
+            scheduler.add(request)
+            simulation.step(scheduler)
+            simulation.step(scheduler)
+        assert scheduler.stats().running >= 4
+        high = add(scheduler, make_request("high", tokens(36, 20), 4, arrival=99.0, priority=0))
+        simulation.step(scheduler)
+        assert high.state is SequenceState.RUNNING
+        simulation.drain(scheduler)
+
+
+def test_blocks_that_others_hold_too_are_not_freed_by_victims() -> None:
+    scheduler = make_scheduler(12, 4, token_budget=32)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    prompt = tokens(24)
+    for name, priority in [("same", 0), ("low", 2)]:
+        scheduler.add(make_request(name, [*prompt, 30 + priority], 15, priority=priority, ignore_eos=True))
+        simulation.step(scheduler)
+    # Of 12 blocks 6 are shared, and each has one of its own: without the victim 5 are left, one of them kept.
+    scheduler.add(make_request("high", tokens(19, 20), 4, arrival=99.0, priority=1))
+    assert simulation.step(scheduler).preempted == []
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_quick_bound_of_the_reserve_is_never_too_low(
     window: int | None, monkeypatch: pytest.MonkeyPatch

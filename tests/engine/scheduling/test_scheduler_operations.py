@@ -30,7 +30,7 @@ class Case:
     host_blocks: int = 0
     recovery: str = "auto"
     window: int | None = None
-    ageing: float | None = None
+    aging: float | None = None
     caching: bool = True
     constant: bool = False
 
@@ -40,8 +40,8 @@ CASES = [
     Case(3, 1, 3, 4, host_blocks=3, recovery="swap", constant=True),
     Case(3, 4, 3, 8, host_blocks=2),
     Case(5, 2, 4, 4, host_blocks=64, recovery="swap"),
-    Case(6, 1, 6, 16, host_blocks=7, recovery="swap", ageing=0.5),
-    Case(8, 4, 8, 16, host_blocks=8, ageing=1.0),
+    Case(6, 1, 6, 16, host_blocks=7, recovery="swap", aging=0.5),
+    Case(8, 4, 8, 16, host_blocks=8, aging=1.0),
     Case(8, 4, 8, 16, caching=False, host_blocks=12, recovery="swap"),
     Case(12, 3, 6, 64, recovery="recompute", constant=True),
     Case(12, 2, 5, 7, host_blocks=24, window=5),
@@ -70,7 +70,7 @@ class Driver:
             host_blocks=case.host_blocks,
             recovery=case.recovery,
             window=case.window,
-            priority_ageing=case.ageing,
+            priority_aging=case.aging,
         )
         self.simulation = KVSimulation(case.block_size, self._sample, window=case.window)
         self.requests: dict[str, Request] = {}
