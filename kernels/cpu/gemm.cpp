@@ -6,6 +6,8 @@
 //
 // Weights lie in panels of kWidth columns, [N / kWidth][K][kWidth], zero-padded. One tile of rows streams several
 // panels at once, which is bound by memory; many rows re-use blocks of a panel that were widened to float32.
+//
+// Where the CPU multiplies bfloat16 in hardware, gemm_bf16.h takes that over, with a layout of its own.
 
 #include <algorithm>
 #include <array>
@@ -14,6 +16,7 @@
 #include <new>
 #include <utility>
 
+#include "gemm_bf16.h"
 #include "gemm_vec.h"
 #include "pool.h"
 
@@ -292,6 +295,45 @@ void multiply(const PackedWeight& weight, const W* x, int64_t x_stride, int64_t 
   }
 }
 
+#if defined(QUIRE_BF16_PRODUCTS)
+constexpr bool kPairs = true;
+
+// As multiply(), in hardware.
+void multiply_in_pairs(const PackedWeight& weight, const Bf16* x, int64_t x_stride, int64_t rows, Bf16* y,
+                       int threads) {
+  static thread_local Scratch scratch;
+  const int64_t depth = weight.in_features;
+  if (depth % 2 != 0) {  // the last pair needs a zero
+    Bf16* padded = reinterpret_cast<Bf16*>(scratch.floats(rows * (depth + 1) / 2));
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(padded + r * (depth + 1), x + r * x_stride, depth * sizeof(Bf16));
+      padded[r * (depth + 1) + depth] = Bf16{};
+    }
+    x = padded, x_stride = depth + 1;
+  }
+  multiply_pairs({static_cast<const char*>(weight.panels), weight.bias, depth, weight.out_features}, x, x_stride,
+                 rows, y, threads);
+}
+
+void pack_pairs(const PackedWeight& weight, const Bf16* w, int64_t stride, int threads) {
+  const int64_t depth = weight.in_features, columns = weight.out_features, padded = (depth + 1) / 2 * 2;
+  Bf16* const panels = static_cast<Bf16*>(weight.panels);
+  quire::parallel_for(divide_up(columns, kWidth), threads * kShares, threads, [&](int64_t p) {
+    Bf16* out = panels + p * kWidth * padded;
+    for (int64_t k = 0; k < padded; k += 2, out += 2 * kWidth) {
+      for (int64_t c = 0; c < kWidth; ++c) {
+        const Bf16* from = w + (p * kWidth + c) * stride + k;
+        const bool there = p * kWidth + c < columns;
+        out[2 * c] = there ? from[0] : Bf16{};
+        out[2 * c + 1] = there && k + 1 < depth ? from[1] : Bf16{};
+      }
+    }
+  });
+}
+#else
+constexpr bool kPairs = false;
+#endif
+
 template <class W>
 void pack(const PackedWeight& weight, const W* w, int64_t stride, int threads) {
   const int64_t depth = weight.in_features, columns = weight.out_features;
@@ -315,11 +357,19 @@ extern "C" {
 // Columns of a panel: N is padded to a multiple of it.
 int64_t quire_linear_width() { return quire_gemm::kWidth; }
 
+// Whether bfloat16 is multiplied in hardware: two k at a time, so K is padded to an even number.
+int quire_linear_bf16_in_pairs() { return quire_gemm::kPairs; }
+
 // Packs w [N, K] (`stride` elements from row to row) into `weight->panels`: padded N * K elements.
 void quire_linear_pack(const quire_gemm::PackedWeight* weight, const void* w, int64_t stride, int threads) {
   using namespace quire_gemm;
   switch (weight->dtype) {
-    case 0: return pack(*weight, static_cast<const Bf16*>(w), stride, threads);
+    case 0:
+#if defined(QUIRE_BF16_PRODUCTS)
+      return pack_pairs(*weight, static_cast<const Bf16*>(w), stride, threads);
+#else
+      return pack(*weight, static_cast<const Bf16*>(w), stride, threads);
+#endif
     case 1: return pack(*weight, static_cast<const Fp16*>(w), stride, threads);
     default: return pack(*weight, static_cast<const float*>(w), stride, threads);
   }
@@ -333,7 +383,11 @@ int quire_linear(const quire_gemm::PackedWeight* weight, const void* x, int64_t 
   return quire::status_of([&] {
     switch (weight->dtype) {
       case 0:
+#if defined(QUIRE_BF16_PRODUCTS)
+        return multiply_in_pairs(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
+#else
         return multiply(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
+#endif
       case 1:
         return multiply(*weight, static_cast<const Fp16*>(x), x_stride, rows, static_cast<Fp16*>(y), threads);
       default:

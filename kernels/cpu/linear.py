@@ -1,11 +1,12 @@
 """The CPU matrix product: weights packed once, multiplied by the C++ kernel or by oneDNN.
 
 Our kernel (``gemm.cpp``) keeps bf16 and fp16 weights at two bytes, widens them on the way and accumulates in
-float32. Each element of a result is one chain of multiply-adds over k in ascending order, so its bits depend on
-its row of ``x`` and its row of the weight alone.
+float32; with AVX-512 BF16 it multiplies bf16 in hardware (``gemm_bf16.h``). Each element of a result is one
+chain of multiply-adds over k in ascending order, so its bits depend on its row of ``x`` and its row of the
+weight alone.
 
-On CPUs that multiply bf16 in hardware (AVX-512 BF16, AMX) oneDNN's packed product is many times faster for many
-rows and takes over for bf16, after a self-test with each weight.
+On CPUs with AMX, which our kernel does not use, oneDNN's packed product is many times faster for many rows and
+takes over for bf16, after a self-test with each weight.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class PanelLinear(PackedLinear):
         self.dtype = weight.dtype
         width: int = lib.quire_linear_width()
         columns = -(-self.out_features // width) * width
-        self._buffer = torch.empty(columns * self.in_features * weight.itemsize + _ALIGNMENT, dtype=torch.uint8)
+        depth = self.in_features
+        if self.dtype == torch.bfloat16 and lib.quire_linear_bf16_in_pairs():
+            depth += depth % 2  # two neighbors of k lie together
+        self._buffer = torch.empty(columns * depth * weight.itemsize + _ALIGNMENT, dtype=torch.uint8)
         self._bias: Tensor | None = None
         if bias is not None:
             self._bias = torch.zeros(columns, dtype=torch.float32)
@@ -92,14 +96,13 @@ class OneDnnLinear(PackedLinear):
 
 
 def prefers_onednn(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies ``dtype`` in hardware that our kernel does not use.
+    """Whether this CPU multiplies ``dtype`` in hardware that our kernel does not use: bf16 with AMX.
 
-    Only bf16: float32 promises its bits, and oneDNN does not. The CPU's flags decide, not a timing, so that
-    equal machines give equal bits.
+    The CPU's flags decide, not a timing, so that equal machines give equal bits.
     """
     if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def try_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear | None:
@@ -168,6 +171,8 @@ def _declare(lib: ctypes.CDLL) -> None:
     pointer, long = ctypes.c_void_p, ctypes.c_int64
     lib.quire_linear_width.argtypes = []
     lib.quire_linear_width.restype = long
+    lib.quire_linear_bf16_in_pairs.argtypes = []
+    lib.quire_linear_bf16_in_pairs.restype = ctypes.c_int
     lib.quire_linear_pack.argtypes = [pointer, pointer, long, ctypes.c_int]
     lib.quire_linear_pack.restype = None
     lib.quire_linear.argtypes = [pointer, pointer, long, long, pointer, ctypes.c_int]

@@ -1,7 +1,8 @@
-"""A row's logits depend on its tokens alone: bit for bit in float32, whatever else happened.
+"""A row's logits depend on its tokens alone: bit for bit, whatever else happened.
 
 Every case compares the bits of all logits that a request saw with those of the same request run alone, cold,
-with its prompt in one chunk, on one thread.
+with its prompt in one chunk, on one thread. Most are in float32; what the kernels promise holds in each dtype
+that their own product computes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.engine import Engine
 from engine.request import Request
 from engine.scheduling.recovery import Recovery
 from kernels.cpu.build import BuildError, find_compilers
+from kernels.cpu.linear import prefers_onednn
 
 try:
     find_compilers()
@@ -127,6 +129,33 @@ def test_moved_to_another_replica(
     assert made(deltas) == tokens[after:]
     rest = {key: row for key, row in bits.items() if key[-1] >= len(PROMPT) + after}
     assert_same((made(deltas), seen), (tokens[after:], rest))
+
+
+@families
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision(model: str, dtype: str, make_engine: MakeEngine) -> None:
+    """Warm, in chunks, in company, on two threads, with other blocks, after a preemption."""
+    if prefers_onednn(getattr(torch, dtype)):
+        pytest.skip("oneDNN computes the products of this dtype here")
+
+    def engine(**options: Any) -> Engine:
+        defaults = {"num_blocks": 512, "token_budget": 256, "check_invariants": False}
+        return make_engine(model, dtype=dtype, **{**defaults, **options})
+
+    one = engine()
+    cold = run(one)
+    assert_same(run(one), cold)
+    assert_same(run(engine(token_budget=7)), cold)
+    assert_same(run(engine(block_size=5, max_num_seqs=64), *others(40)), cold)
+    interrupted = engine(num_blocks=13)
+    seen = record(interrupted, "target")
+    assert_same((made(run_interrupted(interrupted, target(), urgent=37)), seen), cold)
+    assert interrupted.stats().scheduler.preemptions > 0
+    before = torch.get_num_threads()
+    try:
+        assert_same(run(engine(num_threads=2, token_budget=33), *others(20)), cold)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("Llama", {}), ("Gemma2", {"sliding_window": 1200})])
