@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.config import JsonDict
 
+from app.logs import LogFormat, LogLevel
 from engine.config import EngineConfig, EngineOptions
 from engine.errors import ConfigError
 from engine.models.folders import BUNDLED_NAME
@@ -36,7 +37,6 @@ MAX_SCALING_S = 500_000.0
 OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
 """Environment variables that other parts of Quire read."""
 
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
 
@@ -81,7 +81,17 @@ class ServiceOptions(Group):
         None, "Name that clients send as `model`. `auto`: the last part of `model`"
     )
     log_level: LogLevel = option("INFO", "`DEBUG`, `INFO`, `WARNING`, or `ERROR`", live=True)
+    log_format: LogFormat = option(
+        "text",
+        "`text`, or `json` for one object per line with time, level, process, logger, and message",
+        live=True,
+    )
     drain_timeout_s: float = option(600.0, "Maximum time that a replica may take to stop, in seconds", gt=0)
+
+    @property
+    def logging(self) -> tuple[LogLevel, LogFormat]:
+        """Level and format for ``logs.configure``."""
+        return self.log_level, self.log_format
 
     @property
     def model_name(self) -> str:
@@ -424,12 +434,6 @@ def without_effect(config: AppConfig, given: Iterable[str]) -> list[str]:
     if config.ingress.max_wait_s is not None:
         unread.discard("startup_s")  # overload control reads it, too
     return [name for name in OPTIONS if name in unread.intersection(given)]
-
-
-def set_log_level(level: LogLevel) -> None:
-    """Set the level of Quire's own loggers in this process."""
-    for name in ("app", "engine", "kernels", "quire"):
-        logging.getLogger(name).setLevel(level)
 
 
 def _validate(values: Mapping[str, Any], base: Mapping[str, Mapping[str, Any]] | None = None) -> AppConfig:

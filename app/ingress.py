@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from app import config
+from app import config, logs
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
@@ -83,7 +83,7 @@ class IngressReplica:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes."""
         options = self._live.update(user_config)
-        config.set_log_level(options.service.log_level)
+        logs.configure(*options.service.logging, logs.replica_name("ingress"))
         self.service.options = options.ingress
         await self._client.start()
         self._overload.start()

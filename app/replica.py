@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from app import config, metrics
+from app import config, logs, metrics
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
@@ -44,7 +44,7 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._options = options
         self._live = config.LiveOptions(options, "engine")
-        config.set_log_level(options.service.log_level)
+        logs.configure(*options.service.logging, logs.replica_name("engine"))
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
         self._engine = self._start_engine()
@@ -57,7 +57,7 @@ class EngineReplica:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
-        config.set_log_level(self._live.update(user_config).service.log_level)
+        logs.configure(*self._live.update(user_config).service.logging, logs.replica_name("engine"))
 
     async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""

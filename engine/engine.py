@@ -38,7 +38,7 @@ from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
 from engine.seeds import request_seed
 
-_log = logging.getLogger("quire.engine")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Engine:
         self._steps = 0
         self._step_seconds = 0.0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""
-        _log.info("at most %d tokens and %d requests a step%s", self.token_budget, max_num_seqs, rate)
+        logger.info("at most %d tokens and %d requests a step%s", self.token_budget, max_num_seqs, rate)
 
     def add(self, request: Request) -> None:
         """Queue ``request``; it runs from the next step on.
@@ -154,7 +154,7 @@ class Engine:
         except Exception as error:
             if _out_of_memory(error):
                 raise
-            _log.warning("a step of %d requests failed; running its parts", len(plan.chunks), exc_info=True)
+            logger.warning("a step of %d requests failed; running its parts", len(plan.chunks), exc_info=True)
             outcomes, failed = self._run_in_parts(plan.chunks)
             for message, ids in _by_message(failed).items():
                 deltas += self.scheduler.fail(ids, message)

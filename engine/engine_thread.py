@@ -21,7 +21,7 @@ from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 from engine.scheduling.load_report import EngineLoad
 
-_log = logging.getLogger("quire.engine")
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -201,10 +201,10 @@ class EngineThread:
             self._engine = engine
             self._loaded.set()
             self._loop(engine)
-        except BaseException as error:  # noqa: BLE001 - whatever ends this thread must reach the owner
+        except BaseException as error:
             self._failure = error
             if self._engine is not None:
-                _log.critical("the engine thread ends", exc_info=True)
+                logger.critical("the engine thread ends", exc_info=True)
                 self._on_death(error)
         finally:
             self._loaded.set()

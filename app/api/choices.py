@@ -24,13 +24,18 @@ class TokenGenerator(Protocol):
 class GenerationJob:
     """One response: ``options.params.n`` choices for each prompt, text continuations or chat answers.
 
-    ``tenant`` partitions the prefix cache; see ``app/api/tenant.py``.
+    ``tenant`` partitions the prefix cache; see ``app/api/tenant.py``. ``request_id`` need not be unique.
     """
 
     options: GenerationOptions
     prompts: list[list[int]]
     chat: bool
-    tenant: str = ""
+    tenant: str
+    request_id: str
+
+    def engine_request_id(self, prompt: int) -> str:
+        """The request's ID; with several prompts, also which of them it is."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt}"
 
     @property
     def num_choices(self) -> int:
@@ -55,25 +60,25 @@ class TextDelta:
 
 
 def stream_choices(
-    job: GenerationJob, name: str, source: TokenGenerator, decoder: TextDecoder
+    job: GenerationJob, source: TokenGenerator, decoder: TextDecoder
 ) -> AsyncGenerator[TextDelta, None]:
-    """The text of all choices as it arrives; ``name`` is for logs. Closing the generator aborts the rest.
+    """The text of all choices as it arrives. Closing the generator aborts the rest.
 
     Raises:
         GenerationError, UnavailableError, InvalidRequestError: of one prompt; it ends the others, too.
     """
-    outputs = [_of_prompt(job, prompt, name, source, decoder) for prompt in range(len(job.prompts))]
+    outputs = [_of_prompt(job, prompt, source, decoder) for prompt in range(len(job.prompts))]
     return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
 
 async def _of_prompt(
-    job: GenerationJob, prompt: int, name: str, source: TokenGenerator, decoder: TextDecoder
+    job: GenerationJob, prompt: int, source: TokenGenerator, decoder: TextDecoder
 ) -> AsyncGenerator[TextDelta, None]:
     """The choices of one prompt; closing the generator aborts them on the engine."""
     options = job.options
     n = options.params.n
     request = GenerateRequest(
-        request_id=f"{name}-{prompt}",
+        request_id=job.engine_request_id(prompt),
         token_ids=job.prompts[prompt],
         params=options.params,
         namespace=CacheNamespace(tenant=job.tenant, salt=options.cache_salt),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
@@ -83,7 +82,7 @@ class OpenAIService:
         self._check_model(name)
         return JSONResponse(self._model_entry())
 
-    async def completions(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
+    async def completions(self, body: dict[str, Any], tenant: str, request_id: str) -> ASGIApp:
         """Answer ``POST /v1/completions``; ``tenant`` partitions the prefix cache.
 
         Raises:
@@ -96,10 +95,11 @@ class OpenAIService:
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            response = self._respond(GenerationJob(request.options, prompts, chat=False, tenant=tenant), limits)
+            job = GenerationJob(request.options, prompts, False, tenant, request_id)
+            response = self._respond(job, limits)
             return _Admitted(response, permits.pop_all())
 
-    async def chat(self, body: dict[str, Any], tenant: str = "") -> ASGIApp:
+    async def chat(self, body: dict[str, Any], tenant: str, request_id: str) -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
         request = parse_chat(body)
         self._check_model(request.options.model)
@@ -107,7 +107,8 @@ class OpenAIService:
             limits = await self._limits()
             owner = tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
-            response = self._respond(GenerationJob(request.options, [prompt], chat=True, tenant=tenant), limits)
+            job = GenerationJob(request.options, [prompt], True, tenant, request_id)
+            response = self._respond(job, limits)
             return _Admitted(response, permits.pop_all())
 
     async def reset_prefix_cache(self) -> Response:
@@ -144,7 +145,7 @@ class OpenAIService:
         for prompt in job.prompts:
             _check_prompt(prompt, job, limits)
         prefix = "chatcmpl" if job.chat else "cmpl"
-        envelope = Envelope(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model, self._fingerprint)
+        envelope = Envelope(f"{prefix}-{job.request_id}", int(time.time()), self._model, self._fingerprint)
         return (
             EventStream(self._events(job, envelope))
             if job.options.stream
@@ -153,7 +154,7 @@ class OpenAIService:
 
     async def _whole(self, job: GenerationJob, envelope: Envelope) -> Response:
         outputs = [_Collected() for _ in range(job.num_choices)]
-        async with aclosing(self._text_deltas(job, envelope)) as arriving:
+        async with aclosing(self._text_deltas(job)) as arriving:
             async for delta in arriving:
                 outputs[delta.index].add(delta)
         usage = Usage(
@@ -178,7 +179,7 @@ class OpenAIService:
         cached = [0] * len(job.prompts)
         usage = Usage(job.prompt_tokens)
         opening = b"".join(map(writer.role, range(n))) if job.chat else b""
-        async with aclosing(self._text_deltas(job, envelope)) as arriving:
+        async with aclosing(self._text_deltas(job)) as arriving:
             async for delta in arriving:
                 prompt = delta.index // n
                 usage.completion_tokens += delta.num_tokens - generated[delta.index]
@@ -189,8 +190,8 @@ class OpenAIService:
                 opening = b""
         yield writer.usage(usage) + DONE
 
-    def _text_deltas(self, job: GenerationJob, envelope: Envelope) -> AsyncGenerator[TextDelta, None]:
-        return stream_choices(job, envelope.id, self._engines, self._tokenizer.decoder)
+    def _text_deltas(self, job: GenerationJob) -> AsyncGenerator[TextDelta, None]:
+        return stream_choices(job, self._engines, self._tokenizer.decoder)
 
     async def _limits(self) -> ModelLimits:
         limits = self._engines.limits() or await self._engines.first_limits(self.engine_wait_s)

@@ -1,6 +1,6 @@
 """The HTTP application: the routes, and what each asks of the service.
 
-Serve itself answers with the caller's ``x-request-id``, or a new one.
+Serve itself answers with the caller's ``x-request-id``, or a new one; see ``app/api/request_id.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from app.api.errors import ERROR_HANDLERS
 from app.api.openai_service import OpenAIService
 from app.api.request_body import read_json_object
+from app.api.request_id import request_id_of
 from app.api.tenant import tenant_of
 
 
@@ -33,11 +34,13 @@ async def get_model(request: Request) -> Response:
 
 
 async def completions(request: Request) -> ASGIApp:
-    return await _service(request).completions(await read_json_object(request), _tenant(request))
+    body = await read_json_object(request)
+    return await _service(request).completions(body, _tenant(request), request_id_of(request.headers))
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    return await _service(request).chat(await read_json_object(request), _tenant(request))
+    body = await read_json_object(request)
+    return await _service(request).chat(body, _tenant(request), request_id_of(request.headers))
 
 
 async def reset_prefix_cache(request: Request) -> Response:

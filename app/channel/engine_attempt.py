@@ -32,7 +32,7 @@ async def run_attempt(
     """
     try:
         submission = wire.unpack_submission(payload)
-        engine_id = f"{cid}:{submission.attempt}"
+        engine_id = f"{submission.request_id}@{cid}:{submission.attempt}"
         attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
         try:
             engine.submit(

@@ -27,6 +27,7 @@ from engine.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 900.0
 STATUS_TIMEOUT_S = 2.0
+LOGS = "session_latest/logs of Ray's temporary folder (/tmp/ray unless RAY_TMPDIR names another)"
 LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 """States of replicas that have loaded; a new controller finds running ones RECOVERING."""
 
@@ -48,29 +49,39 @@ class LocalServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start(self) -> None:
-        """Start Ray and Serve, without the application."""
+        """Start Ray and Serve, without the application.
+
+        Raises:
+            ConfigError: they do not start; one line on why.
+        """
         os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of the replicas' log lines
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
         import ray
         from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
 
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        context = ray.init(
-            address="local",
-            dashboard_host="127.0.0.1",
-            include_dashboard=True,  # at 8265 or the next free port, which Ray finds only if none is named
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        self.dashboard = str(context.dashboard_url or "")
-        serve.start(
-            http_options={"host": self._launch.host, "port": self._launch.port},
-            controller_options={"runtime_env": {"env_vars": self._environment()}},
-        )
+        try:
+            context = ray.init(
+                address="local",
+                dashboard_host="127.0.0.1",
+                include_dashboard=True,  # at 8265 or the next free port, which Ray finds only if none is named
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+            )
+            self.dashboard = str(context.dashboard_url or "")
+            serve.start(
+                http_options={"host": self._launch.host, "port": self._launch.port},
+                controller_options={"runtime_env": {"env_vars": self._environment()}},
+            )
+        except (RayError, RayServeException, RuntimeError, OSError) as error:
+            raise ConfigError(f"Ray does not start: {_last_line(error)}; Ray's logs are in {LOGS}") from error
 
     def deploy(self, args: Mapping[str, Any], options: AppConfig, stop: threading.Event, say: Say) -> None:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
@@ -185,6 +196,11 @@ def _counted(application: Any, *states: str) -> int:
     engine = application.deployments.get(DEPLOYMENT) if application is not None else None
     found = engine.replica_states.items() if engine else ()
     return sum(count for state, count in found if not states or state in states)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def _cause(application: Any) -> str:

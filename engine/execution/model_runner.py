@@ -29,7 +29,7 @@ from engine.seeds import sequence_seed
 from engine.sizes import format_bytes
 from kernels import AttentionMetadata, get_kernels
 
-_log = logging.getLogger("quire.engine")
+logger = logging.getLogger(__name__)
 
 _MANY_ROWS = 17  # float32 products on a GPU have a kernel of their own from here on
 
@@ -87,7 +87,7 @@ class ModelRunner:
         self.eos_token_ids = self.model.eos_token_ids
         self.on_logits: LogitsHook | None = None
         self._probe_cache = KVCache(self.model, 1, 1, self.dtype, self.device)
-        _log.info(
+        logger.info(
             "%s (%s, %.0f M parameters) in %s on %s with %s kernels, %d threads",
             folder.name,
             self.model.architecture,
@@ -97,7 +97,7 @@ class ModelRunner:
             kernels.name,
             self.num_threads,
         )
-        _log.info(
+        logger.info(
             "KV pool: %d tokens in %d blocks of %d, %s a token, %s in all; %.1f sequences of %d tokens fit",
             self.memory.tokens,
             self.memory.num_blocks,
@@ -108,7 +108,7 @@ class ModelRunner:
             self.max_model_len,
         )
         if self.memory.host_blocks:
-            _log.info(
+            logger.info(
                 "swap space: %s of RAM, %d tokens in %d blocks; recovery of preempted requests: %s",
                 format_bytes(self.memory.host_bytes),
                 self.memory.host_blocks * config.block_size,

@@ -221,7 +221,8 @@ def test_live_options_keep_what_was_given_at_the_start() -> None:
 def test_only_live_options_change_live() -> None:
     start = config.load({}, {})
     with pytest.raises(
-        ConfigError, match="user_config of engine cannot change block_size; its live options: log_level; "
+        ConfigError,
+        match="user_config of engine cannot change block_size; its live options: log_level, log_format; ",
     ):
         start.with_live({"block_size": 3}, "engine")
     with pytest.raises(ConfigError, match="max_live_requests=0: must be at least 1"):

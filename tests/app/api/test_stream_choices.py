@@ -22,7 +22,7 @@ def backend(bundled_model: Path) -> Tokenizer:
 
 def job(prompts: int, **body: object) -> GenerationJob:
     asked = {"prompt": [[7]] * prompts if prompts > 1 else [7], "max_tokens": 9, **body}
-    return GenerationJob(parse_completion(asked).options, [[7]] * prompts, chat=False)
+    return GenerationJob(parse_completion(asked).options, [[7]] * prompts, False, "", "test")
 
 
 class Source:
@@ -33,7 +33,7 @@ class Source:
         self.running = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-        answer = self._answers[int(request.request_id.rpartition("-")[2])]
+        answer = self._answers[int(request.request_id.partition("-")[2] or 0)]
         self.running += 1
         try:
             for step in answer:
@@ -48,7 +48,7 @@ class Source:
 
 
 async def all_of(source: Source, wanted: GenerationJob, decoder: TextDecoder) -> list[TextDelta]:
-    return [delta async for delta in stream_choices(wanted, "test", source, decoder)]
+    return [delta async for delta in stream_choices(wanted, source, decoder)]
 
 
 def test_a_stop_string_in_the_last_token_is_the_reason(backend: Tokenizer) -> None:

@@ -321,7 +321,7 @@ def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) 
         engine.step()
         call.cancel()
         await asyncio.wait({call})
-        assert engine.aborted == ([] if ended else ["ingress:7"])
+        assert engine.aborted == ([] if ended else ["r@ingress:7"])
         assert setting.hub.inspect()["ingress"]["attempts"] == 0
         await stream.aclose()  # type: ignore[attr-defined]
 

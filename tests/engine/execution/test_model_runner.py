@@ -181,7 +181,7 @@ def test_swapped_blocks_serve_from_other_places(folder: Path) -> None:
 
 
 def test_the_start_tells_the_swap_space(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="quire.engine"):
+    with caplog.at_level(logging.INFO, logger="engine"):
         assert make_runner(folder).memory.host_blocks == 0
         assert "swap space" not in caplog.text
         runner = make_runner(folder, "swap", swap_space=1 << 20)

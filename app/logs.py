@@ -1,0 +1,104 @@
+"""One logging setup for all processes: each record is a line of text or a JSON object on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any, Literal
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+LogFormat = Literal["text", "json"]
+
+LOGGERS = ("app", "engine", "kernels")
+"""The roots of Quire's own loggers; those of libraries stay as they are."""
+
+FIELDS = "fields"
+"""``logger.info(message, extra={FIELDS: {...}})`` adds named values to a record."""
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-11-28 20:05:50.123 INFO engine/k3x8 app.replica: message key=value``, in local time.
+
+    Control characters in the message are escaped: a client's text cannot forge a second line.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        text = " ".join([record.getMessage(), *(f"{name}={value}" for name, value in _fields(record).items())])
+        origin = f"{record.levelname} {self._process} {record.name}"
+        line = f"{moment}.{int(record.msecs):03d} {origin}: {_one_line(text)}"
+        return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object with ``time`` (UTC, ISO 8601), ``level``, ``process``, ``pid``, ``logger``, ``message``,
+    the record's fields, and ``exception`` with the traceback.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        entry: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "process": self._process,
+            "pid": os.getpid(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info is not None:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+class _Handler(logging.StreamHandler[Any]):
+    """Ours, so that a second :func:`configure` finds the handler of the first."""
+
+
+def replica_name(deployment: str) -> str:
+    """``engine/k3x8``: the deployment and Serve's id of this replica; outside a replica, the process ID."""
+    from ray import serve  # here, so that the launcher refuses a wrong option before Ray is loaded
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return f"{deployment}/{serve.get_replica_context().replica_id.unique_id}"
+    except RayServeException:
+        return f"{deployment}/{os.getpid()}"
+
+
+def configure(level: LogLevel, log_format: LogFormat, process: str) -> None:
+    """Send Quire's records of ``level`` and above to stderr; a later call replaces an earlier one.
+
+    Args:
+        process: what this process is, such as ``engine/k3x8``; it is named in every line.
+    """
+    handler = _Handler(sys.__stderr__)  # Serve may have replaced sys.stderr by its own log file
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        for old in [old for old in logger.handlers if isinstance(old, _Handler)]:
+            logger.removeHandler(old)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, FIELDS, {})
+    return fields
+
+
+def _one_line(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
