@@ -20,7 +20,7 @@ FIELDS = "fields"
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-11-28 20:05:50.123 INFO engine/k3x8 app.replica: message key=value``, in local time.
+    """``2026-11-28 20:05:50.123 INFO engine:k3x8 app.replica: message key=value``, in local time.
 
     Control characters in the message are escaped: a client's text cannot forge a second line.
     """
@@ -67,21 +67,21 @@ class _Handler(logging.StreamHandler[Any]):
 
 
 def replica_name(deployment: str) -> str:
-    """``engine/k3x8``: the deployment and Serve's id of this replica; outside a replica, the process ID."""
+    """``engine:k3x8``: the deployment and Serve's id of this replica; outside a replica, the process ID."""
     from ray import serve  # here, so that the launcher refuses a wrong option before Ray is loaded
     from ray.serve.exceptions import RayServeException
 
     try:
-        return f"{deployment}/{serve.get_replica_context().replica_id.unique_id}"
+        return f"{deployment}:{serve.get_replica_context().replica_id.unique_id}"
     except RayServeException:
-        return f"{deployment}/{os.getpid()}"
+        return f"{deployment}:{os.getpid()}"
 
 
 def configure(level: LogLevel, log_format: LogFormat, process: str) -> None:
     """Send Quire's records of ``level`` and above to stderr; a later call replaces an earlier one.
 
     Args:
-        process: what this process is, such as ``engine/k3x8``; it is named in every line.
+        process: what this process is, such as ``engine:k3x8``; it is named in every line.
     """
     handler = _Handler(sys.__stderr__)  # Serve may have replaced sys.stderr by its own log file
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))

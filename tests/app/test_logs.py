@@ -29,41 +29,41 @@ def output(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
 
 
 def test_a_line_has_time_level_process_logger_message_and_fields(output: StringIO) -> None:
-    logs.configure("INFO", "text", "engine/k3x8")
+    logs.configure("INFO", "text", "engine:k3x8")
     logging.getLogger("app.replica").info(
         "loaded %d", 7, extra={logs.FIELDS: {"blocks": 5, "dtype": "float32"}}
     )
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
-        r"INFO engine/k3x8 app\.replica: loaded 7 blocks=5 dtype=float32\n",
+        r"INFO engine:k3x8 app\.replica: loaded 7 blocks=5 dtype=float32\n",
         output.getvalue(),
     )
 
 
 def test_control_characters_of_a_message_are_escaped(output: StringIO) -> None:
-    logs.configure("INFO", "text", "ingress/1")
+    logs.configure("INFO", "text", "ingress:1")
     logging.getLogger("app").warning("unknown model %s", "a\nERROR forged\r\x1b[31m é")
     assert output.getvalue().count("\n") == 1
     assert r"a\nERROR forged\r\x1b[31m é" in output.getvalue()
 
 
 def test_json_has_one_object_per_record_with_its_traceback(output: StringIO) -> None:
-    logs.configure("INFO", "json", "engine/k3x8")
+    logs.configure("INFO", "json", "engine:k3x8")
     try:
         raise ValueError("no\nblocks")
     except ValueError:
         logging.getLogger("engine.engine").exception("a step failed", extra={logs.FIELDS: {"step": 3}})
     (line,) = output.getvalue().splitlines()
     entry = json.loads(line)
-    assert (entry["level"], entry["process"], entry["logger"]) == ("ERROR", "engine/k3x8", "engine.engine")
+    assert (entry["level"], entry["process"], entry["logger"]) == ("ERROR", "engine:k3x8", "engine.engine")
     assert (entry["message"], entry["step"]) == ("a step failed", 3)
     assert "ValueError: no\nblocks" in entry["exception"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["time"])
 
 
 def test_the_level_holds_for_all_of_quire_and_a_second_setup_replaces_the_first(output: StringIO) -> None:
-    logs.configure("DEBUG", "text", "ingress/1")
-    logs.configure("WARNING", "json", "ingress/1")
+    logs.configure("DEBUG", "text", "ingress:1")
+    logs.configure("WARNING", "json", "ingress:1")
     for name in ("app.x", "engine.x", "kernels.x"):
         logging.getLogger(name).info("hidden")
         logging.getLogger(name).warning("shown")
