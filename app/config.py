@@ -87,6 +87,12 @@ class ServiceOptions(Group):
         live=True,
     )
     drain_timeout_s: float = option(600.0, "Maximum time that a replica may take to stop, in seconds", gt=0)
+    stuck_after_s: float = option(
+        10.0,
+        "Replace an engine replica that has work but makes no progress, not even one layer of a step, for this "
+        "long, in seconds; slow steps extend it",
+        gt=0,
+    )
 
     @property
     def logging(self) -> tuple[LogLevel, LogFormat]:

@@ -19,6 +19,7 @@ from app.config import AppConfig
 from app.launch import placement
 from app.launch.model_store import resolve
 from app.replica_stats import StatsReporter
+from app.watchdog import Watchdog
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
 from engine.kv.kv_events import KvSnapshot
@@ -54,6 +55,8 @@ class EngineReplica:
         node = ray.get_runtime_context().get_node_id()
         self._scaling = StatsReporter(node, placement.on_head(node))
         self._reporter = self._loop.create_task(self._report())
+        self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)
+        self._watching = self._loop.create_task(self._watchdog.run())
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
@@ -90,10 +93,12 @@ class EngineReplica:
         """Called by Serve's controller, which replaces this replica after three failures.
 
         Raises:
-            EngineDeadError: the engine's thread has ended.
+            EngineDeadError: the engine's thread has ended or is stuck.
         """
         if self._death is not None or not self._engine.is_alive():
             raise EngineDeadError(f"the engine's thread has ended: {self._death}")
+        if self._watchdog.stuck:
+            raise EngineDeadError(self._watchdog.stuck)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for the scaling policy, four times per report that it sends; see ``ReplicaStats``.
@@ -131,6 +136,8 @@ class EngineReplica:
         """Serve calls this after the drain."""
         if hasattr(self, "_reporter"):
             self._reporter.cancel()
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
         if hasattr(self, "_hub"):
             self._hub.close_all("the replica is stopping")
         if hasattr(self, "_engine"):

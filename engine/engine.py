@@ -126,6 +126,11 @@ class Engine:
         """Forget every cached prefix; running requests keep their blocks. Returns how many became free."""
         return self.scheduler.reset_prefix_cache()
 
+    @property
+    def layers_run(self) -> int:
+        """Layers computed since the start; may be read from other threads."""
+        return self.runner.decoder.layers_run
+
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return self.scheduler.has_work()

@@ -80,6 +80,8 @@ class EngineThread:
         self._pending: deque[_Item] = deque()  # received, not handled yet
         self._snapshots: list[_Snapshot] = []  # handled, not answered yet
         self._closed = threading.Event()  # the inbox is not read any more
+        self._turns = 0  # of the loop
+        self._idle = False  # it waits for its inbox
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
         self._load: EngineLoad | None = None
@@ -173,6 +175,14 @@ class EngineThread:
         assert self._load is not None
         return self._load
 
+    def progress(self) -> tuple[int, int] | None:
+        """Changes with each turn of the loop and each layer of a step; ``None`` while the engine is idle.
+
+        A busy engine whose progress stays the same is stuck. Takes no lock.
+        """
+        engine = self._running()
+        return None if self._idle else (self._turns, engine.layers_run)
+
     def is_alive(self) -> bool:
         """Whether the engine is loaded and its thread runs."""
         return self._engine is not None and self._failure is None and self._thread.is_alive()
@@ -216,7 +226,10 @@ class EngineThread:
         while True:
             deltas: list[TokenDelta] = []
             added: list[str] = []
-            self._pending = self._receive(wait=not engine.has_work())
+            self._turns += 1
+            self._idle = not engine.has_work()
+            self._pending = self._receive(wait=self._idle)
+            self._idle = False
             while self._pending:
                 item = self._pending[0]
                 match item:

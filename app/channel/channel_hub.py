@@ -18,7 +18,7 @@ from app.routing.load import LoadReport
 from engine.engine_thread import StepOutputs
 from engine.errors import EngineDeadError
 from engine.kv.kv_events import KvSnapshot
-from engine.request import ModelLimits, TokenDelta
+from engine.request import TokenDelta
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
@@ -58,6 +58,7 @@ class ChannelHub:
         self._channels: dict[str, EngineChannel] = {}
         self._attempts: dict[str, Attempt] = {}
         self._refused: str = ""
+        self._stalled_s = 0.0
 
     async def stream(self, cid: str, epoch: int) -> AsyncIterator[bytes]:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
@@ -110,15 +111,24 @@ class ChannelHub:
     def on_step(self, outputs: StepOutputs) -> None:
         """Distribute the outputs of one engine step."""
         self._load = outputs.load
+        self._stalled_s = 0.0
         for engine_id in outputs.added:
             attempt = self._attempts.get(engine_id)
             if attempt is not None:
                 channel = attempt.channel
                 channel.last_received = max(channel.last_received, attempt.number)
         for channel in self._channels.values():
-            load = _report(outputs.load, self._hello.limits, channel.last_received)
+            load = self._report(outputs.load, channel.last_received)
             channel.offer(load, outputs.kv if self._snapshot is not None else None)
         self.deliver(outputs.deltas)
+
+    def on_stall(self, seconds: float) -> None:
+        """Report that the engine has made no progress for this long; 0 while it does."""
+        if seconds == self._stalled_s or self._load is None:
+            return
+        self._stalled_s = seconds
+        for channel in self._channels.values():
+            channel.offer(self._report(self._load, channel.last_received), None)
 
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Queue the tokens of one engine step."""
@@ -221,7 +231,7 @@ class ChannelHub:
             self.close(older, f"epoch {epoch} replaced it")
         channel = EngineChannel(cid, epoch, self._clock())
         if self._load is not None:
-            channel.load = channel.last_load = _report(self._load, self._hello.limits, 0)
+            channel.load = channel.last_load = self._report(self._load, 0)
             channel.wake.set()
         self._channels[cid] = channel
         logger.info("channel %s epoch %d opened", cid, epoch)
@@ -269,11 +279,11 @@ class ChannelHub:
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
 
-
-def _report(load: EngineLoad, limits: ModelLimits, acknowledged: int) -> LoadReport:
-    return LoadReport(
-        **asdict(load),
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        acknowledged=acknowledged,
-    )
+    def _report(self, load: EngineLoad, acknowledged: int) -> LoadReport:
+        return LoadReport(
+            **asdict(load),
+            num_blocks=self._hello.limits.num_blocks,
+            block_size=self._hello.limits.block_size,
+            acknowledged=acknowledged,
+            stalled_s=self._stalled_s,
+        )

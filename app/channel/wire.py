@@ -29,7 +29,7 @@ from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 5
+VERSION = 6
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")

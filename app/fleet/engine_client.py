@@ -185,6 +185,7 @@ class EngineClient:
             "channels": self._parts.channels.states(),
             "booked_tokens": self._ledger.load(),
             "asleep": self._waiter.asleep(self._parts.channels.num_members),
+            "stalled": self._ledger.stalled(),
             "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
@@ -257,6 +258,8 @@ class EngineClient:
     def on_load(self, route: Route, load: LoadReport) -> None:
         """See ``ChannelEvents``."""
         self._ledger.report(route, load)
+        if not load.stalled_s:
+            self._waiter.notify()  # it may have been stalled
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """See ``ChannelEvents``."""

@@ -181,7 +181,10 @@ class Ledger:
                 return False
             now = self._clock()
             load = sane(load)
+            was_stalled = state.stalled
             state.report(load, now)
+            if state.stalled is not was_stalled:
+                self._list_routable()
             self._outdated.append(state)
             if self._calibration.learn_report(load, state.history):
                 for other in self._replicas.values():
@@ -286,6 +289,11 @@ class Ledger:
                 name: state.load.running for name, state in self._replicas.items() if state.load is not None
             }
             return {"faults": self._faults.count, "running": running}
+
+    def stalled(self) -> list[str]:
+        """Replicas whose engine has work and makes no progress."""
+        with self._lock:
+            return [name for name, state in self._replicas.items() if state.stalled]
 
     # ---- the choice
 
@@ -402,9 +410,7 @@ class Ledger:
         self._calibration.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
 
     def _list_routable(self) -> None:
-        self._routable = [
-            state for state in self._replicas.values() if state.route is not None and not state.suspected
-        ]
+        self._routable = [state for state in self._replicas.values() if state.routable]
 
     def _forget_oldest(self) -> None:
         """A closed replica's history stays, for its next channel; of many, that of the last ones."""

@@ -25,12 +25,14 @@ class LoadReport(EngineLoad):
 
     Beside the engine's own figures: its pool has ``num_blocks`` blocks of ``block_size`` tokens, and
     ``acknowledged`` is the highest attempt of this channel that the engine has seen; later ones are not in
-    ``waiting_tokens`` yet. 0 is unknown in ``num_blocks``, ``block_size``, ``max_running`` and the floats.
+    ``waiting_tokens`` yet. ``stalled_s`` is for how long the engine has had work and made no progress. 0 is
+    unknown in ``num_blocks``, ``block_size``, ``max_running`` and the engine's own floats.
     """
 
     num_blocks: int
     block_size: int
     acknowledged: int
+    stalled_s: float = 0.0
 
 
 _NAMES: Final = tuple(field.name for field in fields(LoadReport))

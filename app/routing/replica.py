@@ -11,6 +11,9 @@ from app.routing.load import PREFILL_RATE, LoadReport
 
 SHORTEST_CLAIM_S, LONGEST_CLAIM_S = 0.5, 10.0
 
+STALLED_S = 3.0
+"""A replica whose engine has work and has made no progress for this long gets no new requests."""
+
 _SLOWNESS_STEP = 1 / 32
 """How much of the difference one report corrects."""
 
@@ -116,6 +119,8 @@ class ReplicaState:
     """The open one."""
     suspected: bool = False
     """Silent; gets nothing new."""
+    stalled: bool = False
+    """Its engine makes no progress; gets nothing new."""
     load: LoadReport | None = None
     """The open route's last report."""
     reported_at: float = 0.0
@@ -137,14 +142,19 @@ class ReplicaState:
     def __post_init__(self) -> None:
         self.seed = name_key(self.replica)
 
+    @property
+    def routable(self) -> bool:
+        """Whether it may get new requests."""
+        return self.route is not None and not self.suspected and not self.stalled
+
     def open(self, route: Route) -> None:
         """A channel has opened; nothing is known of the load behind it yet."""
-        self.route, self.suspected, self.load, self.view = route, False, None, None
+        self.route, self.suspected, self.stalled, self.load, self.view = route, False, False, None, None
         self.pending = {}
 
     def close(self) -> None:
         """The channel has closed."""
-        self.route, self.suspected, self.load, self.view = None, False, None, None
+        self.route, self.suspected, self.stalled, self.load, self.view = None, False, False, None, None
 
     def add(self, booking: Booking) -> None:
         """Work on the open route, which the engine has not seen."""
@@ -159,6 +169,7 @@ class ReplicaState:
     def report(self, load: LoadReport, now: float) -> None:
         """The open route's engine has reported: its figures include the bookings that it acknowledges."""
         self.load, self.reported_at, self.view = load, now, None
+        self.stalled = load.stalled_s >= STALLED_S
         acknowledged = [booking for attempt, booking in self.pending.items() if attempt <= load.acknowledged]
         for booking in acknowledged:
             del self.pending[booking.attempt]

@@ -97,6 +97,8 @@ class Decoder:
         reader = _Weights(kernels, dtype, device, weights, config.family)
         self.embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, index, reader) for index in range(config.num_layers)]
+        self.layers_run = 0
+        """Since the start, in all steps: it grows while a step proceeds, however long that takes."""
         self.norm = reader.norm("model.norm.weight", config.hidden_size)
         self.head: PackedLinear
         if config.tie_word_embeddings:
@@ -128,6 +130,7 @@ class Decoder:
         x = residual if first is None else kernels.rms_norm(residual, first, eps)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            self.layers_run += 1
             kv_layer = kv_pool[:, index]
             qkv = kernels.linear(x, layer.qkv)
             head_norm = layer.qk_norm

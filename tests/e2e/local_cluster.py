@@ -29,3 +29,8 @@ class BreakableCluster(LocalCluster):
         """Make the loop of a replica's engine raise."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
         handle.break_engine.remote(target=replica).result(timeout_s=30)
+
+    def stick_engine(self, replica: str) -> None:
+        """Make a step of a replica's engine never end."""
+        handle = serve.get_deployment_handle("engine", serving.APP_NAME)
+        handle.stick_engine.remote(target=replica).result(timeout_s=30)

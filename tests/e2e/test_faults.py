@@ -17,6 +17,7 @@ STREAMS = 16
 TOKENS = 64
 FRAMES = 5  # of an engine, after which its streams are under way
 FEW = 6
+MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
 LONG = 300  # tokens of a few streams; enough that a stopping replica is gone before they end
 
 
@@ -112,6 +113,16 @@ def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undistur
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.break_engine(victim["replica"])))
     check_same(outcomes, undisturbed)
     wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica without an engine")
+    cluster.wait_routable(2, timeout_s=60)
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+
+
+def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
+    victim = cluster.inspect()[0]
+    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.stick_engine(victim["replica"])))
+    check_same(outcomes, undisturbed)
+    assert max(gap for outcome in outcomes for gap in outcome.gaps) < MOVED_S
+    wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica whose engine is stuck")
     cluster.wait_routable(2, timeout_s=60)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -308,6 +309,25 @@ def test_wrong_requests_raise_in_the_caller(outputs: Outputs) -> None:
     outputs.thread.submit(moved)
     (delta,) = outputs.until_finished("m")["m"]
     assert delta.finish_reason is FinishReason.ERROR
+
+
+def test_progress_within_a_step_and_none_while_idle(outputs: Outputs) -> None:
+    engine = outputs.thread._engine
+    assert engine is not None
+    seen: list[tuple[int, int] | None] = []
+    attention = engine.runner.decoder.kernels.attention
+
+    def look(*args: Any) -> torch.Tensor:
+        seen.append(outputs.thread.progress())
+        return attention(*args)
+
+    engine.runner.decoder.kernels.attention = look  # type: ignore[method-assign]
+    outputs.thread.submit(make_request("a", PROMPT, max_tokens=3))
+    outputs.until_finished("a")
+    assert None not in seen
+    assert len(set(seen)) == len(seen) >= 2 * engine.runner.model.num_layers
+    while outputs.thread.progress() is not None:
+        time.sleep(0.001)  # until it waits for its inbox again
 
 
 def test_a_dead_thread_says_so_once(outputs: Outputs) -> None:

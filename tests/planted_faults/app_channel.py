@@ -8,7 +8,37 @@ _CHANNEL = ("app/channel/test_channel.py",)
 _WIRE = ("app/channel/test_wire.py",)
 _KV = ("app/channel/test_kv_resync.py", "app/channel/test_kv_section.py", "app/channel/test_kv_outbox.py")
 
+_WATCHDOG = ("app/test_watchdog.py",)
+
 CHANNEL: list[Fault] = [
+    Fault(
+        "app/channel/silence.py",
+        "            self.seconds += min(past, self._most)",
+        "            self.seconds += past",
+        _WATCHDOG,
+        "a process that was stopped takes the others for silent",
+    ),
+    Fault(
+        "app/watchdog.py",
+        "            return FIRST_STEP * self._stuck_after_s",
+        "            return self._stuck_after_s",
+        _WATCHDOG,
+        "an engine that compiles in its first step is replaced",
+    ),
+    Fault(
+        "app/watchdog.py",
+        "progress if progress is not None else self._looks",
+        "progress",
+        _WATCHDOG,
+        "an idle engine is taken for stuck",
+    ),
+    Fault(
+        "app/watchdog.py",
+        "        self._hub.on_stall(seconds)\n",
+        "",
+        _WATCHDOG,
+        "requests are sent to an engine that makes no progress",
+    ),
     Fault(
         "app/channel/engine_channel.py",
         "        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED",

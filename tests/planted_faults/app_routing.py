@@ -12,6 +12,13 @@ _LEDGER = ("app/routing/test_ledger.py", "app/routing/test_ledger_index.py")
 
 ROUTING: list[Fault] = [
     Fault(
+        "app/routing/replica.py",
+        "        return self.route is not None and not self.suspected and not self.stalled",
+        "        return self.route is not None and not self.suspected",
+        ("app/test_watchdog.py",),
+        "requests are routed to an engine that makes no progress",
+    ),
+    Fault(
         "app/routing/kv_index.py",
         "            if sequence == feed.sequence + 1:",
         "            if sequence > feed.sequence:",
