@@ -128,6 +128,12 @@ class IngressOptions(Group):
     unavailable_after_s: float = option(
         60.0, "Return 503 for a request that has found no engine for this long, in seconds", gt=0
     )
+    cors_origins: str | None = option(
+        None,
+        "Web origins whose pages may call the API from a browser: a comma-separated list such as "
+        "`https://chat.example.com`, or `*`. `auto`: none",
+        live=True,
+    )
     tenant_header: str | None = option(
         None,
         "Request header that identifies the tenant, such as `x-tenant` or `authorization`. Tenants do not "

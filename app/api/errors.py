@@ -10,6 +10,7 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from app.fleet.generation import GenerationError, UnavailableError
 from app.fleet.overload import Refusal
@@ -134,6 +135,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"there is no route {show(request.url.path)}"
+        meant = f"/v1/{request.url.path.lstrip('/')}"
+        if any(
+            route.matches({**request.scope, "path": meant})[0] is Match.FULL for route in request.app.routes
+        ):
+            message += f"; use {meant}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.method} is not allowed on {show(request.url.path)}"
     else:

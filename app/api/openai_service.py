@@ -17,6 +17,7 @@ from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.sse import DONE, EventStream, WholeResponse
+from app.api.tokenization import parse_detokenize, parse_tokenize
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import UnavailableError
@@ -110,6 +111,29 @@ class OpenAIService:
             job = GenerationJob(request.options, [prompt], True, tenant, request_id)
             response = self._respond(job, limits)
             return _Admitted(response, permits.pop_all())
+
+    async def tokenize(self, body: dict[str, Any], tenant: str) -> Response:
+        """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
+        request = parse_tokenize(body)
+        self._check_model(request.model)
+        longest = (await self._limits()).max_model_len
+        if request.prompt is None:
+            tokens = await self._tokenizer.encode_chat(request.messages, longest, (tenant, ""))
+        else:
+            (tokens,) = await self._tokenizer.encode_texts(
+                [request.prompt], longest, request.add_special_tokens
+            )
+        strings = self._tokenizer.names(tokens) if request.token_strings else None
+        return JSONResponse(
+            {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
+        )
+
+    async def detokenize(self, body: dict[str, Any]) -> Response:
+        """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
+        request = parse_detokenize(body)
+        self._check_model(request.model)
+        longest = (await self._limits()).max_model_len
+        return JSONResponse({"prompt": await self._tokenizer.decode(request.tokens, longest)})
 
     async def reset_prefix_cache(self) -> Response:
         """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.

@@ -109,10 +109,14 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
     fields = _known_fields(body, "messages")
-    messages = fields.get("messages")
+    return ChatRequest(parse_messages(fields.get("messages")), _options(fields, None))
+
+
+def parse_messages(messages: object) -> list[ChatMessage]:
+    """Check the field ``messages``; raises ``InvalidRequestError`` that names the part that is wrong."""
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of at least 1")
-    return ChatRequest([_message(message, i) for i, message in enumerate(messages)], _options(fields, None))
+    return [_message(message, i) for i, message in enumerate(messages)]
 
 
 def _known_fields(body: dict[str, Any], own: str) -> dict[str, Any]:

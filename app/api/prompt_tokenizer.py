@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
+from app.api.errors import show
 from app.api.openai_types import ChatMessage
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.text import TextDecoder
@@ -73,11 +74,32 @@ class PromptTokenizer:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
 
-    async def encode_texts(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    async def encode_texts(
+        self, texts: Sequence[str], max_tokens: int, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Raw prompts: special tokens written in the text are recognized; the tokenizer adds BOS once."""
         for text in texts:
             self._check_length(len(text), max_tokens, "prompt")
-        return await self._run(sum(map(len, texts)), lambda: [self._encode_raw(text) for text in texts])
+        encode = self._encode_raw if add_special_tokens else self._encode
+        return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
+
+    async def decode(self, tokens: Sequence[int], max_tokens: int) -> str:
+        """The text of at most ``max_tokens`` tokens, with the names of special tokens.
+
+        Raises:
+            InvalidRequestError: they are more, or one is not in the vocabulary.
+        """
+        if len(tokens) > max_tokens:
+            raise InvalidRequestError(
+                f"{len(tokens)} tokens exceed the context length of {max_tokens} tokens",
+                "tokens",
+                "context_length_exceeded",
+            )
+        return await self._run(len(tokens), lambda: self._decode(tokens))
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """The vocabulary's entry of each token."""
+        return [str(self._backend.id_to_token(token)) for token in tokens]
 
     async def encode_chat(
         self, messages: Sequence[ChatMessage], max_tokens: int, owner: Hashable = None
@@ -107,6 +129,14 @@ class PromptTokenizer:
                 param,
                 "context_length_exceeded",
             )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        for i, token in enumerate(tokens):
+            if not 0 <= token < 2**32 or self._backend.id_to_token(token) is None:
+                raise InvalidRequestError(
+                    f"tokens[{i}] is {show(token)} but is not in the vocabulary", "tokens"
+                )
+        return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     async def _run(self, chars: int, encode: Callable[[], T]) -> T:
         if chars <= INLINE_CHARS:

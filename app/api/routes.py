@@ -6,15 +6,19 @@ Serve itself answers with the caller's ``x-request-id``, or a new one; see ``app
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from app.api.cors import CrossOrigin
 from app.api.errors import ERROR_HANDLERS
+from app.api.home import home_page
 from app.api.openai_service import OpenAIService
 from app.api.request_body import read_json_object
 from app.api.request_id import request_id_of
@@ -51,18 +55,45 @@ async def reset_prefix_cache(request: Request) -> Response:
     return await _service(request).reset_prefix_cache()
 
 
+async def tokenize(request: Request) -> Response:
+    return await _service(request).tokenize(await read_json_object(request), _tenant(request))
+
+
+async def detokenize(request: Request) -> Response:
+    return await _service(request).detokenize(await read_json_object(request))
+
+
+async def ping(request: Request) -> Response:
+    """What SageMaker and some load balancers ask: the status of /health without its body."""
+    return Response(status_code=_service(request).health().status_code)
+
+
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": metadata.version("quire")})
+
+
+async def home(request: Request) -> Response:
+    return home_page()
+
+
 def make_api(get_service: Callable[[], OpenAIService]) -> Starlette:
     """The HTTP application; each request calls ``get_service``."""
     api = Starlette(
         routes=[
+            Route("/", home),
             Route("/health", health),
+            Route("/ping", ping, methods=["GET", "POST"]),
+            Route("/version", version),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
         ],
         exception_handlers=ERROR_HANDLERS,
+        middleware=[Middleware(CrossOrigin, origins=lambda: get_service().options.cors_origins)],
     )
     api.state.get_service = get_service
     return api

@@ -1,0 +1,110 @@
+"""The smaller routes: the page, /ping, /version, /tokenize, /detokenize, cross-origin requests, wrong paths."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import httpx
+import pytest
+from local_server import MODEL, LocalServer
+
+
+@pytest.fixture
+def http(server: LocalServer) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=60)
+
+
+def test_ping_and_version(http: httpx.Client) -> None:
+    for method in ("GET", "POST"):
+        answer = http.request(method, "/ping")
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert http.get("/version").json() == {"version": metadata.version("quire")}
+
+
+def test_the_page_allows_nothing_of_other_origins(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "https://" not in page.text
+    assert "/v1/chat/completions" in page.text
+
+
+def test_a_prompt_becomes_the_tokens_that_completions_uses(http: httpx.Client) -> None:
+    body = http.post("/tokenize", json={"prompt": "one, two<|im_end|>", "return_token_strs": True}).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["token_strs"][-1] == "<|im_end|>"
+    assert body["max_model_len"] == http.get("/v1/models").json()["data"][0]["max_model_len"]
+    usage = http.post("/v1/completions", json={"prompt": "one, two<|im_end|>", "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens"] == body["count"]
+    back = http.post("/detokenize", json={"model": MODEL, "tokens": body["tokens"]}).json()
+    assert back == {"prompt": "one, two<|im_end|>"}
+
+
+def test_messages_become_the_tokens_that_chat_uses(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "hello <|im_end|>"}]
+    body = http.post("/tokenize", json={"messages": messages}).json()
+    assert body["token_strs"] is None
+    usage = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens"] == body["count"]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        ("tokenize", {}, "give either prompt or messages"),
+        ("tokenize", {"prompt": "a", "messages": []}, "give either prompt or messages"),
+        ("tokenize", {"prompt": 3}, "prompt is 3 but must be a string"),
+        ("tokenize", {"messages": []}, "messages is a list of 0 but must be a list of at least 1"),
+        ("tokenize", {"prompt": "a", "temperature": 0}, "'temperature' is not a known parameter"),
+        ("tokenize", {"prompt": "a" * 200_000}, "exceeds the context length of 512 tokens"),
+        ("detokenize", {}, "tokens is null but must be a list of token ids"),
+        ("detokenize", {"tokens": [1, "2"]}, "tokens[1] is '2' but must be a token id"),
+        ("detokenize", {"tokens": [1, -1]}, "tokens[1] is -1 but is not in the vocabulary"),
+        ("detokenize", {"tokens": [10**30]}, "is not in the vocabulary"),
+        ("detokenize", {"tokens": [1] * 513}, "513 tokens exceed the context length of 512 tokens"),
+        ("detokenize", {"tokens": [49152]}, "tokens[0] is 49152 but is not in the vocabulary"),
+    ],
+)
+def test_wrong_fields_are_named(http: httpx.Client, route: str, body: dict[str, object], message: str) -> None:
+    answer = http.post(f"/{route}", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_another_model_is_not_found(http: httpx.Client) -> None:
+    for route, field in (("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [1]})):
+        answer = http.post(f"/{route}", json={"model": "other", **field})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "; use /v1/chat/completions"),
+        ("/models", "; use /v1/models"),
+        ("/nothing", "there is no route '/nothing'"),
+    ],
+)
+def test_a_path_without_v1_names_the_right_one(http: httpx.Client, path: str, hint: str) -> None:
+    answer = http.post(path, json={}) if "completions" in path else http.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith(hint)
+
+
+def test_no_other_origin_is_allowed_by_default(http: httpx.Client) -> None:
+    answer = http.get("/version", headers={"origin": "https://a.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_options_origins_are_allowed_and_can_change(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.set_options(monkeypatch, cors_origins="https://a.example, https://b.example")
+    preflight = {"origin": "https://b.example", "access-control-request-method": "POST"}
+    answer = http.options("/v1/chat/completions", headers=preflight)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://b.example")
+    denied = http.options("/v1/chat/completions", headers={**preflight, "origin": "https://c.example"})
+    assert denied.status_code == 400
+    server.set_options(monkeypatch, cors_origins="*")
+    answer = http.get("/version", headers={"origin": "https://c.example"})
+    assert answer.headers["access-control-allow-origin"] == "*"
