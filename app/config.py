@@ -141,6 +141,12 @@ class IngressOptions(Group):
         "tenant",
         pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
     )
+    instance: str | None = option(
+        None,
+        "Name of this server in `/health` and in the response header `x-quire-instance`: tells its answers "
+        "from another server's. `auto`: drawn when the server starts, on a cluster when Ray starts",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+    )
     admin_routes: bool = option(False, "Serve `POST /admin/reset_prefix_cache`; keep clients from the route")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 
 from app import config, logs
@@ -39,6 +40,12 @@ def fingerprint(folder: Path) -> str:
         digest.update(f"{name}\0".encode())
         digest.update(path.read_bytes() if path.is_file() else b"")
     return f"fp_{digest.hexdigest()}"
+
+
+def cluster_instance() -> str:
+    """The name of this server where none was given: the same in every ingress process of a Ray cluster."""
+    session = ray.get_runtime_context().get_session_name()
+    return hashlib.blake2b(session.encode(), digest_size=4).hexdigest()
 
 
 def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
@@ -78,6 +85,7 @@ class IngressReplica:
             options.ingress,
             engine_wait_s=options.replica_wait_s,
             overload=self._overload,
+            instance=options.ingress.instance or cluster_instance(),
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """The client of all load tests: streams completions and chats over HTTP as real clients do.
 
 Headers and body go out apart, connections are kept alive, and answers are read as they come (httpx). A client
-can hang up at any moment and read slowly. Every chunk must name the model that was asked for: where a test
-serves the model under a name of its own (``served_model_name``), another server's answer counts as a fault.
+can hang up at any moment and read slowly. An answer of another instance than the client's counts as a fault.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from loadtests.workloads import prompts
 MODEL = "smollm2-135m-instruct"
 CONNECT_LIMIT_S = 30.0
 SENT = "http11.send_request_body.complete"
-OK = 200
+OK, UNAVAILABLE = 200, 503
+INSTANCE = "x-quire-instance"
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class Outcome:
     times: list[float] = field(default_factory=list)
     done: bool = False  # [DONE] came
     model: str = ""  # asked for
+    foreign: str = ""  # the instance that answered, if it is another than the client's
     asked: int = 0  # tokens
     began: float = 0.0
     ended: float = 0.0
@@ -57,6 +58,12 @@ class Outcome:
             self.done = True
         else:
             self._add(json.loads(line.removeprefix("data: ")))
+
+    def named(self, headers: httpx.Headers, instance: str) -> None:
+        """Look at who answered. Without a healthy ingress HAProxy itself does, with a 503 and no name."""
+        name = headers.get(INSTANCE, "")
+        if instance and name != instance and (name or self.status != UNAVAILABLE):
+            self.foreign = name or "without a name"
 
     def refuse(self, body: bytes) -> None:
         """The body of an answer that is no stream."""
@@ -100,12 +107,6 @@ class Outcome:
         return [event["error"] for event in self.events if "error" in event]
 
     @property
-    def foreign(self) -> str:
-        """The model that another server's answer names; empty if it is the one asked for."""
-        named = {event["model"] for event in self.events if "model" in event}
-        return ", ".join(sorted(named - {self.model})) if self.model else ""
-
-    @property
     def fault(self) -> str:
         """What is wrong with the answer, in words; empty for a whole stream."""
         if self.broken:
@@ -113,7 +114,7 @@ class Outcome:
         if self.errors:
             return f"status {self.status}: {self.errors[0]['message']}"
         if self.foreign:
-            return f"an answer of another server, of {self.foreign}"
+            return f"an answer of another server, {self.foreign}"
         if self.status != OK or not self.done:
             return f"status {self.status}, and no whole stream: no [DONE]"
         return "" if self.finish_reason else "the stream ended without a finish reason"
@@ -166,9 +167,10 @@ class Client:
     What the server does never raises: an outcome says what came and what was wrong.
     """
 
-    def __init__(self, url: str, model: str = MODEL, limit_s: float | None = None) -> None:
-        """``limit_s`` bounds each request."""
+    def __init__(self, url: str, instance: str = "", limit_s: float | None = None, model: str = MODEL) -> None:
+        """``instance`` must answer, unless it is empty. ``limit_s`` bounds each request."""
         self.model = model
+        self._instance = instance
         self._limit_s = limit_s
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -229,6 +231,7 @@ class Client:
                 extensions = {} if leave_s is None else {"trace": trace}
                 async with self._http.stream("POST", path, json=body, extensions=extensions) as response:
                     outcome.status = response.status_code
+                    outcome.named(response.headers, self._instance)
                     if response.status_code != OK:
                         outcome.refuse(await response.aread())
                         return outcome
@@ -245,19 +248,19 @@ class Client:
         return outcome
 
 
-async def complete(url: str, prompt: str, max_tokens: int, *, model: str = MODEL, **how: Any) -> Outcome:
+async def complete(url: str, prompt: str, max_tokens: int, *, instance: str = "", **how: Any) -> Outcome:
     """One completion, on a connection of its own; see ``Client.stream`` for ``how``."""
-    async with Client(url, model) as client:
+    async with Client(url, instance) as client:
         return await client.complete(prompt, max_tokens, **how)
 
 
-async def complete_all(url: str, texts: Sequence[str], max_tokens: int, model: str = MODEL) -> list[Outcome]:
+async def complete_all(url: str, texts: Sequence[str], max_tokens: int, instance: str = "") -> list[Outcome]:
     """All at once."""
-    async with Client(url, model) as client:
+    async with Client(url, instance) as client:
         return await asyncio.gather(*(client.complete(text, max_tokens) for text in texts))
 
 
-async def vanish(url: str, count: int, seed: int, model: str = MODEL) -> int:
+async def vanish(url: str, count: int, seed: int, instance: str = "") -> int:
     """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream.
 
     32 are there at once. Returns how many had read some of their stream.
@@ -270,16 +273,19 @@ async def vanish(url: str, count: int, seed: int, model: str = MODEL) -> int:
         how: dict[str, Any] = {"leave_after": chunks} if chunks else {"leave_s": delay_s}
         return bool((await client.complete(text, 200, **how)).events)
 
-    async with Client(url, model) as client:
+    async with Client(url, instance) as client:
         return sum(await closed_loop(32, plans, one))
 
 
-def stream_blocking(http: httpx.Client, path: str, outcome: Outcome, **fields: Any) -> Outcome:
+def stream_blocking(
+    http: httpx.Client, path: str, outcome: Outcome, instance: str = "", **fields: Any
+) -> Outcome:
     """``Client.stream`` for a thread or greenlet of its own; ``outcome`` says model and tokens."""
     outcome.began = time.perf_counter()
     try:
         with http.stream("POST", path, json=body_of(outcome, **fields)) as response:
             outcome.status = response.status_code
+            outcome.named(response.headers, instance)
             if response.status_code != OK:
                 outcome.refuse(response.read())
                 return outcome

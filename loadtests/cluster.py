@@ -6,9 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,21 +26,11 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.config import LaunchOptions
 from app.launch import serving
-from loadtests.client import MODEL
+from app.launch.instance import Instance
+from app.launch.port_block import PortBlock
 from loadtests.report import ROOT
 
 START_TIMEOUT_S = 300.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on at the moment."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-        return ports
 
 
 def seconds_until(condition: Callable[[], Any], limit_s: float, interval_s: float = 0.05) -> float:
@@ -80,91 +68,81 @@ def gone(pid: int) -> bool:
         return True
 
 
-def health(url: str) -> dict[str, Any]:
-    """The body of /health, or {} while nothing answers."""
+def health(url: str, instance: str) -> dict[str, Any]:
+    """The body of /health, or {} while nothing answers, or another server does."""
     try:
         response = httpx.get(f"{url}/health", timeout=10, trust_env=False)
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError):
         return {}
-    return body
+    return body if body.get("instance") == instance else {}
 
 
 @contextlib.contextmanager
-def application(options: Sequence[str]) -> Iterator[tuple[psutil.Process, str]]:
-    """``python -m app`` with options (``key=value``) on a free port: process and address, once it is healthy.
+def application(options: Sequence[str]) -> Iterator[tuple[psutil.Process, str, str]]:
+    """``python -m app`` with options (``key=value``) on a free port: process, address, instance, once healthy.
 
     Raises:
         RuntimeError: it ended, or was not healthy in time; the message has the end of its log.
     """
-    (port,) = free_ports(1)
+    ports, instance = PortBlock(), secrets.token_hex(4)
+    port = ports.take()
     url = f"http://127.0.0.1:{port}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the application outlives this process
     with tempfile.NamedTemporaryFile(prefix="quire-app-", suffix=".log") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", f"port={port}", *options],
+            [sys.executable, "-m", "app", f"port={port}", f"instance={instance}", *options],
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            seconds_until(
-                lambda: process.poll() is not None or health(url).get("status") == "ok", START_TIMEOUT_S, 0.5
-            )
-            if process.poll() is not None or health(url).get("status") != "ok":
+
+            def healthy() -> bool:
+                return health(url, instance).get("status") == "ok"
+
+            seconds_until(lambda: process.poll() is not None or healthy(), START_TIMEOUT_S, 0.5)
+            if process.poll() is not None or not healthy():
                 end = Path(log.name).read_text()[-3000:]
                 raise RuntimeError(f"the application has not started within {START_TIMEOUT_S:.0f} s:\n{end}")
-            yield psutil.Process(process.pid), url
+            yield psutil.Process(process.pid), url, instance
         finally:
             process.terminate()
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+            ports.release()
 
 
 class LocalCluster:
     """Starts Ray and Serve on free ports; ``deploy`` puts the application there, or changes its options."""
 
-    def __init__(
-        self, import_path: str = serving.IMPORT_PATH, paths: Sequence[Path] = (), *, own_name: bool = False
-    ) -> None:
-        """``import_path`` is the application's, ``paths`` where its modules lie beside this repository's.
-
-        With ``own_name`` the bundled model is served under a name that no other server has, ``self.model``:
-        another server, which HAProxy may fall back to, refuses a request for it.
-        """
-        self.model = f"{MODEL}-{secrets.token_hex(4)}" if own_name else MODEL
+    def __init__(self, import_path: str = serving.IMPORT_PATH, paths: Sequence[Path] = ()) -> None:
+        """``import_path`` is the application's, ``paths`` where its modules lie beside this repository's."""
         self._import_path = import_path
         self._paths = [str(path) for path in (ROOT, *paths)]
-        self._folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))  # short: sockets lie in it
-        self.port, stats_port, metrics_port, self.metrics_port = free_ports(4)
+        self._instance = Instance()
+        self.port, self.metrics_port = self._instance.ports.take(), self._instance.ports.take()
         self.url = f"http://127.0.0.1:{self.port}"
         self.options: dict[str, Any] = {}
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
-        self._environment = {
-            **serving.controller_environment(),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self._folder / "haproxy" / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self._folder / "haproxy" / "admin.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self._folder / "haproxy"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(self._folder / "haproxy" / "server-state"),
-            # Nobody's traffic must be waited for here.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        }
+
+    @property
+    def instance(self) -> str:
+        """What every answer must name."""
+        return self._instance.name
 
     def start(self) -> None:
         """Ray and Serve, without any application."""
-        os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("RAY_worker_niceness", "0")  # else busy neighbours starve the replicas
+        self._instance.prepare_environment()
         paths = [*self._paths, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a look at /health is no news
         ray.init(
             address="local",
-            _temp_dir=str(self._folder / "ray"),
+            _temp_dir=self._instance.ray_folder,
             include_dashboard=False,
             num_cpus=8,  # more than one configuration at a time while a change rolls
             log_to_driver=False,
@@ -173,7 +151,7 @@ class LocalCluster:
         )
         serve.start(
             http_options={"host": "127.0.0.1", "port": self.port},
-            controller_options={"runtime_env": {"env_vars": self._environment}},
+            controller_options={"runtime_env": {"env_vars": self._instance.controller_environment()}},
         )
 
     def deploy(self, **options: Any) -> None:
@@ -182,8 +160,6 @@ class LocalCluster:
         A fleet that may go to zero may do so at once: there it returns when the application answers.
         """
         self.options = options
-        if self.model != MODEL:
-            self.options["served_model_name"] = self.model
         self._apply(self._config())
         wait_for(self._running, START_TIMEOUT_S, "the application does not run")
         if options.get("min_replicas") == 0:
@@ -224,7 +200,7 @@ class LocalCluster:
 
     def health(self) -> dict[str, Any]:
         """The body of /health, or {} while nothing answers."""
-        return health(self.url)
+        return health(self.url, self.instance)
 
     def inspect(self) -> list[dict[str, Any]]:
         """Each engine replica's own account of itself, by name."""
@@ -271,15 +247,18 @@ class LocalCluster:
         ray.shutdown()
         left = psutil.wait_procs(children, timeout=5)[1]
         # A proxy whose parent has died is nobody's child; its command names this cluster's folder.
-        left += [process for process in psutil.process_iter() if str(self._folder) in _command(process)]
+        left += [
+            process for process in psutil.process_iter() if str(self._instance.folder) in _command(process)
+        ]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._instance.remove()
 
     def _config(self) -> dict[str, Any]:
-        config = serving.deploy_config(self.options, LaunchOptions(port=self.port))
-        config["controller_options"] = {"runtime_env": {"env_vars": self._environment}}
+        args = {**self.options, "instance": self.instance}
+        config = serving.deploy_config(args, LaunchOptions(port=self.port))
+        config["controller_options"] = {"runtime_env": {"env_vars": self._instance.controller_environment()}}
         config["applications"][0]["import_path"] = self._import_path
         return config
 

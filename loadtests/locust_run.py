@@ -46,7 +46,7 @@ def target(url: str, options: list[str]) -> Iterator[str]:
 
         print("starting the application ...", flush=True)
         try:
-            with application(options) as (_, started):
+            with application(options) as (_, started, _):
                 yield started
         except RuntimeError as error:
             sys.exit(str(error))

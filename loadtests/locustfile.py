@@ -17,7 +17,7 @@ import os
 import httpx
 from locust import User, between, events, task
 
-from loadtests.client import Outcome, stream_blocking
+from loadtests.client import INSTANCE, Outcome, stream_blocking
 from loadtests.workloads import ChatTraffic
 
 PATH = "/v1/chat/completions"
@@ -36,7 +36,9 @@ class ChatUser(User):  # type: ignore[misc]
     def on_start(self) -> None:
         self.traffic = ChatTraffic(SEED, next(_users))
         self.http = httpx.Client(base_url=self.host, timeout=httpx.Timeout(120.0, connect=30.0))
-        self.model = MODEL or self.http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        models = self.http.get("/v1/models").raise_for_status()
+        self.model = MODEL or models.json()["data"][0]["id"]
+        self.instance = models.headers.get(INSTANCE, "")
 
     def on_stop(self) -> None:
         self.http.close()
@@ -46,7 +48,7 @@ class ChatUser(User):  # type: ignore[misc]
         """One turn."""
         outcome = Outcome(model=self.model, asked=MAX_TOKENS)
         messages = self.traffic.next_messages()
-        stream_blocking(self.http, PATH, outcome, messages=messages, temperature=0.7)
+        stream_blocking(self.http, PATH, outcome, self.instance, messages=messages, temperature=0.7)
         if outcome.fault:
             self.traffic.failed()
         else:

@@ -44,7 +44,7 @@ class OpenAIService:
     ``fingerprint`` changes whenever answers may. ``options`` may be replaced at any time; each request reads
     the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
     ``num_live`` counts choices, each from its request's arrival to the end of the response. ``overload`` may
-    refuse requests before anything is done for them; by default it refuses none.
+    refuse requests before anything is done for them; by default it refuses none. ``instance`` names the server.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class OpenAIService:
         *,
         engine_wait_s: float,
         overload: OverloadControl | None = None,
+        instance: str = "",
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
@@ -67,13 +68,15 @@ class OpenAIService:
         self.num_live = 0
         self.engine_wait_s = engine_wait_s
         self.overload = overload or OverloadControl()
+        self.instance = instance
 
     def health(self) -> Response:
         """200 while a request would find an engine or wake one; otherwise 503."""
         status = self._engines.status()
         ready = self._engines.limits() is not None and bool(status.get("routable"))
         asleep = bool(status.get("asleep"))
-        body = {"status": "ok" if ready else "asleep" if asleep else "unavailable", **status}
+        state = "ok" if ready else "asleep" if asleep else "unavailable"
+        body = {"status": state, "instance": self.instance, **status}
         return JSONResponse(body, 200 if ready or asleep else 503)
 
     def models(self) -> Response:

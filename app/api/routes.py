@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from app.api.cors import CrossOrigin
 from app.api.errors import ERROR_HANDLERS
 from app.api.home import home_page
+from app.api.instance import InstanceHeader
 from app.api.openai_service import OpenAIService
 from app.api.request_body import read_json_object
 from app.api.request_id import request_id_of
@@ -76,7 +77,7 @@ async def home(request: Request) -> Response:
     return home_page()
 
 
-def make_api(get_service: Callable[[], OpenAIService]) -> Starlette:
+def make_api(get_service: Callable[[], OpenAIService]) -> ASGIApp:
     """The HTTP application; each request calls ``get_service``."""
     api = Starlette(
         routes=[
@@ -96,7 +97,7 @@ def make_api(get_service: Callable[[], OpenAIService]) -> Starlette:
         middleware=[Middleware(CrossOrigin, origins=lambda: get_service().options.cors_origins)],
     )
     api.state.get_service = get_service
-    return api
+    return InstanceHeader(api, lambda: get_service().instance)
 
 
 def _service(request: Request) -> OpenAIService:

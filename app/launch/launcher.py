@@ -9,6 +9,7 @@ from typing import Any
 
 from app import config
 from app.launch import model_store, serving
+from app.launch.instance import Instance
 from app.launch.local_server import LocalServer
 from app.launch.preflight import check_memory, check_port
 from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
@@ -42,7 +43,9 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
     stop = threading.Event()
     initial = options.scaling.initial_replicas
     say(f"starting Ray and {initial} engine replica(s) with {options.service.model_name} ...")
-    server = LocalServer(options.launch)
+    instance = Instance(options.ingress.instance)
+    server = LocalServer(options.launch, instance)
+    failed = False
     try:
         # Until Ray has started, an interrupt raises: the terminal sends it to Ray's processes as well, and Ray
         # would wait a minute for the ones that it ended.
@@ -51,14 +54,20 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         server.deploy(args, options, stop, say)
         if not stop.is_set():
             announce(server.url, server.proxy(), server.dashboard, options, fit, say)
+            say(f"  metrics endpoints and Ray's logs, until it stops: {instance.ray_folder}")
         watch = ReplicaWatch(initial, say)
         while not stop.wait(WATCH_EVERY_S):
             watch.update(server.ready())
         say("stopping (up to half a minute) ...")
     except KeyboardInterrupt:
         say("stopping (up to half a minute) ...")
+    except Exception:
+        failed = True
+        say(f"Ray's logs are in {instance.ray_folder}/session_latest/logs")
+        raise
     finally:
         server.stop()
+        instance.remove(keep_files=failed)
 
 
 def _on_interrupt(stop: threading.Event) -> None:

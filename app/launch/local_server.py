@@ -19,7 +19,7 @@ import psutil
 
 from app.config import ENV_PREFIX, AppConfig, LaunchOptions
 from app.launch import serving
-from app.launch.preflight import free_port
+from app.launch.instance import Instance
 from app.launch.terminal import Progress, Say
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
@@ -27,7 +27,6 @@ from engine.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 900.0
 STATUS_TIMEOUT_S = 2.0
-LOGS = "session_latest/logs of Ray's temporary folder (/tmp/ray unless RAY_TMPDIR names another)"
 LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 """States of replicas that have loaded; a new controller finds running ones RECOVERING."""
 
@@ -35,9 +34,10 @@ LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 class LocalServer:
     """This process's own Ray and Serve; ``stop`` ends everything."""
 
-    def __init__(self, launch: LaunchOptions) -> None:
+    def __init__(self, launch: LaunchOptions, instance: Instance) -> None:
+        """``instance`` is used, but not removed at the end."""
         self._launch = launch
-        self._stats_port = free_port(8404)
+        self._instance = instance
         self.dashboard = ""
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
 
@@ -54,9 +54,8 @@ class LocalServer:
         Raises:
             ConfigError: they do not start; one line on why.
         """
-        os.environ.pop("RAY_ADDRESS", None)
+        self._instance.prepare_environment()
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of the replicas' log lines
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
@@ -70,6 +69,7 @@ class LocalServer:
         try:
             context = ray.init(
                 address="local",
+                _temp_dir=self._instance.ray_folder,
                 dashboard_host="127.0.0.1",
                 include_dashboard=True,  # at 8265 or the next free port, which Ray finds only if none is named
                 log_to_driver=True,
@@ -78,15 +78,16 @@ class LocalServer:
             self.dashboard = str(context.dashboard_url or "")
             serve.start(
                 http_options={"host": self._launch.host, "port": self._launch.port},
-                controller_options={"runtime_env": {"env_vars": self._environment()}},
+                controller_options={"runtime_env": {"env_vars": self._instance.controller_environment()}},
             )
         except (RayError, RayServeException, RuntimeError, OSError) as error:
-            raise ConfigError(f"Ray does not start: {_last_line(error)}; Ray's logs are in {LOGS}") from error
+            raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
 
     def deploy(self, args: Mapping[str, Any], options: AppConfig, stop: threading.Event, say: Say) -> None:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
 
-        The application is built with ``args``, from which ``options`` were loaded. ``say`` reports progress.
+        The application is built with ``args``, from which ``options`` were loaded, and the instance's name.
+        ``say`` reports progress.
 
         Raises:
             ConfigError: the application cannot start; the message says why.
@@ -101,8 +102,8 @@ class LocalServer:
         placement.check_gpus(options, nodes)
         placement.check_cpus(options, nodes)
         quire = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
-        document = serving.deploy_config(args, self._launch)
-        document["controller_options"]["runtime_env"]["env_vars"] = self._environment()
+        document = serving.deploy_config({**args, "instance": self._instance.name}, self._launch)
+        document["controller_options"]["runtime_env"]["env_vars"] = self._instance.controller_environment()
         if quire:
             document["applications"][0]["runtime_env"] = {"env_vars": quire}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
@@ -142,7 +143,7 @@ class LocalServer:
             return "Serve's built-in proxy (HAProxy needs Linux)"
         with socket.socket() as probe:
             probe.settimeout(2.0)
-            listens = probe.connect_ex(("127.0.0.1", self._stats_port)) == 0
+            listens = probe.connect_ex(("127.0.0.1", self._instance.stats_port)) == 0
         return (
             "HAProxy"
             if listens
@@ -164,22 +165,14 @@ class LocalServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _environment(self) -> dict[str, str]:
-        return {
-            **serving.controller_environment(),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(self._stats_port),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port(9101)),
-            # No load balancer stands in front of a server on one machine.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        }
-
     def _health(self) -> dict[str, Any]:
-        """The answer of ``/health``; empty if it does not answer with 200."""
+        """The answer of ``/health``; empty if it is not 200, or another server's."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                return dict(json.load(response))
+                health = dict(json.load(response))
         except (urllib.error.URLError, ValueError, OSError):
             return {}
+        return health if health.get("instance") == self._instance.name else {}
 
 
 def serves(health: Mapping[str, Any], replicas: int) -> bool:

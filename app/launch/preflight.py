@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,12 +88,3 @@ def check_memory(options: AppConfig, folder: Path, available: int | None = None)
         return Fit(name, None, length)
     engine = options.engine_config(str(folder), 1)
     return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left), length)
-
-
-def free_port(preferred: int) -> int:
-    """``preferred`` if nothing listens there on any interface, otherwise another free port."""
-    for port in (preferred, 0):
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("", port))
-            return int(listener.getsockname()[1])
-    raise ConfigError("this machine has no free port")

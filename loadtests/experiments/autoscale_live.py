@@ -196,7 +196,7 @@ class Stage:
         What never comes is said and waited for no longer; the recording shows it.
         """
         run = self._run
-        async with Client(self._cluster.url, self._cluster.model) as http:
+        async with Client(self._cluster.url, self._cluster.instance) as http:
             load = Load(http)
             looks = (self._look_at_serve, self._look_at_engines)
             watching = [asyncio.create_task(self._repeat(look)) for look in looks]
@@ -229,8 +229,8 @@ class Stage:
 
         await self._await(asleep, START_LIMIT_S, "replicas are left")
         before = len((engine_details() or {"replicas": ()})["replicas"])
-        url, model = self._cluster.url, self._cluster.model
-        answer = await complete(url, "A single story: the", CLIENT_TOKENS, model=model)
+        url, instance = self._cluster.url, self._cluster.instance
+        answer = await complete(url, "A single story: the", CLIENT_TOKENS, instance=instance)
         return [
             most("from zero: replicas before", before),
             Figure("from zero: requests answered in full, of 1", answer.whole, "", 1),

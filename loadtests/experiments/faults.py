@@ -119,7 +119,7 @@ class Faults(Fleet):
 
     def many_disconnects(self, count: int) -> list[Figure]:
         """Clients that vanish at random moments, 32 at once."""
-        asyncio.run(vanish(self.cluster.url, count, seed=7, model=self.cluster.model))
+        asyncio.run(vanish(self.cluster.url, count, seed=7, instance=self.cluster.instance))
         what = f"{count} random disconnects"
 
         def left() -> list[Figure]:

@@ -1,7 +1,6 @@
 """A real fleet under streams to which something happens: what the fault experiments share.
 
-Everything is float32 and greedy: a stream that moved must say the same. The model is served under a name of its
-own, so that no other server's answer counts.
+Everything is float32 and greedy: a stream that moved must say the same. No other server's answer counts.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Sample = tuple[float, Mapping[str, int]]
 @contextmanager
 def started() -> Iterator[LocalCluster]:
     """Ray and Serve, stopped at the end, or when the command is told to stop."""
-    cluster = LocalCluster(own_name=True)
+    cluster = LocalCluster()
     try:
         cluster.start()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray's handler would skip the clean-up
@@ -58,7 +57,7 @@ class Fleet:
 
     def say(self, texts: Sequence[str], tokens: int) -> list[Outcome]:
         """Stream all at once."""
-        return asyncio.run(complete_all(self.cluster.url, texts, tokens, self.cluster.model))
+        return asyncio.run(complete_all(self.cluster.url, texts, tokens, self.cluster.instance))
 
     def while_streaming(
         self, texts: Sequence[str], tokens: int, engines: int, act: Callable[[], Any]
@@ -70,7 +69,9 @@ class Fleet:
         """
 
         async def everything() -> tuple[list[Outcome], Any]:
-            streams = asyncio.ensure_future(complete_all(self.cluster.url, texts, tokens, self.cluster.model))
+            streams = asyncio.ensure_future(
+                complete_all(self.cluster.url, texts, tokens, self.cluster.instance)
+            )
             await asyncio.to_thread(self.wait_running, len(texts), engines)
             await asyncio.sleep(0.3)  # so that each stream has begun
             result = await asyncio.to_thread(act)
@@ -80,7 +81,7 @@ class Fleet:
 
     def client(self) -> Client:
         """For one event loop."""
-        return Client(self.cluster.url, self.cluster.model)
+        return Client(self.cluster.url, self.cluster.instance)
 
     def wait_running(self, count: int, engines: int) -> None:
         """Until ``engines`` engines run some of ``count`` streams."""

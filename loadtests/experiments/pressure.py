@@ -58,7 +58,7 @@ def redeploy(cluster: LocalCluster, options: dict[str, Any]) -> None:
 
 def press(cluster: LocalCluster, texts: Sequence[str], tokens: int) -> Pressed:
     """Run all streams at once, and look at the engine afterwards."""
-    outcomes = asyncio.run(complete_all(cluster.url, texts, tokens, cluster.model))
+    outcomes = asyncio.run(complete_all(cluster.url, texts, tokens, cluster.instance))
     wait_for(cluster.idle, 30.0, "requests or blocks are left")
     states = cluster.inspect()
     recoveries = {kind: sum(state["recoveries"][kind] for state in states) for kind in map(str, Recovery)}

@@ -125,7 +125,7 @@ def run_http(url: str, model: str, prompts: Prompts, output: int) -> int:
     """
 
     async def everything() -> int:
-        async with Client(url, model, STREAM_LIMIT_S) as client:
+        async with Client(url, limit_s=STREAM_LIMIT_S, model=model) as client:
             outcomes = await asyncio.gather(*(client.complete(prompt, output) for prompt in prompts))
         fault = next((outcome.fault for outcome in outcomes if outcome.fault), "")
         if fault:
@@ -143,7 +143,7 @@ def compare_http(arguments: argparse.Namespace) -> None:
     shares: list[float] = []
     llm = LLM(str(resolve(MODEL)), dtype=DTYPE, num_threads=THREADS)
     options = [f"model={MODEL}", f"served_model_name={name}", f"dtype={DTYPE}", f"threads={THREADS}"]
-    with application([*options, "engine_replicas=1"]) as (process, url):
+    with application([*options, "engine_replicas=1"]) as (process, url, _):
         run_ours(llm, [[5, 6, 7, 8]], 4)
         run_http(url, name, [[5, 6, 7, 8]], 4)
         for number in tqdm(range(arguments.rounds), unit="round"):

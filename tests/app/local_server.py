@@ -112,7 +112,8 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
     """Serve ``folder`` on a free port of 127.0.0.1 until the block ends."""
     client = LocalClient(config)
     tokenizer = PromptTokenizer(folder)
-    service = OpenAIService(client, tokenizer, model, fingerprint(folder), IngressOptions(), engine_wait_s=60.0)
+    how: dict[str, Any] = {"engine_wait_s": 60.0, "instance": "here"}
+    service = OpenAIService(client, tokenizer, model, fingerprint(folder), IngressOptions(), **how)
     server = uvicorn.Server(uvicorn.Config(make_api(lambda: service), log_level="warning", lifespan="off"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

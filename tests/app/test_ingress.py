@@ -41,9 +41,37 @@ def events_of(response: httpx.Response) -> list[Any]:
 def test_health_and_models(http: httpx.Client) -> None:
     health = http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ok")
+    assert health.json()["instance"] == "here"
     (model,) = http.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == (MODEL, "model", CONTEXT)
     assert http.get(f"/v1/models/{MODEL}").json() == model
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/health", None, 200),
+        ("POST", "/v1/completions", COUNT, 200),
+        ("POST", "/v1/completions", {**COUNT, "stream": True}, 200),
+        ("POST", "/v1/completions", {}, 400),
+        ("GET", "/nowhere", None, 404),
+        ("GET", "/v1/completions", None, 405),
+    ],
+)
+def test_every_answer_names_its_server(
+    http: httpx.Client, method: str, path: str, body: Any, status: int
+) -> None:
+    response = http.request(method, path, json=body)
+    assert response.status_code == status
+    assert response.headers.get_list("x-quire-instance") == ["here"]
+
+
+def test_an_internal_error_names_its_server(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.service, "models", lambda: 1 / 0)
+    response = http.get("/v1/models")
+    assert (response.status_code, response.headers["x-quire-instance"]) == (500, "here")
 
 
 def test_chat_answers_and_stops_by_itself(http: httpx.Client) -> None:

@@ -23,7 +23,7 @@ from scaled_toy import FIRST, Other, asked, broken, toy
 
 from app.launch import serving
 from loadtests.client import Outcome, complete
-from loadtests.cluster import wait_for
+from loadtests.cluster import LocalCluster, wait_for
 from loadtests.workloads import prompts
 
 DOWN_AFTER_S = 4.0
@@ -52,8 +52,8 @@ REPORTS = 8  # of each replica, one for each decision; the window of the toys ha
 class Clients:
     """So many clients, each of which streams its prompt again and again, on a thread of their own."""
 
-    def __init__(self, url: str, texts: list[str], max_tokens: int) -> None:
-        self._url = url
+    def __init__(self, cluster: LocalCluster, texts: list[str], max_tokens: int) -> None:
+        self._url, self._instance = cluster.url, cluster.instance
         self._texts = texts
         self._max_tokens = max_tokens
         self._stop = threading.Event()
@@ -75,7 +75,9 @@ class Clients:
 
     async def _stream(self, text: str) -> None:
         while not self._stop.is_set():
-            self.outcomes[text].append(await complete(self._url, text, self._max_tokens))
+            self.outcomes[text].append(
+                await complete(self._url, text, self._max_tokens, instance=self._instance)
+            )
 
     def check(self) -> None:
         """None was refused or cut, and each said what it said when it was asked before."""
@@ -124,7 +126,7 @@ def scaled(bare_cluster: BreakableCluster, bundled_model: Path) -> BreakableClus
 @pytest.fixture
 def busy(scaled: BreakableCluster) -> Iterator[Clients]:
     """More clients than one replica has blocks for, and two replicas that serve them."""
-    with Clients(scaled.url, prompts(BUSY), TOKENS) as clients:
+    with Clients(scaled, prompts(BUSY), TOKENS) as clients:
         wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
         scaled.wait_routable(2)
         yield clients
@@ -155,10 +157,10 @@ def test_a_controller_that_dies_stops_no_replica(busy: Clients, scaled: Breakabl
 
 
 def test_down_after_it_without_a_cut_stream(scaled: BreakableCluster) -> None:
-    with Clients(scaled.url, prompts(BUSY), TOKENS):
+    with Clients(scaled, prompts(BUSY), TOKENS):
         wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
         scaled.wait_routable(2)
-    with Clients(scaled.url, prompts(FEW, seed=5), 2 * TOKENS) as few:
+    with Clients(scaled, prompts(FEW, seed=5), 2 * TOKENS) as few:
         wait_for(lambda: all(len(few.outcomes[text]) for text in prompts(FEW, seed=5)), 60.0, "no stream ends")
         wait_for(lambda: len(scaled.engine_pids()) == 1, STARTED_S, "the second replica stays")
         scaled.wait_routable(1)
@@ -172,15 +174,15 @@ def test_to_zero_and_back_for_the_first_request(scaled: BreakableCluster) -> Non
     assert httpx.get(f"{scaled.url}/health").status_code == 200
     assert httpx.get(f"{scaled.url}/v1/models").json()["data"][0]["object"] == "model"
     assert stays(lambda: not scaled.engine_pids(), 2.0), "it was woken for nobody"
-    first, second = asyncio.run(both(scaled.url))
+    first, second = asyncio.run(both(scaled.url, scaled.instance))
     for outcome in (first, second):
         assert (outcome.status, outcome.errors, outcome.finish_reason) == (200, [], "length")
     assert len(scaled.engine_pids()) == 1
     assert scaled.health()["status"] == "ok"
 
 
-async def both(url: str) -> list[Outcome]:
-    return await asyncio.gather(*(complete(url, text, 8) for text in prompts(2)))
+async def both(url: str, instance: str) -> list[Outcome]:
+    return await asyncio.gather(*(complete(url, text, 8, instance=instance) for text in prompts(2)))
 
 
 def test_reports_that_break_or_fail_to_come_move_nothing(

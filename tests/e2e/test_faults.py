@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from local_cluster import SOON_S, BreakableCluster
@@ -19,6 +20,10 @@ FRAMES = 5  # of an engine, after which its streams are under way
 FEW = 6
 MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
 LONG = 300  # tokens of a few streams; enough that a stopping replica is gone before they end
+
+
+async def complete_at(cluster: BreakableCluster, text: str, tokens: int, **how: Any) -> Outcome:
+    return await complete(cluster.url, text, tokens, instance=cluster.instance, **how)
 
 
 def check_same(outcomes: list[Outcome], undisturbed: list[Outcome]) -> None:
@@ -43,7 +48,7 @@ def frames(cluster: BreakableCluster) -> dict[str, int]:
 def undisturbed(deployed: BreakableCluster) -> list[Outcome]:
     """What ``STREAMS`` streams say when nothing happens to them."""
     deployed.wait_routable(2)
-    outcomes = asyncio.run(complete_all(deployed.url, prompts(STREAMS), TOKENS))
+    outcomes = asyncio.run(complete_all(deployed.url, prompts(STREAMS), TOKENS, deployed.instance))
     check_same(outcomes, outcomes)
     return outcomes
 
@@ -52,7 +57,9 @@ async def while_streaming(
     cluster: BreakableCluster, act: Callable[[], object], count: int = STREAMS, tokens: int = TOKENS
 ) -> list[Outcome]:
     """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes."""
-    streams = asyncio.ensure_future(complete_all(cluster.url, prompts(STREAMS)[:count], tokens))
+    streams = asyncio.ensure_future(
+        complete_all(cluster.url, prompts(STREAMS)[:count], tokens, cluster.instance)
+    )
 
     def all_busy() -> bool:
         states = cluster.inspect()
@@ -74,7 +81,7 @@ async def while_streaming(
 
 def test_a_thousand_clients_vanish(cluster: BreakableCluster) -> None:
     before = cluster.channels()
-    asyncio.run(vanish(cluster.url, 1000, seed=7))
+    asyncio.run(vanish(cluster.url, 1000, seed=7, instance=cluster.instance))
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     wait_for(lambda: cluster.health()["live_requests"] == 0, SOON_S, "the ingress still has requests")
     assert cluster.channels() == before
@@ -90,8 +97,8 @@ def test_channel_outlives_its_first_client(cluster: BreakableCluster) -> None:
     fresh = cluster.channels()
 
     async def first_leaves() -> Outcome:
-        second = asyncio.ensure_future(complete(cluster.url, "The first rule is", 48))
-        await complete(cluster.url, "Once upon a time", 200, leave_after=2)
+        second = asyncio.ensure_future(complete_at(cluster, "The first rule is", 48))
+        await complete_at(cluster, "Once upon a time", 200, leave_after=2)
         return await second
 
     outcome = asyncio.run(first_leaves())
@@ -143,7 +150,8 @@ def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
 
     async def kill() -> None:
         streams = asyncio.gather(
-            *(complete(cluster.url, text, LONG) for text in prompts(8)), return_exceptions=True
+            *(complete_at(cluster, text, LONG) for text in prompts(8)),
+            return_exceptions=True,
         )
         await asyncio.to_thread(
             wait_for, lambda: sum(state["running"] for state in cluster.inspect()) == 8, SOON_S, "not all run"
@@ -155,7 +163,7 @@ def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
     wait_for(cluster.idle, SOON_S, "a dead ingress still holds blocks")
     wait_for(lambda: not cluster.channels() & before, SOON_S, "a dead ingress still holds channels")
     cluster.wait_routable(2, timeout_s=60)
-    assert asyncio.run(complete(cluster.url, "Hello", 4)).done
+    assert asyncio.run(complete_at(cluster, "Hello", 4)).done
 
 
 def test_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
@@ -167,7 +175,7 @@ def test_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
         (left,) = (state["pid"] for state in cluster.inspect())
         (stopped,) = (pid for pid in before if pid != left)
         wait_for(lambda: gone(stopped), SOON_S, "the idle replica is still there")
-        assert asyncio.run(complete(cluster.url, "Hello", 4)).done
+        assert asyncio.run(complete_at(cluster, "Hello", 4)).done
     finally:
         cluster.scale(2)
 

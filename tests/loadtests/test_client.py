@@ -43,7 +43,9 @@ class Server:
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 self.bodies.append(json.loads(await reader.readexactly(length)))
                 self.asked.set()
-                writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % self.status)
+                writer.write(
+                    b"HTTP/1.1 %d X\r\nx-quire-instance: m\r\ntransfer-encoding: chunked\r\n\r\n" % self.status
+                )
                 for start in range(0, len(self.answer), self.block):
                     part = self.answer[start : start + self.block]
                     writer.write(b"%x\r\n%s\r\n" % (len(part), part))
@@ -118,7 +120,7 @@ def test_another_servers_answer_is_a_fault() -> None:
             return await client.chat(MESSAGES, 2)
 
     outcome = with_server(lambda: Server(b"".join(WHOLE)), use)
-    assert outcome.fault == "an answer of another server, of m"
+    assert outcome.fault == "an answer of another server, m"
     assert not outcome.complete
 
 
@@ -145,7 +147,7 @@ def test_connections_are_kept_alive() -> None:
 
 def test_completions_find_nothing_cached() -> None:
     async def use(server: Server, url: str) -> None:
-        async with Client(url, "m") as client:
+        async with Client(url, model="m") as client:
             for _ in range(2):
                 await client.complete("Once", 2)
         one, other = server.bodies
@@ -182,7 +184,7 @@ def test_cancelling_hangs_up() -> None:
 
 def test_all_that_vanish_have_been_there_and_hang_up() -> None:
     async def use(server: Server, url: str) -> None:
-        amid = await vanish(url, 20, seed=7, model="m")
+        amid = await vanish(url, 20, seed=7, instance="m")
         assert len(server.bodies) == server.connections == 20
         await server.all_left.wait()
         assert 0 < amid <= 20

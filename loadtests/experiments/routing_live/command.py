@@ -231,7 +231,7 @@ class Stage:
         return run
 
     def _client(self) -> Client:
-        return Client(self._cluster.url, self._cluster.model, REQUEST_LIMIT_S)
+        return Client(self._cluster.url, self._cluster.instance, REQUEST_LIMIT_S)
 
     async def _in_turn(self, client: Client, asks: Sequence[Ask], at_once: int) -> list[Reply]:
         return await closed_loop(at_once, asks, lambda ask: self._ask(client, ask, time.perf_counter()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from safetensors.torch import save_file
 from app import __main__ as command
 from app import config
 from app.launch import local_server, preflight, serving, terminal
+from app.launch.instance import Instance
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 
@@ -34,6 +37,19 @@ def taken_port() -> object:
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in config.OPTIONS:
         monkeypatch.delenv(f"QUIRE_{name.upper()}", raising=False)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    made = Instance("mine")
+    yield made
+    made.remove()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -70,8 +86,7 @@ def test_what_was_meant_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    port = preflight.free_port(0)
-    line = refusal(capsys, f"model={tmp_path / 'nothing'}", f"port={port}")
+    line = refusal(capsys, f"model={tmp_path / 'nothing'}", f"port={free_port()}")
     assert "nothing" in line
 
 
@@ -200,7 +215,7 @@ class Controller:
     "fault", [GetTimeoutError("late"), ActorUnavailableError("restarts", None), RayServeException("gone")]
 )
 def test_a_status_that_cannot_be_read_does_not_end_the_server(
-    monkeypatch: pytest.MonkeyPatch, fault: Exception
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, instance: Instance
 ) -> None:
     def get(asked: Exception, *, timeout: float) -> None:
         raise asked
@@ -208,7 +223,16 @@ def test_a_status_that_cannot_be_read_does_not_end_the_server(
     client = SimpleNamespace(_controller=Controller(fault))
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
     monkeypatch.setattr("ray.get", get)
-    assert local_server.LocalServer(config.LaunchOptions(host="127.0.0.1", port=1)).ready() is None
+    assert local_server.LocalServer(config.LaunchOptions(port=1), instance).ready() is None
+
+
+def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, instance: Instance) -> None:
+    body = {"instance": "other", "routable": 1}
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.StringIO(json.dumps(body)))
+    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    assert server._health() == {}
+    body["instance"] = "mine"
+    assert server._health() == body
 
 
 def test_replicas_that_a_new_controller_finds_have_not_gone() -> None:
@@ -260,7 +284,7 @@ def test_the_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ports_of_every_family(taken_port: int) -> None:
-    preflight.check_port("localhost", preflight.free_port(0))
+    preflight.check_port("localhost", free_port())
     with pytest.raises(ConfigError, match=r"cannot listen on no such host: .*host"):
         preflight.check_port("no such host", 8000)
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:"):
@@ -268,7 +292,7 @@ def test_ports_of_every_family(taken_port: int) -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_ports_of_version_6() -> None:
+def test_ports_of_version_6(instance: Instance) -> None:
     with socket.socket(socket.AF_INET6) as listener:
         try:
             listener.bind(("::1", 0))
@@ -279,7 +303,8 @@ def test_ports_of_version_6() -> None:
         with pytest.raises(ConfigError, match=r"cannot listen on ::1:.*port="):
             preflight.check_port("::1", port)
     preflight.check_port("::1", port)
-    assert local_server.LocalServer(config.LaunchOptions(host="::", port=port)).url == f"http://[::1]:{port}"
+    server = local_server.LocalServer(config.LaunchOptions(host="::", port=port), instance)
+    assert server.url == f"http://[::1]:{port}"
 
 
 def test_progress_is_told_every_few_seconds() -> None:
@@ -292,12 +317,6 @@ def test_progress_is_told_every_few_seconds() -> None:
         "waiting for engine replicas: 1 of 2 ready after 5 s",
         "waiting for proxy, ingress, and channels",
     ]
-
-
-def test_free_port_prefers_the_usual_one(taken_port: int) -> None:
-    assert preflight.free_port(taken_port) != taken_port
-    free = preflight.free_port(0)
-    assert preflight.free_port(free) == free
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,80 @@
+"""What one server has on this host for itself: a name, a folder, and ports.
+
+By default Serve and HAProxy use the same ports and paths in every cluster. Two servers that did would answer
+each other's clients: HAProxy falls back to whatever listens on port 8500.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from app.launch import serving
+from app.launch.port_block import PortBlock
+
+GRPC_PORTS, INGRESS_PORTS = 10, 150
+"""Serve keeps the port of an ingress that has gone for an hour, so there are more than ingresses."""
+
+
+class Instance:
+    """Drawn at launch; ``remove`` gives everything back. All files lie in ``folder``."""
+
+    def __init__(self, name: str | None = None) -> None:
+        """``name`` is drawn if there is none.
+
+        Raises:
+            ConfigError: this host has no free ports.
+        """
+        self.name = name or secrets.token_hex(4)
+        self.ports = PortBlock()
+        # Not in TMPDIR: sockets lie here, whose paths may have 97 characters, and Serve adds 80.
+        self.folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))
+        self.stats_port = self.ports.take()
+        self._controller = self._controller_environment()
+
+    @property
+    def ray_folder(self) -> str:
+        """Ray's temporary folder; the list of metrics endpoints lies there."""
+        return str(self.folder / "ray")
+
+    def controller_environment(self) -> dict[str, str]:
+        """Of Serve's controller, which proxies and replicas inherit."""
+        return {**serving.controller_environment(), **self._controller}
+
+    def prepare_environment(self) -> None:
+        """Set in this process what Ray's own processes inherit, before Ray starts."""
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
+        for variable in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
+            os.environ[variable] = str(self.ports.take())
+
+    def remove(self, keep_files: bool = False) -> None:
+        """Free the ports, and delete the folder unless ``keep_files``."""
+        self.ports.release()
+        if not keep_files:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _controller_environment(self) -> dict[str, str]:
+        haproxy = self.folder / "ha"
+        http_low, http_high = self.ports.take_range(INGRESS_PORTS)
+        grpc_low, grpc_high = self.ports.take_range(GRPC_PORTS)
+        return {
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.ports.take()),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(self.ports.take()),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_low),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_high),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc_low),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc_high),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.ports.take()),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+            # No load balancer stands in front of a server on one machine.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        }
