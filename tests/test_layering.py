@@ -35,6 +35,13 @@ def imported_packages(source: str) -> set[str]:
     return found
 
 
+def test_no_test_module_imports_another() -> None:
+    """What they share is in modules of its own: a test that is moved or run alone takes no other with it."""
+    tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    shared = {name: imported_packages(path.read_text()) & tests.keys() for name, path in tests.items()}
+    assert {name: found for name, found in shared.items() if found} == {}
+
+
 @pytest.mark.parametrize("package", sorted(FORBIDDEN))
 def test_imports_point_one_way(package: str) -> None:
     modules = list((ROOT / package).rglob("*.py"))

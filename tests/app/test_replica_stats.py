@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
+from engine_stats import STATS
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_simulation import KVSimulation, make_request, make_scheduler
-from test_metrics import STATS
 
 from app.autoscaling.snapshot import ReplicaStats
 from app.replica_stats import StatsReporter

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from choice_cases import CASES, Case
 from engine_client_setting import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_cases import NOW
 from routing_support import BLOCK, IDLE, Fleet, prefix, prompt, replica, view
 from serve_router import ServeRouter
-from test_choice import CASES, Case
 
 from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest, costs

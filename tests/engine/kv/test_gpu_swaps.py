@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_engines import GPU, delay, gpu_config, gpu_engine
 from logit_bits import PROMPT, assert_plain, run_preempting
-from test_kv_cache import contents, numbered
+from numbered_cache import contents, numbered
 from tiny_engines import TINY_MODELS, make_request
 
 import engine.execution.model_runner as model_runner

@@ -10,48 +10,16 @@ from typing import ClassVar
 
 import pytest
 import torch
+from numbered_cache import MODEL, contents, numbered
 
 from engine.execution.calibration import CopyCost, steady_prefill_rate, swap_costs
 from engine.kv.block_pool import NO_BLOCK, InvariantError
 from engine.kv.kv_cache import KVCache
 from engine.kv.swap_stream import CopyClock
 from engine.kv.transfers import Transfers
-from engine.models.config import ModelConfig
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=8,
-    hidden_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    intermediate_size=8,
-    max_position_embeddings=16,
-)
-
-
-def numbered(blocks: int, host_blocks: int = 0, device: str = "cpu") -> KVCache:
-    """A cache whose device block ``i`` is full of ``i + 1``, and host block ``i`` of ``-i - 1``."""
-    cache = KVCache(MODEL, blocks, 3, torch.float32, torch.device(device), host_blocks)
-    for block in range(blocks):
-        cache.pool[block] = block + 1
-    for block in range(host_blocks):
-        cache.host[block] = -block - 1
-    return cache
-
-
-def contents(tensor: torch.Tensor) -> list[int]:
-    """The number that each block is full of, once all copies are done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    numbers = []
-    for block in tensor:
-        assert (block == block.flatten()[0]).all()
-        numbers.append(int(block.flatten()[0]))
-    return numbers
 
 
 def test_pool_and_host_blocks_are_alike_and_begin_as_zeros() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from logit_bits import assert_plain, run_preempting
+from numbered_cache import contents, numbered
 from stream_simulation import Device, simulate
-from test_kv_cache import contents, numbered
 from tiny_engines import TINY_MODELS
 
 from engine.engine import Engine

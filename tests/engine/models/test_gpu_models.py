@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_engines import GPU
 from model_checkpoints import FAMILIES, ROPES, VOCAB, PagedRun, save_tiny
-from test_models_parity import TOLERANCE, VARIANTS, expect
+from model_variants import TOLERANCE, VARIANTS, expect
 
 from engine.models.loader import load_model
 from kernels.registry import get_kernels

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from model_checkpoints import FAMILIES, ROPES, VOCAB, PagedRun, save_tiny
+from model_variants import TOLERANCE, VARIANTS, expect
 from torch import Tensor
 
 from engine.models.loader import load_model
 from kernels.interface import Kernels, PackedLinear
 from kernels.reference import ReferenceKernels
 from kernels.registry import get_kernels
-
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,66 +60,12 @@ def check(folder: Path, model: Any, kernels: Kernels) -> None:
     assert begin == [60, 23]
 
 
-def expect(model: Any, sequence: Tensor) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = model(sequence[None]).logits[0]
-    return logits
-
-
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_every_rope(family: str, rope: str, kernels: Kernels, tmp_path: Path) -> None:
     tied = (list(FAMILIES).index(family) + list(ROPES).index(rope)) % 2 == 0
     model = save_tiny(tmp_path, family, rope_parameters=dict(ROPES[rope]), tie_word_embeddings=tied)
     check(tmp_path, model, kernels)
-
-
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "head_dim of its own": ("Llama", {"head_dim": 20}),
-    "head_dim that fills no vector": ("Llama", {"head_dim": 6, "num_key_value_heads": 1}),
-    "every head its own keys": ("Llama", {"num_key_value_heads": 4}),
-    "biases on all projections": ("Llama", {"attention_bias": True}),
-    "biases and norms": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    "group of three": ("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2}),
-    "short window": ("Mistral", {"sliding_window": 7}),
-    "window of one block": ("Mistral", {"sliding_window": 4, "head_dim": 16}),
-    "windows on the upper layers": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
-    "windows on chosen layers": (
-        "Qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "windows on every other layer": (
-        "Gemma2",
-        {"sliding_window": 7, "num_hidden_layers": 3},
-    ),
-    "caps as released": (
-        "Gemma2",
-        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 12},
-    ),
-    "tight caps": ("Gemma2", {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}),
-    "no caps": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    "wide heads": ("Gemma2", {"head_dim": 256, "query_pre_attn_scalar": 256}),
-    "biases and untied": ("Gemma2", {"attention_bias": True, "tie_word_embeddings": False}),
-    "multi-query": ("Gemma", {"num_key_value_heads": 1, "head_dim": 16}),
-    "wide heads, biases and untied": (
-        "Gemma",
-        {"head_dim": 256, "attention_bias": True, "tie_word_embeddings": False},
-    ),
-    "norms of rows, every head its own keys": ("Olmo2", {"num_key_value_heads": 4, "head_dim": 20}),
-    "norms of rows, biases, one KV head": (
-        "Olmo2",
-        {"num_key_value_heads": 1, "attention_bias": True, "num_hidden_layers": 3},
-    ),
-    "another activation": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_simulation import KVSimulation, make_request, make_scheduler
-from test_scheduler_operations import CASES, Case, Driver
+from scheduler_operations import CASES, Case, Driver
 
 from engine.scheduling import pending_prefill
 from engine.scheduling.pending_prefill import PendingPrefill
