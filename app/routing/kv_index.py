@@ -33,8 +33,8 @@ class KvIndex:
     its digest once. If it does otherwise, a hit is missed or overestimated, never served wrongly.
 
     **Memory.** 65 to 90 bytes for each distinct block, whatever the number of replicas that have it;
-    ``max_speculative`` bounds the blocks that are not there yet, ``max_waiting`` the records that wait for one
-    replica's snapshot.
+    ``max_speculative`` bounds the blocks that are not there yet, plus one for each claim, ``max_waiting`` the
+    records that wait for one replica's snapshot.
 
     Not thread-safe: its owner locks.
     """
@@ -75,12 +75,6 @@ class KvIndex:
     def replicas(self) -> list[str]:
         """Replicas added and not removed."""
         return list(self._feeds)
-
-    @property
-    def speculative(self) -> int:
-        """Blocks claimed, plus one for each claim: what ``max_speculative`` bounds."""
-        self._claim()
-        return len(self._speculation)
 
     @property
     def unswept(self) -> int:

@@ -97,27 +97,22 @@ class Ledger:
         self._placed = 0
         self._unlearned: tuple[RoutingRequest, Decision] | None = None
         self._faults = FaultCounter("choosing by prefixes failed; going by load alone", logger)
+        self._stuck = FaultCounter("the index cannot drop a replica, whose blocks may be wrong", logger)
 
     @property
     def faults(self) -> int:
         """Choices and changes of the index that failed; above 0 is a defect."""
-        return self._faults.count
+        return self._faults.count + self._stuck.count
 
     @property
     def typical_output(self) -> float:
         """Tokens that a sequence comes to, on average of the last ones that ended."""
         return self._calibration.outputs.tokens
 
-    def configure(self, policy: Policy | None = None, index: BlockIndex | None = None) -> None:
-        """Change what is given, for the choices from now on."""
+    def configure(self, policy: Policy) -> None:
+        """Choose by this policy from now on."""
         with self._lock:
-            self._policy = policy or self._policy
-            self._choose = CHOICES[self._policy]
-            if index is not None:
-                self._index = index
-                for state in self._replicas.values():
-                    if state.route is not None:
-                        index.add(*state.route)
+            self._policy, self._choose = policy, CHOICES[policy]
 
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
         """Run what reads or changes the index's part of a replica under the lock, as all of that must.
@@ -288,7 +283,7 @@ class Ledger:
             running = {
                 name: state.load.running for name, state in self._replicas.items() if state.load is not None
             }
-            return {"faults": self._faults.count, "running": running}
+            return {"faults": self.faults, "running": running}
 
     def stalled(self) -> list[str]:
         """Replicas whose engine has work and makes no progress."""
@@ -429,9 +424,8 @@ class Ledger:
             if self._index is not None:
                 try:
                     self._index.remove(replica)
-                except Exception:  # the replica stays in the index: its blocks are hints, requests go on
-                    self._faults.add()
-                    logger.exception("the index cannot drop replica %s; its blocks may be wrong", replica)
+                except Exception:  # noqa: BLE001  (its blocks are hints: requests go on)
+                    self._stuck.add()
             return None
 
     def _tried(self, change: Callable[..., object], *arguments: object) -> None:

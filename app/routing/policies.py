@@ -77,13 +77,7 @@ def cheapest(
     return Decision(place, cached_blocks[place], shared_blocks)
 
 
-def least_tokens(
-    views: Sequence[ReplicaView],
-    cached_blocks: Sequence[int],
-    request: RoutingRequest,
-    calibration: Calibration,
-    now: float,
-) -> Decision:
+def least_tokens(views: Sequence[ReplicaView], request: RoutingRequest) -> Decision:
     """The fewest booked tokens."""
     places: Sequence[int] = range(len(views))
     if request.likely_victims:
@@ -92,13 +86,7 @@ def least_tokens(
     return Decision(least_booked(views, places, request))
 
 
-def round_robin(
-    views: Sequence[ReplicaView],
-    cached_blocks: Sequence[int],
-    request: RoutingRequest,
-    calibration: Calibration,
-    now: float,
-) -> Decision:
+def round_robin(views: Sequence[ReplicaView], request: RoutingRequest) -> Decision:
     """One after another, by name."""
     order = sorted(range(len(views)), key=lambda place: views[place].replica)
     return Decision(order[request.ordinal % len(order)])
@@ -106,8 +94,8 @@ def round_robin(
 
 CHOICES: dict[Policy, Choice] = {
     Policy.PREFIX: cheapest,
-    Policy.LEAST_TOKENS: least_tokens,
-    Policy.ROUND_ROBIN: round_robin,
+    Policy.LEAST_TOKENS: lambda views, _held, request, *_: least_tokens(views, request),
+    Policy.ROUND_ROBIN: lambda views, _held, request, *_: round_robin(views, request),
 }
 
 

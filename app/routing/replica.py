@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from app.routing.load import PREFILL_RATE, LoadReport
 
@@ -62,36 +62,39 @@ class ReplicaHistory:
         self.slowness += (ratio - self.slowness) * _SLOWNESS_STEP
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplicaView:
-    """All that a decision knows of one replica: who it is, what is booked there, and its part of the sum."""
+    """All that a decision knows of one replica: who it is, what is booked there, and its part of the sum.
 
-    replica: str
-    seed: int
+    Nothing changes it; ``frozen`` would make a new one four times as dear.
+    """
+
+    replica: Final[str]
+    seed: Final[int]
     """Of the rendezvous hash."""
-    booked_tokens: int
-    bookings: int
-    backlog_s: float
+    booked_tokens: Final[int]
+    bookings: Final[int]
+    backlog_s: Final[float]
     """Seconds of prompt work that are left when all that had started by the report is done."""
-    started_until: float
+    started_until: Final[float]
     """When that is done, in monotonic seconds; ``cost.SILENT_S`` after the report at most."""
-    token_cost: float
+    token_cost: Final[float]
     """Weighted seconds for each token that is computed."""
-    streaming_weight: float
+    streaming_weight: Final[float]
     """``cost.STREAMING``, times its step time over that of the fleet's model."""
-    rows: float
+    rows: Final[float]
     """Sequences that run, or are about to."""
-    load_step_s: float
+    load_step_s: Final[float]
     """By how much these lengthen each step, as the fleet's model has it."""
-    free_tokens: float
+    free_tokens: Final[float]
     """Tokens of KV that fit in without eviction, after those that wait."""
-    evictable_tokens: float
+    evictable_tokens: Final[float]
     """Tokens of KV that fit in by eviction; negative if not even those that wait do."""
-    missing_token_s: float
+    missing_token_s: Final[float]
     """Seconds of waiting for each token of KV beyond these."""
-    free_slots: float
+    free_slots: Final[float]
     """Sequences that can start after those that wait; -n if n must end for those alone."""
-    slot_s: float
+    slot_s: Final[float]
     """Seconds between the ends of two running sequences."""
 
     def wait_s(self, now: float) -> float:

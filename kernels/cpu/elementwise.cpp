@@ -5,6 +5,7 @@
 // product, a rotation once at its end.
 
 #include <cmath>
+#include <cstdlib>
 
 #include "pool.h"
 #include "vec.h"
@@ -209,8 +210,11 @@ void quire_activate_mul(int dtype, int activation, const void* gate_up, int64_t 
         QUIRE_FOR_DTYPE(dtype, activate_mul<Kind>(static_cast<const T*>(gate_up), stride, static_cast<T*>(y), rows,
                                                   size, num_threads))
     };
-    if (activation == 0) run(Silu{});
-    else run(GeluTanh{});
+    switch (activation) {
+        case 0: return run(Silu{});
+        case 1: return run(GeluTanh{});
+        default: std::abort();  // no caller has another one; wrong numbers would be worse
+    }
 }
 
 void quire_soft_cap(float* x, int64_t size, float cap, int num_threads) { cap_all(x, size, cap, num_threads); }

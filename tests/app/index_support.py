@@ -14,6 +14,12 @@ def prompt(*numbers: int, blocks: int = 1) -> list[int]:
     return block_keys(ROOT, [number for number in numbers for _ in range(16 * blocks)], 16)
 
 
+def claimed(index: KvIndex) -> int:
+    """Blocks claimed, plus one for each claim: what ``max_speculative`` bounds."""
+    index._claim()
+    return len(index._speculation)
+
+
 def index_of(**held: list[int]) -> KvIndex:
     index = KvIndex()
     for name, keys in held.items():

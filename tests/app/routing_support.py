@@ -52,10 +52,15 @@ class Fleet:
     """A ledger, its index, and routes to replicas ``r0``, ``r1``, … that have reported to be idle and empty."""
 
     def __init__(
-        self, size: int, policy: Policy = Policy.PREFIX, reported: bool = True, synced: bool = True
+        self,
+        size: int,
+        policy: Policy = Policy.PREFIX,
+        reported: bool = True,
+        synced: bool = True,
+        index: KvIndex | None = None,
     ) -> None:
         self.now = 1000.0  # as of a process that has not just started
-        self.index = KvIndex()
+        self.index = KvIndex() if index is None else index
         self.ledger = Ledger(policy, self.index, lambda: self.now)
         self.routes = [Route(f"r{place}", place + 1) for place in range(size)]
         self.attempts = 0

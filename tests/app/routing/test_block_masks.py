@@ -11,7 +11,7 @@ from operator import xor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_support import index_of, prompt
+from index_support import claimed, index_of, prompt
 
 from app.routing.block_masks import BlockMasks
 
@@ -118,7 +118,7 @@ def test_replicas_that_come_and_go_for_long_leave_nothing() -> None:
     while index.sweep():
         pass
     assert len(index) == 1
-    assert index.speculative == 0
+    assert claimed(index) == 0
     assert index.longest(prompt(1)) == {"keep": 1}
 
 

@@ -78,7 +78,7 @@ def test_a_choice_by_tokens_is_never_much_worse_than_the_least(tokens: list[int]
     ]
     likely = {f"r{place}" for place in range(6) if victims >> place & 1}
     request = RoutingRequest("request", 100, 100.0, likely_victims=likely)
-    chosen = least_tokens(views, [0] * len(views), request, fleet, NOW).place
+    chosen = least_tokens(views, request).place
     most = (1 + EXTRA_SHARE) * min(tokens) + EXTRA_S * PREFILL_RATE
     staying = [at.booked_tokens for at in views if at.replica not in likely and at.booked_tokens <= most]
     assert tokens[chosen] == min(staying or tokens)

@@ -289,8 +289,8 @@ class Counting(KvIndex):
 
 
 def test_one_walk_for_each_decision() -> None:
-    fleet, index = Fleet(8), Counting()
-    fleet.ledger.configure(index=index)
+    index = Counting()
+    fleet = Fleet(8, index=index)
     for name in range(10):
         fleet.send(*prompt(prefix(name, 20), 1, 100 + name))
     assert index.walks == 10
@@ -298,8 +298,8 @@ def test_one_walk_for_each_decision() -> None:
 
 @pytest.mark.parametrize("where", ["longest", "speculate", "withdraw"])
 def test_fault_in_a_choice_degrades_to_the_least_booked(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    fleet, index = Fleet(4), Counting()
-    fleet.ledger.configure(index=index)
+    index = Counting()
+    fleet = Fleet(4, index=index)
     index.broken = where
     with caplog.at_level(logging.ERROR):
         chosen = Counter(fleet.send(*prompt(prefix(name, 20), 1, 100 + name)) for name in range(40))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from index_support import claimed
 from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
 
 from app.api.openai_types import ChatMessage
@@ -145,7 +146,7 @@ def test_distinct_prompts_leave_nothing_behind() -> None:
     assert len(fleet.index) == sum(map(len, caches.values())) == 4_000
     fleet.now += 20
     fleet.index.expire(fleet.now)
-    assert fleet.index.speculative == 0
+    assert claimed(fleet.index) == 0
     assert set(fleet.ledger.load().values()) == {0}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from index_support import index_of, prompt
+from index_support import claimed, index_of, prompt
 
 from app.routing.kv_index import KvIndex
 
@@ -14,7 +14,7 @@ def test_siblings_of_a_burst_stay_together_before_the_first_event() -> None:
     assert index.longest(second) == {"a": 0, "b": 3}
     index.speculate("b", second, now=0.0, deadline=3.0)
     assert index.longest(second) == {"a": 0, "b": 4}
-    assert index.speculative == 5 + 5
+    assert claimed(index) == 5 + 5
 
 
 def test_blocks_as_the_walk_found_them_save_a_search_and_change_nothing() -> None:
@@ -41,7 +41,7 @@ def test_a_withdrawn_request_takes_nothing_from_its_siblings() -> None:
     assert index.longest(second) == {"a": 2}
     assert index.withdraw("a", first)
     assert index.longest(first) == {"a": 1}
-    assert index.speculative == 0
+    assert claimed(index) == 0
 
 
 def test_of_equal_claims_the_latest_is_withdrawn() -> None:
@@ -63,7 +63,7 @@ def test_claims_end_at_their_deadline() -> None:
     assert index.longest(prompt(4)) == {"a": 0}
     assert index.expire(2.0) == 1
     assert index.longest(prompt(1, 2)) == {"a": 0}
-    assert index.speculative == len(index) == 0
+    assert claimed(index) == len(index) == 0
 
 
 def test_a_stored_event_confirms_for_all_and_outlives_their_end() -> None:
@@ -100,10 +100,10 @@ def test_claims_are_bounded_those_nearest_to_their_deadline_end_first() -> None:
     index.add("a")
     for number, deadline in ((1, 3.0), (2, 1.0), (3, 2.0)):
         index.speculate("a", prompt(number, blocks=3), now=0.0, deadline=deadline)
-        assert index.speculative <= 10
+        assert claimed(index) <= 10
     assert [index.longest(prompt(number, blocks=3))["a"] for number in (1, 2, 3)] == [3, 0, 3]
     index.speculate("a", prompt(4, blocks=40), now=0.0, deadline=9.0)
-    assert index.speculative == 10
+    assert claimed(index) == 10
     assert index.longest(prompt(4, blocks=40)) == {"a": 9}
 
 
@@ -112,5 +112,5 @@ def test_many_withdrawn_claims_leave_nothing() -> None:
     for number in range(1000):
         index.speculate("a", prompt(number), now=0.0, deadline=1e9)
         assert index.withdraw("a", prompt(number))
-    assert index.speculative == len(index) == 0
+    assert claimed(index) == len(index) == 0
     assert len(index._speculation._deadlines) < 200
