@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from engine_client_setting import collect, quiet, request, run, started, until
+from engine_stats import STATS
 from loopback import LIMITS, expected_tokens, stepping
-from test_metrics import STATS
 from virtual_time import loop_time, run_virtually
 
 from app.channel import wire
