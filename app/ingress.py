@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,21 +24,12 @@ from app.metrics import OverloadMetrics
 from app.routing import fleet
 from app.routing.policies import Policy
 from app.routing.waiting import ExpectedWait
+from engine.models.identity import tokenizer_digest
 
 
 def routing_policy(routing: config.Routing) -> Policy:
     """How the ledger chooses; with Serve's own routers it gets one candidate."""
     return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
-
-
-def fingerprint(folder: Path) -> str:
-    """Changes with the model's configuration or tokenizer."""
-    digest = hashlib.blake2b(digest_size=6)
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        path = folder / name
-        digest.update(f"{name}\0".encode())
-        digest.update(path.read_bytes() if path.is_file() else b"")
-    return f"fp_{digest.hexdigest()}"
 
 
 def cluster_instance() -> str:
@@ -62,7 +52,11 @@ class IngressReplica:
         folder = resolve(options.service.model)
         scaling = options.scaling
         self._client = EngineClient(
-            engine, options.replica_wait_s, routing_policy(options.ingress.routing), scaling.to_zero
+            engine,
+            options.replica_wait_s,
+            routing_policy(options.ingress.routing),
+            scaling.to_zero,
+            tokenizer_digest(folder),
         )
         self._victims: VictimFeed | None = None
         if scaling.scales:
@@ -81,7 +75,6 @@ class IngressReplica:
             self._client,
             PromptTokenizer(folder),
             options.service.model_name,
-            fingerprint(folder),
             options.ingress,
             engine_wait_s=options.replica_wait_s,
             overload=self._overload,

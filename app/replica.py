@@ -49,7 +49,8 @@ class EngineReplica:
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
         self._engine = self._start_engine()
-        hello = wire.Hello.of(self._engine.limits, self._engine.key_scheme, self._engine.window)
+        engine = self._engine
+        hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity)
         self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
         self._metrics = metrics.EngineMetrics(options.service.model_name)
         node = ray.get_runtime_context().get_node_id()

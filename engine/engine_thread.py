@@ -18,6 +18,7 @@ from engine.engine import Engine, EngineStats
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.kv.block_keys import KeyScheme
 from engine.kv.kv_events import KvBatch, KvSnapshot
+from engine.models.identity import ModelIdentity
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 from engine.scheduling.load_report import EngineLoad
 
@@ -101,6 +102,11 @@ class EngineThread:
     def limits(self) -> ModelLimits:
         """What requests must keep to here."""
         return self._running().limits
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What decides its answers."""
+        return self._running().runner.identity
 
     @property
     def key_scheme(self) -> KeyScheme | None:

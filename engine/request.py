@@ -111,21 +111,28 @@ def validate(
                 f"stop_token_ids has {token}, outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}",
                 "stop_token_ids",
             )
-    prompt = len(token_ids)
-    original_prompt = prompt - generated_before
+    return check_size(len(token_ids) - generated_before, params, limits)
+
+
+def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
+    """The part of :func:`validate` that depends on the length of the prompt, in tokens, but not on its tokens.
+
+    Raises:
+        InvalidRequestError: prompt and output exceed the context length or the pool.
+    """
     wanted = params.max_tokens
-    total = original_prompt + (1 if wanted is None else wanted)
+    total = prompt + (1 if wanted is None else wanted)
     if total > limits.max_model_len:
         asked = "no room to generate" if wanted is None else f"max_tokens {wanted}"
         raise InvalidRequestError(
-            f"prompt of {original_prompt} tokens with {asked} exceeds the context length of "
+            f"prompt of {prompt} tokens with {asked} exceeds the context length of "
             f"{limits.max_model_len} tokens",
-            "max_tokens" if wanted is not None and original_prompt < limits.max_model_len else "prompt",
+            "max_tokens" if wanted is not None and prompt < limits.max_model_len else "prompt",
             "context_length_exceeded",
         )
     if total > limits.max_tokens:
         raise InvalidRequestError(
-            f"prompt of {original_prompt} tokens with {1 if wanted is None else wanted} more can never fit the "
+            f"prompt of {prompt} tokens with {1 if wanted is None else wanted} more can never fit the "
             f"KV pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
             f"{limits.block_size}); raise kv_memory or shorten the request",
             "prompt",
@@ -133,7 +140,7 @@ def validate(
         )
     longest = limits.max_tokens if wanted is None else total
     if params.use_beam_search:
-        _check_beams_fit(original_prompt, longest, params.width, limits)
+        _check_beams_fit(prompt, longest, params.width, limits)
     return longest
 
 

@@ -50,13 +50,17 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of choice ``index``, and totals so far: tokens of the choice, cached tokens of its prompt."""
+    """New text of choice ``index``, and totals so far: tokens of the choice, cached tokens of its prompt.
+
+    ``fingerprint`` is that of the model that generates the choice.
+    """
 
     index: int
     text: str
     finish_reason: str | None
     num_tokens: int
     cached_tokens: int
+    fingerprint: str = ""
 
 
 def stream_choices(
@@ -105,7 +109,14 @@ async def _of_prompt(
             text = output.push(delta.token_ids, reason)
             if output.stopped:
                 reason = "stop"
-            yield TextDelta(prompt * n + delta.sequence, text, reason, output.num_tokens, delta.cached_tokens)
+            yield TextDelta(
+                prompt * n + delta.sequence,
+                text,
+                reason,
+                output.num_tokens,
+                delta.cached_tokens,
+                delta.fingerprint,
+            )
             if reason is not None:
                 del texts[delta.sequence]
                 if not texts:

@@ -6,7 +6,8 @@ There is a chunk for every token, so the constant part of a response's chunks is
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as encode_text
 from typing import Any
 
@@ -43,7 +44,11 @@ class Envelope:
     id: str
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str = ""
+
+    def of(self, fingerprints: Collection[str]) -> Envelope:
+        """With the fingerprint of the model that answers; of several prompts, different ones may."""
+        return replace(self, system_fingerprint="+".join(sorted(fingerprints)))
 
     def body(self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
         fields: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import ExitStack, aclosing
 from typing import Any, Protocol
 
@@ -20,18 +20,18 @@ from app.api.sse import DONE, EventStream, WholeResponse
 from app.api.tokenization import parse_detokenize, parse_tokenize
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
+from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
 from engine.errors import InvalidRequestError
-from engine.request import ModelLimits, validate
 
 
 class Engines(TokenGenerator, Protocol):
     """The part of ``EngineClient`` that the service uses."""
 
-    def limits(self) -> ModelLimits | None: ...
+    def limits(self) -> FleetLimits | None: ...
 
-    async def first_limits(self, timeout_s: float) -> ModelLimits | None: ...
+    async def first_limits(self, timeout_s: float) -> FleetLimits | None: ...
 
     def status(self) -> dict[str, Any]: ...
 
@@ -41,7 +41,7 @@ class Engines(TokenGenerator, Protocol):
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``fingerprint`` changes whenever answers may. ``options`` may be replaced at any time; each request reads
+    ``options`` may be replaced at any time; each request reads
     the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
     ``num_live`` counts choices, each from its request's arrival to the end of the response. ``overload`` may
     refuse requests before anything is done for them; by default it refuses none. ``instance`` names the server.
@@ -52,7 +52,6 @@ class OpenAIService:
         engines: Engines,
         tokenizer: PromptTokenizer,
         model: str,
-        fingerprint: str,
         options: IngressOptions,
         *,
         engine_wait_s: float,
@@ -62,7 +61,6 @@ class OpenAIService:
         self._engines = engines
         self._tokenizer = tokenizer
         self._model = model
-        self._fingerprint = fingerprint
         self._started = int(time.time())
         self.options = options
         self.num_live = 0
@@ -168,11 +166,11 @@ class OpenAIService:
     def _release(self, sequences: int) -> None:
         self.num_live -= sequences
 
-    def _respond(self, job: GenerationJob, limits: ModelLimits) -> ASGIApp:
+    def _respond(self, job: GenerationJob, limits: FleetLimits) -> ASGIApp:
         for prompt in job.prompts:
             _check_prompt(prompt, job, limits)
         prefix = "chatcmpl" if job.chat else "cmpl"
-        envelope = Envelope(f"{prefix}-{job.request_id}", int(time.time()), self._model, self._fingerprint)
+        envelope = Envelope(f"{prefix}-{job.request_id}", int(time.time()), self._model)
         return (
             EventStream(self._events(job, envelope))
             if job.options.stream
@@ -189,23 +187,28 @@ class OpenAIService:
             sum(output.num_tokens for output in outputs),
             sum(output.cached_tokens for output in outputs[:: job.options.params.n]),
         )
+        envelope = envelope.of({output.fingerprint for output in outputs})
         results = [Output("".join(output.texts), output.finish_reason) for output in outputs]
         body = (chat_body if job.chat else completion_body)(envelope, results, usage)
         return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
     async def _events(self, job: GenerationJob, envelope: Envelope) -> AsyncGenerator[bytes, None]:
         options = job.options
-        writer = ChunkWriter(
-            envelope,
-            chat=job.chat,
-            include_usage=options.include_usage,
-            continuous_usage=options.continuous_usage,
-        )
+
+        def writer_of(fingerprints: Collection[str]) -> ChunkWriter:
+            return ChunkWriter(
+                envelope.of(fingerprints),
+                chat=job.chat,
+                include_usage=options.include_usage,
+                continuous_usage=options.continuous_usage,
+            )
+
+        writers: dict[str, ChunkWriter] = {}  # one, unless prompts are answered by different models
         n = options.params.n
         generated = [0] * job.num_choices
         cached = [0] * len(job.prompts)
         usage = Usage(job.prompt_tokens)
-        opening = b"".join(map(writer.role, range(n))) if job.chat else b""
+        begun = not job.chat
         async with aclosing(self._text_deltas(job)) as arriving:
             async for delta in arriving:
                 prompt = delta.index // n
@@ -213,14 +216,18 @@ class OpenAIService:
                 usage.cached_tokens += delta.cached_tokens - cached[prompt]
                 generated[delta.index] = delta.num_tokens
                 cached[prompt] = delta.cached_tokens
+                writer = writers.get(delta.fingerprint)
+                if writer is None:
+                    writer = writers[delta.fingerprint] = writer_of({delta.fingerprint})
+                opening = b"" if begun else b"".join(map(writer.role, range(n)))
+                begun = True
                 yield opening + writer.text(delta.index, delta.text, delta.finish_reason, usage)
-                opening = b""
-        yield writer.usage(usage) + DONE
+        yield writer_of(writers).usage(usage) + DONE
 
     def _text_deltas(self, job: GenerationJob) -> AsyncGenerator[TextDelta, None]:
         return stream_choices(job, self._engines, self._tokenizer.decoder)
 
-    async def _limits(self) -> ModelLimits:
+    async def _limits(self) -> FleetLimits:
         limits = self._engines.limits() or await self._engines.first_limits(self.engine_wait_s)
         if limits is None:
             raise UnavailableError("no engine replica has started yet; try again in a moment")
@@ -256,22 +263,24 @@ class _Admitted:
 class _Collected:
     """One choice of a non-streamed response."""
 
-    __slots__ = ("cached_tokens", "finish_reason", "num_tokens", "texts")
+    __slots__ = ("cached_tokens", "fingerprint", "finish_reason", "num_tokens", "texts")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.finish_reason = ""
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.fingerprint = ""
 
     def add(self, delta: TextDelta) -> None:
         self.texts.append(delta.text)
         self.num_tokens = delta.num_tokens
         self.cached_tokens = delta.cached_tokens
+        self.fingerprint = delta.fingerprint
         self.finish_reason = delta.finish_reason or ""
 
 
-def _check_prompt(prompt: list[int], job: GenerationJob, limits: ModelLimits) -> None:
+def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) -> None:
     """Refuse what the engine would refuse, while the response can still have an error status."""
     param = "messages" if job.chat else "prompt"
     if len(prompt) > limits.max_model_len:  # before the tokens themselves are looked at
@@ -282,7 +291,7 @@ def _check_prompt(prompt: list[int], job: GenerationJob, limits: ModelLimits) ->
         )
     params = job.options.params
     try:
-        longest = validate(prompt, params, limits)
+        longest = limits.validate(prompt, params)
     except InvalidRequestError as error:
         if job.chat and error.param == "prompt":
             raise InvalidRequestError(error.message, param, error.code) from error

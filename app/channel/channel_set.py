@@ -7,11 +7,12 @@ import contextlib
 import contextvars
 import itertools
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from app.channel.ingress_channel import ChannelEvents, IngressChannel
+from app.channel.ingress_channel import ChannelEvents, ChannelState, IngressChannel
 from app.routing import fleet
+from app.routing.requirement import Requirement
 
 
 class ChannelOwner(ChannelEvents, Protocol):
@@ -24,9 +25,8 @@ class ChannelOwner(ChannelEvents, Protocol):
 class ChannelSet:
     """Runs on the ingress's event loop.
 
-    A replica that has left the members keeps its channel until none of its requests run: they move as soon as
-    another replica is routable. Then the ingress closes the channel. If it did not, Serve would wait for the
-    open call until the replica's drain timeout.
+    A replica that has left the members keeps its channel until no request runs there. Then the ingress closes
+    the channel. If it did not, Serve would wait for the open call until the replica's drain timeout.
     """
 
     def __init__(self, handle: Any, owner: ChannelOwner) -> None:
@@ -37,16 +37,20 @@ class ChannelSet:
         self._loop = asyncio.get_running_loop()
         self._epochs = itertools.count(1)
         self._channels: dict[str, IngressChannel] = {}
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, float] = {}  # since when
         self.fleet.listen(self._members_from_router)
 
-    def known(self, replica: str) -> bool:
-        """Whether the replica is a member, and not leaving."""
-        return replica in self._channels and replica not in self._leaving
+    def known(self) -> Collection[str]:
+        """The members, without replicas that are leaving."""
+        return self._channels.keys() - self._leaving.keys()
 
-    def routable(self) -> bool:
-        """Whether any replica can take a request now."""
-        return bool(self.fleet.ledger.routable(self.fleet.members))
+    def opening(self) -> bool:
+        """Whether a member has not answered yet."""
+        return any(self._channels[replica].state is ChannelState.OPENING for replica in self.known())
+
+    def routable(self, requirement: Requirement | None = None) -> bool:
+        """Whether any replica can take a request, or one with this requirement, now."""
+        return bool(self.fleet.ledger.routable(self.fleet.members, requirement))
 
     def states(self) -> dict[str, str]:
         """The state of each channel, by replica."""
@@ -57,22 +61,21 @@ class ChannelSet:
         """Replicas that are not leaving."""
         return len(self._channels) - len(self._leaving)
 
-    def settle(self, replicas_in_use: Callable[[], Collection[str]]) -> Collection[str]:
-        """Close channels of leaving replicas if possible; call after a route or an attempt has changed.
+    def leaving(self) -> Mapping[str, float]:
+        """Replicas that have left the members and still have a channel, and since when on the loop's clock."""
+        return self._leaving
 
-        ``replicas_in_use`` returns the replicas with a live attempt; it is called only if that matters. The
-        caller must move the requests of the returned replicas, whose channels are closing, to others.
+    def settle(self, replicas_in_use: Callable[[], Collection[str]]) -> None:
+        """Close channels of leaving replicas on which no request runs; call after an attempt has ended.
+
+        ``replicas_in_use`` returns the replicas with a live attempt; it is called only if that matters.
         """
         if not self._leaving:
-            return ()
-        done = set(self._leaving)
-        if not self.routable():
-            done -= set(replicas_in_use())
-        self._leaving -= done
-        for replica in done:
+            return
+        for replica in self._leaving.keys() - set(replicas_in_use()):
+            del self._leaving[replica]
             self._channels.pop(replica).stop()
             self.fleet.pin(replica, False)
-        return done
 
     async def stop(self) -> None:
         """Close every channel."""
@@ -97,5 +100,8 @@ class ChannelSet:
             self._channels[replica] = IngressChannel(
                 self._handle, self.cid, replica, lambda: next(self._epochs), self._owner
             )
-        self._leaving = set(self._channels) - members
+        now = self._loop.time()
+        self._leaving = {
+            replica: self._leaving.get(replica, now) for replica in self._channels.keys() - members
+        }
         self._owner.on_members()

@@ -24,8 +24,10 @@ from typing import Any
 
 from app.channel.wire_sections import KvSection, Section, pack_section, unpack_section
 from app.routing.load import LoadReport
+from app.routing.requirement import ReplicaProfile
 from engine.errors import InvalidRequestError, QuireError
 from engine.kv.block_keys import KeyScheme
+from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
@@ -76,7 +78,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of a channel: the model's limits, and how the engine makes block keys.
+    """First frame of a channel: what the replica offers, and how its engine makes block keys.
 
     ``keys`` is ``None`` without prefix caching. ``window`` is the largest window if all layers slide.
     ``probe`` has the engine's keys for a fixed text: an ingress whose keys for it differ must not compare its
@@ -87,11 +89,23 @@ class Hello:
     keys: KeyScheme | None = None
     window: int | None = None
     probe: tuple[int, ...] = ()
+    model: ModelIdentity = field(default_factory=ModelIdentity)
 
     @classmethod
-    def of(cls, limits: ModelLimits, keys: KeyScheme | None, window: int | None) -> Hello:
+    def of(
+        cls,
+        limits: ModelLimits,
+        keys: KeyScheme | None,
+        window: int | None,
+        model: ModelIdentity = ModelIdentity(),  # noqa: B008  (it is immutable)
+    ) -> Hello:
         """A hello with this process's probe."""
-        return cls(limits, keys, window, () if keys is None else tuple(keys.probe()))
+        return cls(limits, keys, window, () if keys is None else tuple(keys.probe()), model)
+
+    @property
+    def profile(self) -> ReplicaProfile:
+        """What the replica offers."""
+        return ReplicaProfile(self.limits, self.model)
 
     @property
     def agrees(self) -> bool:
@@ -198,7 +212,8 @@ def unpack_frame(data: bytes) -> Frame:
 def _unpack_hello(data: bytes) -> Hello:
     body = json.loads(data)
     keys = None if body["keys"] is None else KeyScheme(**body["keys"])
-    return Hello(ModelLimits(**body["limits"]), keys, body["window"], tuple(body["probe"]))
+    limits, model = ModelLimits(**body["limits"]), ModelIdentity(**body["model"])
+    return Hello(limits, keys, body["window"], tuple(body["probe"]), model)
 
 
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:

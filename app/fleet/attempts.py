@@ -60,6 +60,7 @@ class AttemptRunner:
         policy: Policy,
         unavailable_after_s: float,
         on_attempt_ended: Callable[[], None],
+        why_unavailable: Callable[[], str] = lambda: "",
     ) -> None:
         # The first options() makes Serve create the router, which reports its members.
         self._generate = handle.options(_by_reference=False).generate
@@ -70,6 +71,7 @@ class AttemptRunner:
         self._policy = policy
         self._unavailable_after_s = unavailable_after_s
         self._on_attempt_ended = on_attempt_ended
+        self._why = why_unavailable
         self._numbers = itertools.count(1)
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
@@ -103,11 +105,26 @@ class AttemptRunner:
         request.fail(UnavailableError(f"no engine replica completed the request in {MAX_ATTEMPTS} attempts"))
 
     async def _wait_for_replica(self, request: InFlightRequest) -> bool:
-        """Wait for a replica with an open channel; fails the request when none comes in time."""
-        limit = self._unavailable_after_s
-        if await self._waiter.wait_until(self._channels.routable, limit):
+        """Wait for a replica that can run the request; fails the request when none comes in time."""
+        requirement, limit = request.requirement(), self._unavailable_after_s
+        if await self._waiter.wait_until(lambda: self._channels.routable(requirement), limit):
             return True
-        request.fail(UnavailableError(f"no engine replica became ready within {limit:g} s"))
+        if request.model is not None:
+            request.fail(
+                UnavailableError(
+                    f"no engine replica of the model that generated the first {request.num_tokens} tokens "
+                    f"({request.fingerprint}) came back within {limit:g} s, and no other may continue them; "
+                    "send the request again"
+                )
+            )
+        elif self._channels.routable():
+            request.fail(
+                UnavailableError(
+                    f"no engine replica that is large enough for this request came back within {limit:g} s"
+                )
+            )
+        else:
+            request.fail(UnavailableError(f"no engine replica became ready within {limit:g} s{self._why()}"))
         return False
 
     async def _block_keys(self, request: GenerateRequest) -> list[int]:

@@ -1,30 +1,49 @@
-"""Drains cordoned replicas: after a while their requests move to other replicas."""
+"""Moves requests away from replicas that leave, or that have been cordoned for a while: a few at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
+from app.fleet.in_flight import InFlightRequest
 from app.routing.fleet import Fleet
 
 DRAIN_AFTER_S = 5.0
 """By default a request moves once its replica has been cordoned for this long; most end before that."""
 
-CHECK_EVERY_S = 0.25
+LEAVE_AFTER_S = 0.5
+"""It moves once its replica has left the members for this long: one that died may leave them before its channel
+ends, and its requests must not pass for moved ones."""
+
+CHECK_EVERY_S = 0.1
+
+WORK_S = 0.25
+"""Prompt work of requests that move, in seconds of the other replicas: more waits until these have moved."""
+
+PATIENCE_S = 5.0
+"""A request that has got no token for this long since it moved does not hold up others."""
 
 
+@dataclass(slots=True, eq=False)
 class Drainer:
-    """Runs on the ingress's event loop; ``move_away`` moves the requests of the given replicas.
+    """Runs on the ingress's event loop. ``running`` has the request of each attempt.
 
-    Nothing moves while no other replica is routable: a cordon never ends a request.
+    ``leaving`` returns since when each replica that has left the members does so, by the loop's
+    clock.
+
+    A request moves only if a replica that neither leaves nor is cordoned can run it, and continue its output:
+    neither cordon nor stop ends a request. All its tokens so far are computed again there, so requests move as
+    fast as the other replicas can compute them, those with the fewest tokens first.
     """
 
-    def __init__(self, fleet: Fleet, move_away: Callable[[Collection[str]], None]) -> None:
-        self._fleet = fleet
-        self._move_away = move_away
-        self._after_s = DRAIN_AFTER_S
-        self._task: asyncio.Task[None] | None = None
+    fleet: Fleet
+    running: Mapping[int, InFlightRequest]
+    leaving: Callable[[], Mapping[str, float]]
+    _after_s: float = DRAIN_AFTER_S
+    _moving: dict[InFlightRequest, tuple[int, float]] = field(default_factory=dict)  # tokens, since when
+    _task: asyncio.Task[None] | None = None
 
     def cordon(self, replicas: Collection[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """Cordon exactly ``replicas``: no new requests for ``lasts_s``; running ones move after ``after_s``.
@@ -34,8 +53,12 @@ class Drainer:
         """
         if not after_s >= 0:
             raise ValueError(f"after_s is {after_s} but must be at least 0")
-        self._fleet.cordon.set(replicas, lasts_s)
+        self.fleet.cordon.set(replicas, lasts_s)
         self._after_s = after_s
+        self.watch()
+
+    def watch(self) -> None:
+        """Look for requests to move, as long as any replica leaves or is cordoned."""
         if self._task is None or self._task.done():
             loop = asyncio.get_running_loop()
             self._task = loop.create_task(self._watch(), context=contextvars.Context())
@@ -46,8 +69,37 @@ class Drainer:
             self._task.cancel()
 
     async def _watch(self) -> None:
-        while cordoned := self._fleet.cordon.names():
-            due = self._fleet.cordon.longer_than(self._after_s)
-            if due and self._fleet.ledger.routable(self._fleet.members - cordoned):
-                self._move_away(due)
+        while self.leaving() or self.fleet.cordon.names():
+            self.step()
             await asyncio.sleep(CHECK_EVERY_S)
+        self._moving.clear()
+
+    def step(self) -> None:
+        """Move what may move now."""
+        now = asyncio.get_running_loop().time()
+        due = {replica for replica, since in self.leaving().items() if now - since >= LEAVE_AFTER_S}
+        due |= self.fleet.cordon.longer_than(self._after_s)
+        ledger = self.fleet.ledger
+        # The requests of a silent replica are its channel's matter.
+        due.intersection_update(ledger.routable())
+        others = self.fleet.members - due - self.fleet.cordon.names()
+        if not due or not ledger.routable(others):
+            return
+        self._moving = {
+            request: (tokens, since)
+            for request, (tokens, since) in self._moving.items()
+            if not request.ended and request.moving and now - since < PATIENCE_S
+        }
+        work = sum(tokens for tokens, _ in self._moving.values())
+        limit = WORK_S * ledger.prefill_rate(others)
+        on_due = [self.running[attempt] for attempt in ledger.attempts_on(due) if attempt in self.running]
+        for request in sorted(on_due, key=lambda request: request.context_tokens):
+            if request.ended or request.interrupt.is_set():
+                continue
+            tokens = request.context_tokens
+            if work and work + tokens > limit:
+                return
+            if ledger.routable(others, request.requirement()):
+                request.move()
+                self._moving[request] = tokens, now
+                work += tokens

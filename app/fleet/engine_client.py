@@ -17,6 +17,7 @@ from app.channel.wire_sections import KvSection
 from app.fleet.attempts import AttemptRunner
 from app.fleet.cache_reset import CacheReset, reset_prefix_caches
 from app.fleet.drain import DRAIN_AFTER_S, Drainer
+from app.fleet.fleet_limits import FleetLimits, LimitsRecord
 from app.fleet.generation import Delta, GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.scale_from_zero import ReplicaWaiter
@@ -25,7 +26,9 @@ from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
 from engine.errors import QuireError
-from engine.request import ModelLimits, validate
+
+OPENING_S = 1.0
+"""How long the limits of the first replica wait for those of others that open their channels meanwhile."""
 
 STOPPING = "the server is shutting down; send the request again"
 
@@ -47,7 +50,8 @@ class EngineClient:
 
     ``handle`` is the Serve handle of the engine deployment. A request that finds no routable replica for
     ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero`` the deployment may have no
-    replica, and a request then wakes one.
+    replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
+    replicas of another one get no requests. If empty, any will do.
     """
 
     def __init__(
@@ -56,13 +60,16 @@ class EngineClient:
         unavailable_after_s: float,
         policy: Policy = Policy.PREFIX,
         to_zero: bool = False,
+        tokenizer: str = "",
     ) -> None:
         self._handle = handle
         self._policy = policy
         self._predictions = Predictions()
         self._unavailable_after_s = unavailable_after_s
         self._requests: set[InFlightRequest] = set()
-        self._limits: ModelLimits | None = None
+        self._tokenizer = tokenizer
+        self._foreign: set[str] = set()  # replicas of another tokenizer
+        self._limits = LimitsRecord(unavailable_after_s)
         self._waiter = ReplicaWaiter(handle if to_zero else None)
         self._running: _Running | None = None
         self._stopped = False
@@ -81,8 +88,10 @@ class EngineClient:
                 self._policy,
                 self._unavailable_after_s,
                 on_attempt_ended=self._settle,
+                why_unavailable=self._why_unavailable,
             )
-            self._running = _Running(channels, kv, Drainer(channels.fleet, self._move_away), attempts)
+            drainer = Drainer(channels.fleet, attempts.running, channels.leaving)
+            self._running = _Running(channels, kv, drainer, attempts)
 
     async def stop(self) -> None:
         """Close every channel; current and later requests end with ``UnavailableError``."""
@@ -108,8 +117,9 @@ class EngineClient:
             GenerationError: the engine failed to compute it.
         """
         await self.start()
-        if self._limits is not None:
-            validate(request.token_ids, request.params, self._limits)
+        limits = self.limits()
+        if limits is not None:
+            limits.validate(request.token_ids, request.params)
         if request.params.seed is None:
             # Drawn here, so that sampling continues the same on another replica.
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
@@ -139,17 +149,20 @@ class EngineClient:
 
     # ---- the deployment
 
-    def limits(self) -> ModelLimits | None:
-        """The model's limits, from the replicas' first frames; ``None`` until one has answered."""
-        return self._limits
+    def limits(self) -> FleetLimits | None:
+        """The replicas' limits, from their first frames; ``None`` until one has answered."""
+        return self._limits.current()
 
-    async def first_limits(self, timeout_s: float) -> ModelLimits | None:
+    async def first_limits(self, timeout_s: float) -> FleetLimits | None:
         """The limits once a replica has answered, which wakes a deployment that is scaled to zero.
 
         ``None`` if none answers within ``timeout_s`` seconds.
         """
-        await self._waiter.wait_until(lambda: self._limits is not None, timeout_s)
-        return self._limits
+        await self._waiter.wait_until(lambda: self.limits() is not None, timeout_s)
+        if self._running is not None and self._running.channels.opening():
+            # Replicas open their channels together, and the next one may have a larger pool.
+            await self._waiter.changed_until(lambda: not self._parts.channels.opening(), OPENING_S)
+        return self.limits()
 
     async def reset_prefix_cache(self) -> CacheReset:
         """Empty the prefix cache of every routable replica.
@@ -187,6 +200,7 @@ class EngineClient:
             "asleep": self._waiter.asleep(self._parts.channels.num_members),
             "stalled": self._ledger.stalled(),
             "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
+            "foreign": sorted(self._foreign),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
 
@@ -215,10 +229,18 @@ class EngineClient:
     # ---- ChannelOwner: what the channels report
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
-        """See ``ChannelEvents``."""
-        self._limits = hello.limits
-        self._ledger.open(route)
-        self._parts.kv.open(route, hello)
+        """See ``ChannelEvents``: a replica that does not understand this process's prompts is not routed to."""
+        if self._tokenizer and hello.model.tokenizer != self._tokenizer:
+            if route.replica not in self._foreign:
+                logger.warning(
+                    "replica %s gets no requests: its tokenizer or chat template is not this ingress's",
+                    route.replica,
+                )
+            self._foreign.add(route.replica)
+        else:
+            self._limits.opened(route.replica, hello.limits)
+            self._ledger.open(route, hello.profile)
+            self._parts.kv.open(route, hello)
         self._waiter.notify()
         self._settle()
 
@@ -248,7 +270,8 @@ class EngineClient:
                 if request.cached_tokens is None and request.block_keys:
                     self._predictions.count(booking.cached, record.cached_tokens)
                 self._ledger.first_token(record.attempt)
-            request.accept(record)
+            profile = self._ledger.profile(route.replica)
+            request.accept(record, None if profile is None else profile.model)
         return stale
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
@@ -271,10 +294,13 @@ class EngineClient:
     def on_closed(self, route: Route, reason: str) -> None:
         """See ``ChannelEvents``: the attempts that were booked there move."""
         self._parts.kv.close(route)
+        known = route.replica in self._parts.channels.known()  # not one that was told to stop
+        if known:
+            self._limits.died(route.replica)
         for attempt in self._ledger.close(route):
             request = self._parts.attempts.running.get(attempt)
             if request is not None and not request.ended:
-                if self._parts.channels.known(route.replica):  # not one that was told to stop
+                if known:
                     request.count_fault(reason)
                 request.lose_replica(route.replica)
                 logger.info("request %s moves: %s", request.request.request_id, reason)
@@ -282,24 +308,26 @@ class EngineClient:
 
     def on_members(self) -> None:
         """See ``ChannelOwner``: a replica whose channel is open may have rejoined."""
+        known = self._parts.channels.known()
+        self._limits.keep(known)
+        self._foreign.intersection_update(known)
         self._waiter.notify()
         self._settle()
+        if self._parts.channels.leaving():
+            self._parts.drainer.watch()
 
     def _settle(self) -> None:
-        """Close channels of leaving replicas, and move the requests that run there."""
-        self._move_away(self._parts.channels.settle(self._replicas_in_use))
+        """Close channels of leaving replicas on which no request runs."""
+        self._parts.channels.settle(self._replicas_in_use)
+
+    def _why_unavailable(self) -> str:
+        """What to add to the error of a request that found no replica."""
+        count = len(self._foreign)
+        have = "1 replica has" if count == 1 else f"{count} replicas have"
+        return f"; {have} another tokenizer or chat template than this ingress" if count else ""
 
     def _replicas_in_use(self) -> Collection[str]:
         """Replicas with a live attempt."""
         running = self._parts.attempts.running.items()
         bookings = (self._ledger.booking(attempt) for attempt, request in running if not request.ended)
         return {booking.route.replica for booking in bookings if booking is not None}
-
-    def _move_away(self, replicas: Collection[str]) -> None:
-        """Move the requests of these replicas to others."""
-        if not replicas:
-            return
-        for attempt, request in self._parts.attempts.running.items():
-            booking = self._ledger.booking(attempt)
-            if booking is not None and booking.route.replica in replicas:
-                request.interrupt.set()

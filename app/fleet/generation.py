@@ -38,7 +38,8 @@ class Delta:
     ``index`` is the offset of the first token in the sequence's output. Only a sequence's last delta has a
     ``finish_reason`` (``"stop"`` or ``"length"``). That delta may be empty, and with ``"stop"`` its last token
     may be the end-of-sequence or stop token. ``final`` marks the last delta of the request. ``cached_tokens``
-    is the number of prompt tokens that the prefix cache supplied at the first admission.
+    is the number of prompt tokens that the prefix cache supplied at the first admission. ``fingerprint``
+    names the model that generates them.
     """
 
     token_ids: tuple[int, ...]
@@ -47,3 +48,4 @@ class Delta:
     index: int
     sequence: int = 0
     final: bool = False
+    fingerprint: str = ""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from app.channel import wire
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.routing.requirement import Requirement
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import QuireError
+from engine.models.identity import ModelIdentity
 from engine.request import FinishReason
 
 EXPECTED_TOKENS = 256
@@ -43,6 +45,9 @@ class InFlightRequest:
     faults: int = 0
     last_fault: str = ""
     avoid: str = ""  # the replica of the previous attempt
+    model: ModelIdentity | None = None  # which generates the output, once some has arrived
+    fingerprint: str = ""  # its
+    moving: bool = False  # it was moved and has not got a token since
     runner: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +58,13 @@ class InFlightRequest:
     def num_tokens(self) -> int:
         """Tokens that have arrived, in all sequences."""
         return sum(map(len, self.outputs))
+
+    @property
+    def context_tokens(self) -> int:
+        """What its next replica computes, unless it has cached some."""
+        return len(self.request.token_ids) + sum(
+            len(output) for output, finished in zip(self.outputs, self.finished, strict=True) if not finished
+        )
 
     @property
     def mean_output(self) -> float | None:
@@ -68,6 +80,11 @@ class InFlightRequest:
         """The attempt on ``replica`` has ended; the next one avoids it. ``None`` if none was booked."""
         if replica is not None:
             self.avoid = replica
+
+    def move(self) -> None:
+        """End the current attempt, so that the request moves to another replica."""
+        self.moving = True
+        self.interrupt.set()
 
     def lose_replica(self, replica: str) -> None:
         """The channel of the current attempt's replica has ended: the request moves to another."""
@@ -100,6 +117,10 @@ class InFlightRequest:
             age_s=time.monotonic() - self.arrived,
         )
 
+    def requirement(self) -> Requirement:
+        """What its next replica must offer."""
+        return Requirement(len(self.request.token_ids), self.request.params, self.model)
+
     def routing_meta(self, attempt: int) -> RoutingMeta:
         """What the router needs to choose and book a replica.
 
@@ -114,11 +135,12 @@ class InFlightRequest:
         return RoutingMeta(
             request_id=self.request.request_id,
             attempt=attempt,
-            prefill=len(self.request.token_ids) + sum(map(len, running)),
+            prefill=self.context_tokens,
             decode=sum(max(tokens, 1) for tokens in left),
             avoid=self.avoid,
             keys=self.block_keys,
             sequences=len(running),
+            requirement=self.requirement(),
         )
 
     def continues(self, record: wire.Record) -> bool:
@@ -132,8 +154,8 @@ class InFlightRequest:
             and record.index == len(self.outputs[sequence])
         )
 
-    def accept(self, record: wire.Record) -> None:
-        """Apply a record that :meth:`continues` the request."""
+    def accept(self, record: wire.Record, model: ModelIdentity | None = None) -> None:
+        """Apply a record that :meth:`continues` the request; ``model`` has made it."""
         if record.end is FinishReason.ERROR:
             self.fail(GenerationError(record.message or "the engine failed to compute the request"))
             return
@@ -141,6 +163,9 @@ class InFlightRequest:
             # Nobody here asked for it: the engine is closing the channel.
             self.interrupt.set()
             return
+        self.moving = False
+        if self.model is None and model is not None:
+            self.model, self.fingerprint = model, model.fingerprint
         if self.cached_tokens is None:
             self.cached_tokens = record.cached_tokens
         output = self.outputs[record.sequence]
@@ -158,6 +183,7 @@ class InFlightRequest:
                 index,
                 record.sequence,
                 record.final,
+                self.fingerprint,
             )
         )
         if record.final:

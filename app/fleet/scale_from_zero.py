@@ -49,14 +49,20 @@ class ReplicaWaiter:
         if ready():
             return True
         with self._waking():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while not ready():
-                        self._changed.clear()
-                        await self._changed.wait()
-            except TimeoutError:
-                self._timed_out = True
-                return False
+            if await self.changed_until(ready, timeout_s):
+                return True
+        self._timed_out = True
+        return False
+
+    async def changed_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """As ``wait_until``, but this wakes no deployment."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not ready():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
         return True
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
+from app.routing.requirement import Requirement
 from app.routing.timed_set import TimedSet
 from engine.errors import QuireError
 
@@ -61,13 +62,13 @@ class Fleet:
             for listener in self._listeners:
                 listener(members)
 
-    def eligible(self, names: Collection[str]) -> Collection[str]:
-        """Those of ``names`` that may get a new request: no cordoned ones, unless no other is routable."""
+    def eligible(self, names: Collection[str], requirement: Requirement | None = None) -> Collection[str]:
+        """Those of ``names`` that may get a new request: no cordoned ones, unless no other can run it."""
         cordoned = self.cordon.names()
         if not cordoned:
             return names
         others = frozenset(names) - cordoned
-        return others if self.ledger.routable(others) else names
+        return others if self.ledger.routable(others, requirement) else names
 
     def listen(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call ``listener`` with the members now and after each change."""

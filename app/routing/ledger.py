@@ -20,9 +20,10 @@ from typing import Any, Protocol, TypeVar
 from app.autoscaling.fault_counter import FaultCounter
 from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest, view_of
-from app.routing.load import LoadReport, average, sane
+from app.routing.load import PREFILL_RATE, LoadReport, average, sane
 from app.routing.policies import CHOICES, Decision, Policy, least_booked
 from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
+from app.routing.requirement import ReplicaProfile, Requirement
 from app.routing.routing_meta import RoutingMeta
 from app.routing.waiting import ExpectedWait, expected_wait
 from engine.errors import QuireError
@@ -90,6 +91,8 @@ class Ledger:
         self._calibration = Calibration(BLOCK_SIZE)
         self._replicas: dict[str, ReplicaState] = {}
         self._routable: list[ReplicaState] = []
+        self._profiles: set[ReplicaProfile] = set()
+        """Of those."""
         self._outdated: list[ReplicaState] = []
         """Those whose views are to be made anew."""
         self._expected: set[int] = set()
@@ -125,12 +128,12 @@ class Ledger:
 
     # ---- routes and reports
 
-    def open(self, route: Route) -> None:
-        """Make a replica routable."""
+    def open(self, route: Route, profile: ReplicaProfile | None = None) -> None:
+        """Make a replica routable for what its ``profile`` allows; for everything without one."""
         with self._lock:
             state = self._replicas.pop(route.replica, None) or ReplicaState(route.replica)
             self._replicas[route.replica] = state
-            state.open(route)
+            state.open(route, profile)
             self._list_routable()
             if self._index is not None:
                 self._guarded(route.replica, partial(self._index.add, *route))
@@ -159,11 +162,18 @@ class Ledger:
                 state.suspected = suspected
                 self._list_routable()
 
-    def routable(self, members: Collection[str] | None = None) -> list[str]:
-        """Replicas with an open channel and no suspicion, of ``members`` where given."""
+    def routable(
+        self, members: Collection[str] | None = None, requirement: Requirement | None = None
+    ) -> list[str]:
+        """Replicas with an open channel and no suspicion; of ``members`` and able to meet ``requirement``."""
         with self._lock:
-            names = [state.replica for state in self._routable]
-            return names if members is None else [name for name in names if name in members]
+            return [state.replica for state in self._able(members, requirement)]
+
+    def profile(self, replica: str) -> ReplicaProfile | None:
+        """What a replica offers, if it has said."""
+        with self._lock:
+            state = self._replicas.get(replica)
+            return None if state is None else state.profile
 
     def report(self, route: Route, load: LoadReport) -> bool:
         """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
@@ -206,16 +216,17 @@ class Ledger:
         Likely victims are taken only where all others cost much more.
 
         Raises:
-            NoRouteError: none of ``members`` is routable, or the attempt is not expected; nothing is booked.
+            NoRouteError: none of ``members`` is routable and meets the request's requirement, or the attempt is
+                not expected; nothing is booked.
         """
         with self._lock:
             attempt, decode, sequences = meta.attempt, meta.decode, meta.sequences
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
             placed_before = self._release(attempt)
-            replicas = self._candidates(members, meta.avoid)
+            replicas = self._candidates(members, meta)
             if not replicas:
-                raise NoRouteError("no engine replica has an open channel")
+                raise NoRouteError("no engine replica that can run the request has an open channel")
             request = RoutingRequest(
                 meta.request_id,
                 meta.prefill,
@@ -260,7 +271,18 @@ class Ledger:
         with self._lock:
             return self._bookings.get(attempt)
 
+    def attempts_on(self, replicas: Collection[str]) -> list[int]:
+        """The attempts that are booked on any of ``replicas``."""
+        with self._lock:
+            return [number for number, booking in self._bookings.items() if booking.route.replica in replicas]
+
     # ---- figures
+
+    def prefill_rate(self, members: Collection[str]) -> float:
+        """Prompt tokens per second of all routable ``members`` together."""
+        with self._lock:
+            loads = [state.load for state in self._able(members, None)]
+            return sum(PREFILL_RATE if load is None else load.prefill_rate or PREFILL_RATE for load in loads)
 
     def load(self) -> dict[str, int]:
         """Booked tokens of each replica that has any booking or an open route."""
@@ -292,13 +314,23 @@ class Ledger:
 
     # ---- the choice
 
-    def _candidates(self, members: Collection[str] | None, avoid: str) -> list[ReplicaState]:
-        """Routable ``members``, without ``avoid`` unless it is the only one."""
+    def _able(self, members: Collection[str] | None, requirement: Requirement | None) -> list[ReplicaState]:
+        """Routable ``members`` that meet ``requirement``."""
         replicas = self._routable
         if members is not None:
             replicas = [state for state in replicas if state.replica in members]
-        if avoid:
-            replicas = [state for state in replicas if state.replica != avoid] or replicas
+        if requirement is not None:
+            # There are few different profiles, often one.
+            unfit = [profile for profile in self._profiles if not requirement.met_by(profile)]
+            if unfit:
+                replicas = [state for state in replicas if state.profile not in unfit]
+        return replicas
+
+    def _candidates(self, members: Collection[str] | None, meta: RoutingMeta) -> list[ReplicaState]:
+        """Routable ``members`` that can run the request, without its last one unless that is the only one."""
+        replicas = self._able(members, meta.requirement)
+        if meta.avoid:
+            replicas = [state for state in replicas if state.replica != meta.avoid] or replicas
         return replicas
 
     def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> Decision:
@@ -406,6 +438,7 @@ class Ledger:
 
     def _list_routable(self) -> None:
         self._routable = [state for state in self._replicas.values() if state.routable]
+        self._profiles = {state.profile for state in self._routable if state.profile is not None}
 
     def _forget_oldest(self) -> None:
         """A closed replica's history stays, for its next channel; of many, that of the last ones."""

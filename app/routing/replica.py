@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from app.routing.load import PREFILL_RATE, LoadReport
+from app.routing.requirement import ReplicaProfile
 
 SHORTEST_CLAIM_S, LONGEST_CLAIM_S = 0.5, 10.0
 
@@ -120,6 +121,8 @@ class ReplicaState:
     history: ReplicaHistory = field(default_factory=ReplicaHistory)
     route: Route | None = None
     """The open one."""
+    profile: ReplicaProfile | None = None
+    """What the replica offers, if it has said; it survives a closed channel."""
     suspected: bool = False
     """Silent; gets nothing new."""
     stalled: bool = False
@@ -150,8 +153,9 @@ class ReplicaState:
         """Whether it may get new requests."""
         return self.route is not None and not self.suspected and not self.stalled
 
-    def open(self, route: Route) -> None:
+    def open(self, route: Route, profile: ReplicaProfile | None = None) -> None:
         """A channel has opened; nothing is known of the load behind it yet."""
+        self.profile = profile
         self.route, self.suspected, self.stalled, self.load, self.view = route, False, False, None, None
         self.pending = {}
 

@@ -88,7 +88,8 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
         self, pending_request: PendingRequest, meta: RoutingMeta, candidates: dict[str, RunningReplica]
     ) -> RunningReplica:
         """Let the ledger choose among ``candidates`` and book, in one step; cordoned ones come last."""
-        members, likely_victims = self._fleet.eligible(candidates.keys()), self._fleet.likely_victims.names()
+        members = self._fleet.eligible(candidates.keys(), meta.requirement)
+        likely_victims = self._fleet.likely_victims.names()
         booking = self._fleet.ledger.book(meta, members, likely_victims)
         self._fleet.routed[booking.route.replica] += 1
         # All that the engine needs: it refuses an epoch that it does not have.
@@ -117,7 +118,8 @@ class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: i
 
     async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
         replicas = self._by_name()
-        usable = set(self._fleet.eligible(self._fleet.ledger.routable(replicas.keys())))
+        able = self._fleet.ledger.routable(replicas.keys(), meta.requirement)
+        usable = set(self._fleet.eligible(able, meta.requirement))
         usable = usable - {meta.avoid} or usable
         # Serve's choice knows neither channels nor cordons, nor what has just failed.
         ranks = await self.choose_replicas([replicas[name] for name in usable], pending_request)

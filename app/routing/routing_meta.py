@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from app.routing.requirement import Requirement
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingMeta:
@@ -12,6 +14,7 @@ class RoutingMeta:
 
     ``prefill`` counts all prompt tokens, cached or not; ``keys`` are those of its full blocks. ``decode`` is
     the most that its ``sequences`` generate together. ``avoid`` is taken only if there is no other replica.
+    ``requirement`` rules replicas out; ``None`` rules out none.
     """
 
     request_id: str
@@ -21,3 +24,4 @@ class RoutingMeta:
     avoid: str = ""
     keys: Sequence[int] = ()
     sequences: int = 1
+    requirement: Requirement | None = None

@@ -21,7 +21,8 @@ from engine.kv.pool_size import available_memory, plan_pool
 from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
-from engine.models.loader import load_model, model_revision
+from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
+from engine.models.loader import load_model
 from engine.request import ModelLimits
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import ScheduledChunk, Sequence
@@ -65,7 +66,8 @@ class ModelRunner:
         self.model: ModelConfig = self.decoder.config
         self.dtype: torch.dtype = self.decoder.dtype
         self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
-        self.model_key = (model_revision(folder), str(self.dtype), config.block_size)
+        self.identity = ModelIdentity(model_revision(folder), str(self.dtype), tokenizer_digest(folder))
+        self.model_key = (self.identity.revision, self.identity.dtype, config.block_size)
         """What the KV of a block depends on besides its tokens and namespace."""
 
         self.bytes_per_token = kv_bytes_per_token(self.model, self.dtype)

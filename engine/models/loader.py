@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -185,32 +184,3 @@ def weight_files(folder: Path) -> list[Path]:
             )
         raise ConfigError(f"{folder} has no *.safetensors file, so there are no weights to load")
     return files
-
-
-def model_revision(folder: str | Path) -> str:
-    """A short name of the model's exact contents, for prefix caches: 16 hexadecimal digits.
-
-    Hashes ``config.json`` and, of each weight file, size, header and samples spread over its data. It is
-    cheap, equal on every node and, unlike a path or a time, tells a fine-tuned model from its base.
-    """
-    folder = Path(folder)
-    digest = hashlib.blake2b(digest_size=8)
-
-    def add(part: bytes) -> None:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-
-    try:
-        add((folder / "config.json").read_bytes())
-        for path in weight_files(folder):
-            size = path.stat().st_size
-            add(path.name.encode())
-            add(size.to_bytes(8, "little"))
-            with path.open("rb") as file:
-                add(file.read(8 + int.from_bytes(file.read(8), "little")) if size >= 8 else b"")
-                for sample in range(64):
-                    file.seek(sample * size // 64)
-                    add(file.read(1024))
-    except OSError as error:
-        raise ConfigError(f"cannot read the model in {folder}: {error}") from error
-    return digest.hexdigest()

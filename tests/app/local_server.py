@@ -22,11 +22,11 @@ from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
+from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
-from app.ingress import fingerprint
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
-from engine.request import FinishReason, ModelLimits, Request, TokenDelta
+from engine.request import FinishReason, Request, TokenDelta
 
 MODEL = "smollm2-135m-instruct"
 CONTEXT = 512  # tokens
@@ -44,10 +44,10 @@ class LocalClient:
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[TokenDelta]]] = {}
         self._numbers = itertools.count()
 
-    def limits(self) -> ModelLimits | None:
-        return self.engine.limits
+    def limits(self) -> FleetLimits | None:
+        return FleetLimits((self.engine.limits,))
 
-    async def first_limits(self, timeout_s: float) -> ModelLimits | None:
+    async def first_limits(self, timeout_s: float) -> FleetLimits | None:
         return self.limits()
 
     def status(self) -> dict[str, Any]:
@@ -71,7 +71,13 @@ class LocalClient:
                     raise GenerationError(delta.error or "unknown")
                 reason = None if delta.finish_reason is None else delta.finish_reason.value
                 yield Delta(
-                    delta.token_ids, reason, delta.cached_tokens, delta.index, delta.sequence, delta.final
+                    delta.token_ids,
+                    reason,
+                    delta.cached_tokens,
+                    delta.index,
+                    delta.sequence,
+                    delta.final,
+                    self.engine.identity.fingerprint,
                 )
         finally:
             del self._queues[request_id]
@@ -113,7 +119,7 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
     client = LocalClient(config)
     tokenizer = PromptTokenizer(folder)
     how: dict[str, Any] = {"engine_wait_s": 60.0, "instance": "here"}
-    service = OpenAIService(client, tokenizer, model, fingerprint(folder), IngressOptions(), **how)
+    service = OpenAIService(client, tokenizer, model, IngressOptions(), **how)
     server = uvicorn.Server(uvicorn.Config(make_api(lambda: service), log_level="warning", lifespan="off"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

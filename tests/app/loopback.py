@@ -23,32 +23,43 @@ from app.channel.engine_attempt import run_attempt
 from app.routing import fleet
 from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
+from engine.models.identity import ModelIdentity
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=10_000, num_blocks=10_000, block_size=16)
 _names = itertools.count()
 
 
-def expected_tokens(prompt: list[int], count: int, sequence: int = 0) -> list[int]:
+def expected_tokens(prompt: list[int], count: int, sequence: int = 0, weights: int = 0) -> list[int]:
     """What the engine makes of ``prompt``; ``count`` is the request's ``max_tokens``."""
-    return [(sum(prompt) + index + 100 * sequence) % LIMITS.vocab_size for index in range(count - sequence)]
+    first = sum(prompt) + 100 * sequence + weights
+    return [(first + index) % LIMITS.vocab_size for index in range(count - sequence)]
+
+
+def model(weights: int = 0) -> ModelIdentity:
+    """The identity of a model that adds ``weights`` to each token."""
+    return ModelIdentity(f"weights-{weights}", "float32", "tokenizer")
 
 
 class CountingEngine:
-    """See the module; ``step`` delivers as an engine step does."""
+    """See the module; ``step`` delivers as an engine step does. ``weights`` is added to each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ModelLimits = LIMITS, weights: int = 0) -> None:
         self.hub: ChannelHub
+        self.limits = limits
+        self.weights = weights
         self.live: dict[str, Request] = {}
         self.made: dict[str, dict[int, int]] = {}  # tokens that each live sequence has
         self.aborted: list[str] = []
 
     def submit(self, request: Request) -> None:
-        validate(request.token_ids, request.params, LIMITS, request.generated_before)
+        validate(request.token_ids, request.params, self.limits, request.generated_before)
         self.live[request.request_id] = request
         if request.outputs:
             for sequence, output in enumerate(request.outputs):
-                whole = expected_tokens(request.token_ids, request.params.max_tokens or 0, sequence)
+                whole = expected_tokens(
+                    request.token_ids, request.params.max_tokens or 0, sequence, self.weights
+                )
                 assert output is None or list(output) == whole[: len(output)]
             made = {i: len(output) for i, output in enumerate(request.outputs) if output is not None}
         else:
@@ -70,7 +81,8 @@ class CountingEngine:
         prompt = request.token_ids[: len(request.token_ids) - request.generated_before]
         assert params.max_tokens is not None
         for sequence in sorted(made, reverse=True):
-            index, whole = made[sequence], expected_tokens(prompt, params.max_tokens, sequence)
+            index = made[sequence]
+            whole = expected_tokens(prompt, params.max_tokens, sequence, self.weights)
             made[sequence] = index + 1
             if params.ranked:
                 continue
@@ -82,7 +94,7 @@ class CountingEngine:
         if params.ranked and made[0] == params.max_tokens:
             made.clear()
             for sequence in range(params.n):
-                whole = expected_tokens(prompt, params.max_tokens, sequence)
+                whole = expected_tokens(prompt, params.max_tokens, sequence, self.weights)
                 final = sequence == params.n - 1
                 yield TokenDelta(
                     name, 0, tuple(whole), FinishReason.LENGTH, 4, sequence=sequence, final=final, score=0.0
@@ -94,10 +106,10 @@ class CountingEngine:
 class LoopbackReplica:
     """One engine replica; ``kill`` breaks every call to it, now and later."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limits: ModelLimits = LIMITS, weights: int = 0) -> None:
         self.name = name
-        self.engine = CountingEngine()
-        self.hub = ChannelHub(wire.Hello(LIMITS), self.engine.abort, clock=loop_time)
+        self.engine = CountingEngine(limits, weights)
+        self.hub = ChannelHub(wire.Hello(limits, model=model(weights)), self.engine.abort, clock=loop_time)
         self.engine.hub = self.hub
         self.dead = False
         self.cached_blocks = 0
@@ -189,8 +201,8 @@ class LoopbackHandle:
     def options(self, **_: Any) -> LoopbackHandle:
         return self
 
-    def add(self) -> LoopbackReplica:
-        replica = LoopbackReplica(f"replica-{len(self.replicas)}")
+    def add(self, limits: ModelLimits = LIMITS, weights: int = 0) -> LoopbackReplica:
+        replica = LoopbackReplica(f"replica-{len(self.replicas)}", limits, weights)
         self.replicas[replica.name] = replica
         self.announce(*self.replicas)
         return replica
@@ -215,7 +227,7 @@ class LoopbackHandle:
     def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
         async def route_and_run() -> Any:
             await asyncio.sleep(0)  # the router has a loop of its own
-            members = self.fleet.eligible(self.fleet.members)
+            members = self.fleet.eligible(self.fleet.members, meta.requirement)
             booking = self.fleet.ledger.book(replace(meta, keys=(), sequences=1), members)
             replica = self.replicas[booking.route.replica]
             if replica.dead:

@@ -13,8 +13,8 @@ import pytest
 from local_server import CONTEXT, COUNT, MODEL, LocalServer, is_idle, wait_until
 
 from app.api.prompt_tokenizer import INLINE_CHARS, MAX_THREADS
+from app.fleet.fleet_limits import FleetLimits
 from app.ingress import IngressReplica
-from engine.request import ModelLimits
 
 CAPITAL = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -269,7 +269,7 @@ def test_engines_that_sleep_are_healthy_and_woken_by_a_request(
     limits = server.client.limits()
     held: list[str] = []
 
-    async def first_limits(timeout_s: float) -> ModelLimits | None:
+    async def first_limits(timeout_s: float) -> FleetLimits | None:
         held.append("woken")
         return limits
 

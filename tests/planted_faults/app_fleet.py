@@ -10,15 +10,51 @@ _CLIENT = (
     "app/fleet/test_engine_client_routes.py",
     "app/fleet/test_engine_client_sequences.py",
 )
+_UNLIKE = ("app/fleet/test_unlike_replicas.py",)
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
 FLEET: list[Fault] = [
     Fault(
         "app/fleet/engine_client.py",
-        "                if self._parts.channels.known(route.replica):  # not one that was told to stop\n",
+        "                if known:\n",
         "                if True:\n",
         _CLIENT,
         "planned stops count as faults",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "        if self._tokenizer and hello.model.tokenizer != self._tokenizer:",
+        "        if False:",
+        _UNLIKE,
+        "a replica gets token ids of another tokenizer",
+    ),
+    Fault(
+        "app/fleet/in_flight.py",
+        "return Requirement(len(self.request.token_ids), self.request.params, self.model)",
+        "return Requirement(len(self.request.token_ids), self.request.params, None)",
+        _UNLIKE,
+        "a request that moves goes on with another model",
+    ),
+    Fault(
+        "app/fleet/drain.py",
+        "            if ledger.routable(others, request.requirement()):",
+        "            if True:",
+        _UNLIKE,
+        "a leaving replica gives away a stream that no other may continue",
+    ),
+    Fault(
+        "app/routing/requirement.py",
+        "(self.same_model(profile) and self.fits(profile.limits))",
+        "self.same_model(profile)",
+        _UNLIKE,
+        "the limits of a replica take no part in the choice",
+    ),
+    Fault(
+        "app/fleet/fleet_limits.py",
+        "        if replica in self._limits:\n            self._dead",
+        "        if False:\n            self._dead",
+        _UNLIKE,
+        "a request is refused for good because the replica that could run it is restarted",
     ),
     Fault(
         "app/fleet/engine_client.py",
@@ -78,8 +114,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/drain.py",
-        "            if due and self._fleet.ledger.routable(self._fleet.members - cordoned):",
-        "            if due:",
+        "        if not due or not ledger.routable(others):\n            return\n",
+        "        others = others or self.fleet.members\n",
         ("app/routing/test_cordon.py",),
         "a cordon moves requests although no other replica can take them",
     ),

@@ -9,6 +9,7 @@ import pytest
 from engine_client_setting import break_at_random, collect, quiet, request, run, started, until
 from loopback import LIMITS, expected_tokens, stepping
 
+from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ def test_many_requests_share_two_channels() -> None:
             (channel,) = replica.hub.inspect().values()
             assert channel["frames"] < 31 * 4, "one frame a step, not one a request"
         await until(lambda: quiet(handle, client))
-        assert client.limits() == LIMITS
+        assert client.limits() == FleetLimits((LIMITS,))
         await client.stop()
 
     run(test)
@@ -52,7 +53,7 @@ def test_leaving_replica_is_emptied_and_closed_at_once() -> None:
     async def test() -> None:
         handle, client = await started(2)
         first, second = handle.replicas.values()
-        jobs = [asyncio.ensure_future(collect(client, request([index], 600))) for index in range(8)]
+        jobs = [asyncio.ensure_future(collect(client, request([index], 2000))) for index in range(8)]
         async with stepping(handle):
             await until(lambda: len(first.engine.live) == 4)
             await asyncio.sleep(0.01)
@@ -60,7 +61,7 @@ def test_leaving_replica_is_emptied_and_closed_at_once() -> None:
             await until(lambda: not first.hub.inspect())
             assert not first.engine.live
             assert not any(job.done() for job in jobs)
-            assert await asyncio.gather(*jobs) == [expected_tokens([index], 600) for index in range(8)]
+            assert await asyncio.gather(*jobs) == [expected_tokens([index], 2000) for index in range(8)]
         assert client.status()["channels"] == {second.name: "open"}
         await client.stop()
 

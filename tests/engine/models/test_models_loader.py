@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
-from engine.models.loader import load_model, model_revision
+from engine.models.identity import model_revision
+from engine.models.loader import load_model
 from kernels.reference import ReferenceKernels
 
 
