@@ -6,8 +6,10 @@
 // are grouped into items, which thread runs an item and where the blocks lie changes only speed.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
+#include "attention_bf16.h"
 #include "attention_tile.h"
 #include "pool.h"
 
@@ -63,6 +65,17 @@ static void write_row(const float* from, T* to, int64_t dim, float factor) {
         }
     }
 }
+
+#if defined(QUIRE_BF16_ATTENTION)
+static void write_row(const float* from, bf16* to, int64_t dim, float factor) {
+    for (int64_t i = 0; i < dim; i += UNIT) {
+        const vf a = load(from + i) * splat(factor), b = load(from + i + LANES) * splat(factor);
+        const int64_t left = dim - i;
+        const __mmask32 there = left >= UNIT ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+        _mm512_mask_storeu_epi16(to + i, there, round_pair(a, b));
+    }
+}
+#endif
 
 // (peak, total, acc) of a row, with those of its next split merged in. One compiled form, as soften().
 __attribute__((noinline)) static void merge(float* peak, float* total, float* acc, float peak2, float total2,
@@ -210,6 +223,109 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
     }
 }
 
+#if defined(QUIRE_BF16_ATTENTION)
+// As run_item(), in hardware: see attention_bf16.h.
+static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q, const bf16* kv, bf16* out) {
+    const int64_t dim = call.padded_dim(), group = call.group(), head_rows = item.num_queries * group;
+    const int64_t rows = head_rows * item.num_heads;
+
+    float* acc = scratch(rows * (dim * 5 / 2 + 19) + 16 + TILE * dim);
+    float* merged = acc + rows * dim;
+    bf16* queries = reinterpret_cast<bf16*>(merged + rows * dim);
+    float* totals = merged + rows * dim * 3 / 2;
+    float* peaks = totals + rows * 16;
+    float* merged_peaks = peaks + rows;
+    float* merged_totals = merged_peaks + rows;
+    // scratch() aligns to lines of 64 bytes, and what is packed begins on one.
+    char* packed_keys = reinterpret_cast<char*>(acc) + (rows * (dim * 5 / 2 + 19) * 4 + 63) / 64 * 64;
+    char* packed_values = packed_keys + TILE * dim * sizeof(bf16);
+
+    const int64_t first_row = call.query_start[item.request] + item.first_query;
+    const auto place = [&](int64_t row) {  // of an item's row in a row of q and of the output
+        const int64_t head = item.first_head + row / head_rows;
+        return (head * group + row % group) * call.head_dim;
+    };
+    const auto query_of = [&](int64_t row) { return row % head_rows / group; };
+    for (int64_t row = 0; row < rows; ++row) {
+        bf16* query = queries + row * dim;
+        std::memcpy(query, q + (first_row + query_of(row)) * call.q_stride + place(row),
+                    call.head_dim * sizeof(bf16));
+        std::fill(query + call.head_dim, query + dim, bf16{});
+    }
+    const bf16* places[2][2 * TILE];  // of a tile's keys, then of its values
+    const auto locate_tile = [&](int64_t tile, int which) {
+        const Range visible{std::max<int64_t>(item.begin - tile, 0), std::min<int64_t>(item.end - tile, TILE)};
+        locate(call, kv, item.request, tile, visible, places[which]);
+        for (int64_t t = 0; t < TILE; ++t) places[which][TILE + t] = places[which][t] + call.value_offset;
+    };
+    int current = 0;
+    const int64_t first_tile = item.begin / TILE * TILE;
+    locate_tile(first_tile, current);
+    for (int64_t tile = first_tile; tile < item.end; tile += TILE) {
+        if (tile == first_tile || tile % SPLIT == 0) {
+            std::fill(acc, acc + rows * dim, 0.0f);
+            std::fill(peaks, peaks + rows, NONE);
+            std::fill(totals, totals + rows * 16, 0.0f);
+        }
+        const int other = tile + TILE < item.end ? 1 - current : current;
+        if (other != current) locate_tile(tile + TILE, other);
+        // Queries that stand before this tile see nothing of it, nor do those whose window starts after it.
+        const int64_t first_query = std::max<int64_t>(tile - item.first_position, 0);
+        int64_t end_query = item.num_queries;
+        if (call.window > 0)
+            end_query = std::min<int64_t>(end_query, tile + TILE + call.window - 1 - item.first_position);
+        for (int64_t h = 0; h < item.num_heads && first_query < end_query; ++h) {
+            const int64_t row = h * head_rows + first_query * group;
+            const int64_t offset = (item.first_head + h) * call.head_dim;
+            // Meanwhile comes what is needed next: the next head of this tile, or the first of the next tile.
+            const bool last = h + 1 == item.num_heads;
+            const bf16* const* next = places[last ? other : current];
+            HeadTile head{places[current], places[current] + TILE, offset, call.head_dim, dim, packed_keys,
+                          packed_values,
+                          {next, last && other == current ? next : next + 2 * TILE,
+                           (item.first_head + (last ? 0 : h + 1)) * call.head_dim, dim / UNIT}};
+            const auto seen = [&](int64_t r) {
+                const int64_t position = item.first_position + first_query + r / group;
+                return Range{std::max<int64_t>(call.first_visible(position) - tile, 0),
+                             std::min<int64_t>(position + 1 - tile, TILE)};
+            };
+            run_head_tile({queries + row * dim, acc + row * dim, totals + row * 16, peaks + row},
+                          (end_query - first_query) * group, seen, head, call.scale * LOG2_E, call.soft_cap);
+        }
+        current = other;
+
+        const bool ends_split = (tile + TILE) % SPLIT == 0 || tile + TILE >= item.end;
+        if (!ends_split) continue;
+        for (int64_t row = 0; row < rows; ++row) totals[row] = sum(load(totals + row * 16));
+        if (item.partial) continue;
+        const int64_t split = tile / SPLIT * SPLIT;
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t position = item.first_position + query_of(row);
+            const int64_t first = call.first_visible(position);
+            if (position < split || first >= split + SPLIT) continue;
+            if (first >= split) {
+                merged_peaks[row] = peaks[row];
+                merged_totals[row] = totals[row];
+                std::memcpy(merged + row * dim, acc + row * dim, dim * sizeof(float));
+            } else {
+                merge(merged_peaks + row, merged_totals + row, merged + row * dim, peaks[row], totals[row],
+                      acc + row * dim, dim);
+            }
+        }
+    }
+    if (item.partial) {
+        std::memcpy(item.partial, acc, rows * dim * sizeof(float));
+        std::memcpy(item.partial + rows * dim, peaks, rows * sizeof(float));
+        std::memcpy(item.partial + rows * (dim + 1), totals, rows * sizeof(float));
+        return;
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        bf16* to = out + (first_row + query_of(row)) * call.num_heads * call.head_dim + place(row);
+        write_row(merged + row * dim, to, call.head_dim, 1.0f / merged_totals[row]);
+    }
+}
+#endif
+
 // ---- all items ----------------------------------------------------------------------------------------------
 
 // Cuts the step into items, those of one (request, queries, heads) and its splits next to each other.
@@ -247,7 +363,15 @@ static std::vector<Item> cut(const Call& call, bool by_split, bool by_head) {
 template <class T, int DU>
 static void run_all(const Call& call, std::vector<Item>& items, const T* q, const T* kv, T* out, int num_threads) {
     const int64_t count = static_cast<int64_t>(items.size());
-    parallel_for(count, count, num_threads, [&](int64_t i) { run_item<T, DU>(call, items[i], q, kv, out); });
+    parallel_for(count, count, num_threads, [&](int64_t i) {
+#if defined(QUIRE_BF16_ATTENTION)
+        if constexpr (std::is_same_v<T, bf16>) {
+            run_item_in_pairs(call, items[i], q, kv, out);
+            return;
+        } else
+#endif
+        run_item<T, DU>(call, items[i], q, kv, out);
+    });
 }
 
 // Merges the splits of each row, ascending, and writes the row.

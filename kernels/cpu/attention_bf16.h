@@ -1,0 +1,317 @@
+// One tile of paged attention in bfloat16 on CPUs that multiply it in hardware.
+//
+// VDPBF16PS adds two products to each of 16 sums. A score is one chain of it over the pairs of a head's elements; a
+// weighted value is one chain over the pairs of positions that its row sees, counted from the start of the sequence.
+// Weights are rounded to bfloat16 first. A tile is laid out anew in pairs: keys so that 16 of them fill a vector, and
+// values so that two positions lie side by side. Decode does so, too, at the speed of memory, and so has the same bits.
+#pragma once
+
+#include "attention_tile.h"
+#include "gemm_bf16.h"
+
+#if defined(QUIRE_BF16_PRODUCTS) && QUIRE_LANES == 16
+#define QUIRE_BF16_ATTENTION 1
+
+namespace quire {
+namespace {
+
+using quire_gemm::dot;
+using quire_gemm::round_pair;
+
+constexpr int PAIR_ROWS = 6;     // of queries at a time: 24 sums, four vectors of keys or values, one of the rows'
+constexpr int PARTS = TILE / 16;  // vectors of a row's scores
+
+static inline __m512i broadcast_pair(const bf16* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+}
+
+// Lines of 64 bytes to be fetched while something else is worked on, a few at a time: the memory answers best to a
+// steady flow. They are `lines` lines of each row, from element `offset` on. Each element of a head of a tile has 4 to
+// fetch, keys and values together, and the loops below have a place for each.
+struct Fetch {
+    const bf16* const* rows = nullptr;
+    const bf16* const* end = nullptr;
+    int64_t offset = 0, lines = 0, line = 0;
+
+    QUIRE_INLINE void some(int count) {
+        for (int i = 0; i < count && rows != end; ++i) {
+            __builtin_prefetch(*rows + offset + line * 32, 0, 3);
+            if (++line == lines) line = 0, ++rows;
+        }
+    }
+};
+
+// 16 keys from `keys`, elements offset .. offset + 31: pair after pair, of all keys.
+static QUIRE_INLINE void turn_keys(const bf16* const* keys, int64_t offset, __mmask32 there, __m512i* pairs) {
+    __m512i a[16], b[16];
+    QUIRE_UNROLL for (int i = 0; i < 16; ++i) a[i] = _mm512_maskz_loadu_epi16(there, keys[i] + offset);
+    QUIRE_UNROLL for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    QUIRE_UNROLL for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    QUIRE_UNROLL for (int i = 0; i < 4; ++i) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    QUIRE_UNROLL for (int i = 0; i < 8; ++i) {
+        pairs[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        pairs[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+    }
+}
+
+// 32 elements of two positions' values, side by side, the first 16 in low.
+static QUIRE_INLINE void pair_values(const bf16* even, const bf16* odd, __mmask32 there, __m512i& low, __m512i& high) {
+    alignas(64) static constexpr auto order = [] {
+        std::array<uint16_t, 64> places{};
+        for (int i = 0; i < 32; ++i) {
+            places[2 * i] = static_cast<uint16_t>(i);
+            places[2 * i + 1] = static_cast<uint16_t>(i + 32);
+        }
+        return places;
+    }();
+    const __m512i a = _mm512_maskz_loadu_epi16(there, even), b = _mm512_maskz_loadu_epi16(there, odd);
+    low = _mm512_permutex2var_epi16(a, _mm512_load_si512(order.data()), b);
+    high = _mm512_permutex2var_epi16(a, _mm512_load_si512(order.data() + 32), b);
+}
+
+// Which of the 32 elements from `from` on a head of `head_dim` has.
+static inline __mmask32 there_of(int64_t from, int64_t head_dim) {
+    return head_dim - from >= 32 ? ~__mmask32(0) : (__mmask32(1) << (head_dim - from)) - 1;
+}
+
+// As exp2() of vec.h, for x <= 0.
+static inline __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order a NaN stays
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 part = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(1.326472725e-3f);
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.671512786e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.550733744e-2f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402224208e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931469776e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+// acc = acc * decay + weights @ values for 16 * VECTORS elements, over the pairs of positions begin .. end - 1.
+// `keep` takes out of each pair what the rows do not see.
+template <int ROWS, int VECTORS>
+static inline void weigh_pairs(const bf16* weights, const char* values, int64_t stride, int64_t begin, int64_t end,
+                               float* acc, int64_t dim, const __m512* decay, __m512i keep, Fetch* fetch) {
+    __m512 sums[ROWS][VECTORS];
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            sums[r][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + r * dim + v * 16), decay[r]);
+        }
+    }
+    Fetch ahead = fetch != nullptr ? *fetch : Fetch{};
+    for (int64_t t = begin; t < end; ++t) {
+        ahead.some(VECTORS / 2);
+        __m512i value[VECTORS];
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            value[v] = _mm512_loadu_si512(values + t * stride + v * 64);
+            if (ROWS == 1) value[v] = _mm512_and_si512(value[v], keep);
+        }
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const __m512i weight = broadcast_pair(weights + r * TILE + 2 * t);
+            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], value[v], weight);
+        }
+    }
+    if (fetch != nullptr) *fetch = ahead;
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(acc + r * dim + v * 16, sums[r][v]);
+    }
+}
+
+template <int ROWS>
+static void weigh_all(const bf16* weights, const char* values, int64_t begin, int64_t end, float* acc, int64_t dim,
+                      const __m512* decay, __m512i keep, Fetch* fetch = nullptr) {
+    int64_t i = 0;
+    for (; i + 64 <= dim; i += 64)
+        weigh_pairs<ROWS, 4>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep, fetch);
+    for (; i < dim; i += 32)
+        weigh_pairs<ROWS, 2>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep, fetch);
+}
+
+// One row over the positions of `range`, of whose first and last pair it may see one half.
+static void weigh_alone(const bf16* weights, const char* values, Range range, float* acc, int64_t dim, __m512 decay) {
+    const __m512i all = _mm512_set1_epi32(-1), none_yet = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const __m512i none_after = _mm512_set1_epi32(0xffff);
+    int64_t t = range.begin / 2;
+    const int64_t end = range.end / 2;
+    const __m512 one = _mm512_set1_ps(1.0f);
+    if (range.begin % 2 != 0) {
+        weigh_all<1>(weights, values, t, t + 1, acc, dim, &decay, none_yet);
+        ++t, decay = one;
+    }
+    if (t < end) {
+        weigh_all<1>(weights, values, t, end, acc, dim, &decay, all);
+        decay = one;
+    }
+    if (range.end % 2 != 0 && range.end > range.begin && t <= end)
+        weigh_all<1>(weights, values, end, end + 1, acc, dim, &decay, none_after);
+}
+
+// What the rows of one KV head keep from tile to tile.
+struct PairRows {
+    const bf16* queries;  // [rows][dim]
+    float* acc;           // [rows][dim]
+    float* totals;        // [rows][16]: a total is the sum over its lanes
+    float* peaks;         // [rows]
+};
+
+// A tile of one head: where its rows lie, and room to lay it out anew.
+struct HeadTile {
+    const bf16* const* keys;
+    const bf16* const* values;
+    int64_t offset;  // of the head in a row
+    int64_t head_dim, dim;
+    char* packed_keys;    // [dim / 2][TILE][2]
+    char* packed_values;  // [TILE / 2][dim][2]
+    Fetch fetch;          // what is needed next
+
+    void pack_keys() {
+        Fetch ahead = fetch;  // a copy of its own stays in registers, here and below
+        __m512i pairs[16];
+        for (int64_t i = 0; i < dim; i += 32) {
+            for (int64_t t = 0; t < TILE; t += 16) {
+                turn_keys(keys + t, offset + i, there_of(i, head_dim), pairs);
+                for (int64_t p = 0; p < 16; ++p)
+                    _mm512_store_si512(packed_keys + (i / 2 + p) * TILE * 4 + t * 4, pairs[p]);
+                ahead.some(8);
+            }
+        }
+        fetch = ahead;
+    }
+
+    void pack_values() {
+        Fetch ahead = fetch;
+        __m512i low, high;
+        for (int64_t t = 0; t < TILE; t += 2) {
+            for (int64_t i = 0; i < dim; i += 32) {
+                pair_values(values[t] + offset + i, values[t + 1] + offset + i, there_of(i, head_dim), low, high);
+                _mm512_store_si512(packed_values + t * dim * 2 + i * 4, low);
+                _mm512_store_si512(packed_values + t * dim * 2 + i * 4 + 64, high);
+                ahead.some(1);
+            }
+        }
+        fetch = ahead;
+    }
+};
+
+// ROWS rows through one packed tile. The first ones also fetch what is needed next.
+template <int ROWS>
+static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, float scale, float cap) {
+    const int64_t dim = tile.dim;
+    __m512 scores[ROWS][PARTS];
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) scores[r][v] = _mm512_setzero_ps();
+    }
+    Fetch ahead = tile.fetch;
+    for (int64_t d = 0; d < dim; d += 2) {
+        ahead.some(2);
+        __m512i key[PARTS];
+        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v)
+            key[v] = _mm512_load_si512(tile.packed_keys + d * TILE * 2 + v * 64);
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const __m512i query = broadcast_pair(rows.queries + r * dim + d);
+            QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) scores[r][v] = dot(scores[r][v], key[v], query);
+        }
+    }
+    tile.fetch = ahead;
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) {
+            scores[r][v] = _mm512_mul_ps(scores[r][v], _mm512_set1_ps(scale));
+        }
+    }
+    if (cap > 0.0f) {
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < PARTS; ++v) scores[r][v] = soft_cap(scores[r][v], cap);
+    }
+    Range common{0, TILE};
+    for (int r = 0; r < ROWS; ++r)
+        common = {std::max(common.begin, seen[r].begin), std::min(common.end, seen[r].end)};
+    const bool whole = common.begin == 0 && common.end == TILE;
+    if (!whole) {
+        for (int r = 0; r < ROWS; ++r) {
+            const uint64_t ends = seen[r].end == TILE ? ~uint64_t(0) : (uint64_t(1) << seen[r].end) - 1;
+            const uint64_t sees = ends & ~uint64_t(0) << seen[r].begin;
+            for (int v = 0; v < PARTS; ++v)
+                scores[r][v] = _mm512_mask_mov_ps(_mm512_set1_ps(NONE), static_cast<__mmask16>(sees >> (16 * v)),
+                                                  scores[r][v]);
+        }
+    }
+    alignas(64) bf16 weights[ROWS * TILE];
+    __m512 decay[ROWS];
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        __m512* score = scores[r];
+        const __m512 highest = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
+        const float before = rows.peaks[r], peak = _mm512_reduce_max_ps(highest), now = before < peak ? peak : before;
+        // Nothing but -inf so far: weights are 0, and no NaN.
+        const __m512 base = _mm512_set1_ps(now == NONE ? 0.0f : now);
+        rows.peaks[r] = now;
+        decay[r] = power_of_two(_mm512_sub_ps(_mm512_set1_ps(before), base));
+        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) score[v] = power_of_two(_mm512_sub_ps(score[v], base));
+        const __m512 sum = _mm512_add_ps(_mm512_add_ps(score[0], score[1]), _mm512_add_ps(score[2], score[3]));
+        float* total = rows.totals + r * 16;
+        _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), decay[r], sum));
+        _mm512_store_si512(weights + r * TILE, round_pair(score[0], score[1]));
+        _mm512_store_si512(weights + r * TILE + 32, round_pair(score[2], score[3]));
+    }
+    const __m512i all = _mm512_set1_epi32(-1);
+    const char* values = tile.packed_values;
+    if (whole) return weigh_all<ROWS>(weights, values, 0, TILE / 2, rows.acc, dim, decay, all, &tile.fetch);
+    // A value that a row does not see never meets it, not even with weight 0: it may be garbage.
+    const Range together{(common.begin + 1) / 2 * 2, common.end / 2 * 2};
+    const bool any = together.begin < together.end;
+    const __m512 one = _mm512_set1_ps(1.0f);
+    for (int r = 0; r < ROWS; ++r) {
+        const Range first{seen[r].begin, any ? together.begin : seen[r].end};
+        if (first.begin >= first.end) continue;
+        weigh_alone(weights + r * TILE, values, first, rows.acc + r * dim, dim, decay[r]);
+        decay[r] = one;
+    }
+    if (!any) return;
+    weigh_all<ROWS>(weights, values, together.begin / 2, together.end / 2, rows.acc, dim, decay, all);
+    for (int r = 0; r < ROWS; ++r)
+        if (together.end < seen[r].end)
+            weigh_alone(weights + r * TILE, values, {together.end, seen[r].end}, rows.acc + r * dim, dim, one);
+}
+
+// `count` rows, of which row r sees seen(r) of the tile.
+template <class Seen>
+static void run_head_tile(const PairRows& rows, int64_t count, const Seen& seen, HeadTile& tile, float scale,
+                          float cap) {
+    tile.pack_keys();
+    tile.pack_values();
+    const int64_t groups = (count + PAIR_ROWS - 1) / PAIR_ROWS, dim = tile.dim;
+    for (int64_t g = 0; g < groups; ++g) {
+        const int64_t row = g * count / groups, size = (g + 1) * count / groups - row;
+        Range ranges[PAIR_ROWS];
+        for (int64_t r = 0; r < size; ++r) ranges[r] = seen(row + r);
+        const PairRows some{rows.queries + row * dim, rows.acc + row * dim, rows.totals + row * 16, rows.peaks + row};
+        switch (size) {
+            case 1: run_rows<1>(some, ranges, tile, scale, cap); break;
+            case 2: run_rows<2>(some, ranges, tile, scale, cap); break;
+            case 3: run_rows<3>(some, ranges, tile, scale, cap); break;
+            case 4: run_rows<4>(some, ranges, tile, scale, cap); break;
+            case 5: run_rows<5>(some, ranges, tile, scale, cap); break;
+            default: run_rows<6>(some, ranges, tile, scale, cap); break;
+        }
+    }
+}
+
+}  // namespace
+}  // namespace quire
+
+#endif
