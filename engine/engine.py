@@ -154,15 +154,9 @@ class Engine:
             swap_out, swap_in = self.runner.transfer(plan.transfers, plan.chunks)
         deltas: list[TokenDelta] = []
         computing = time.perf_counter()
-        try:
-            outcomes = self.runner.run(plan.chunks)
-        except Exception as error:
-            if _out_of_memory(error):
-                raise
-            logger.warning("a step of %d requests failed; running its parts", len(plan.chunks), exc_info=True)
-            outcomes, failed = self._run_in_parts(plan.chunks)
-            for message, ids in _by_message(failed).items():
-                deltas += self.scheduler.fail(ids, message)
+        outcomes, failed = self._run(plan.chunks)
+        for message, ids in _by_message(failed).items():
+            deltas += self.scheduler.fail(ids, message)
         ended = time.perf_counter()
         deltas += self.scheduler.commit(plan, outcomes, StepTiming(ended - computing, swap_out, swap_in))
         self._steps += 1
@@ -184,34 +178,47 @@ class Engine:
             step_seconds=self._step_seconds,
         )
 
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
+        """Run a step, by parts if it fails; see :meth:`_run_in_parts`."""
+        try:
+            return self.runner.run(chunks), {}
+        except Exception:
+            logger.warning("a step of %d requests failed; running its parts", len(chunks), exc_info=True)
+        # Only here has the exception let go of the failed step's tensors.
+        return self._run_in_parts(chunks)
+
     def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
-        """Run a failed step by halves.
+        """Run a failed step by halves, and a chunk that finds too little memory by halves of its tokens.
 
         Returns the outcomes of all chunks that sample (0 for a failed one), and the message of each failed
         request. If every chunk fails, a probe of the model decides whether they or the engine are at fault.
         """
         outcomes: dict[tuple[str, int], int | Candidates] = {}
-        failures = 0
-        failed: dict[str, str] = {}
+        failed: dict[tuple[str, int], str] = {}
         parts = [chunks]
         while parts:
             part = parts.pop()
+            if part[0].sequence.key in failed:  # the rest of a chunk whose beginning has failed
+                continue
             try:
                 made = self.runner.run(part)
-            except Exception as error:
-                if _out_of_memory(error):
-                    raise
-                if len(part) == 1:
-                    failures += 1
-                    failed[part[0].sequence.request_id] = f"the request's computation failed: {error}"
-                else:
-                    parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+            except Exception as error:  # noqa: BLE001 - the request that causes it gets it
+                no_memory, reason = _out_of_memory(error), str(error)  # not the error: it holds tensors
+            else:
+                sampling = (chunk.sequence.key for chunk in part if chunk.samples)
+                outcomes.update(zip(sampling, made, strict=True))
                 continue
-            sampling = (chunk.sequence.key for chunk in part if chunk.samples)
-            outcomes.update(zip(sampling, made, strict=True))
-        if failures == len(chunks):
+            if len(part) > 1:
+                parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+            elif no_memory and part[0].length > 1:
+                parts += [[half] for half in _halves(part[0])]
+            else:
+                what = "finds too little memory" if no_memory else "failed"
+                failed[part[0].sequence.key] = f"the request's computation {what}: {reason}"
+        if len(failed) == len(chunks):
             self.runner.probe()
-        return [outcomes.get(chunk.sequence.key, 0) for chunk in chunks if chunk.samples], failed
+        messages = {request_id: message for (request_id, _), message in failed.items()}
+        return [outcomes.get(chunk.sequence.key, 0) for chunk in chunks if chunk.samples], messages
 
     def _recovery_policy(self, calibration: Calibration) -> RecoveryPolicy:
         """The policy of the options, with rates as measured now."""
@@ -239,8 +246,18 @@ class Engine:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether no request can be blamed: memory ran out."""
+    """Whether a smaller step may succeed."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _halves(chunk: ScheduledChunk) -> tuple[ScheduledChunk, ScheduledChunk]:
+    """The second half of a chunk's tokens, and the first."""
+    sequence, start, length = chunk.sequence, chunk.start, chunk.length
+    first = length // 2
+    return (
+        ScheduledChunk(sequence, start + first, length - first, chunk.samples),
+        ScheduledChunk(sequence, start, first, False),
+    )
 
 
 def _by_message(failed: dict[str, str]) -> dict[str, list[str]]:

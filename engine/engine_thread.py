@@ -19,7 +19,7 @@ from engine.errors import EngineDeadError, InvalidRequestError
 from engine.kv.block_keys import KeyScheme
 from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.models.identity import ModelIdentity
-from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
+from engine.request import FinishReason, ModelLimits, Request, TokenDelta, check
 from engine.scheduling.load_report import EngineLoad
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class EngineThread:
             EngineDeadError: the engine has stopped.
         """
         limits = self._running().limits
-        validate(request.token_ids, request.params, limits, request.generated_before)
+        check(request, limits)
         with self._lock:
             if request.request_id in self._live:
                 raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
@@ -143,7 +143,8 @@ class EngineThread:
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; an unknown or finished one is ignored. Never raises."""
-        self._inbox.put(request_id)
+        if isinstance(request_id, str):
+            self._inbox.put(request_id)
 
     def reset_prefix_cache(self) -> Future[int]:
         """Forget every cached prefix between two steps; the result is the number of blocks that became free.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MAX_SHOWN = 80
+"""Characters of a value in an error message."""
+
 
 class QuireError(Exception):
     """Base of every error that Quire raises on purpose."""
@@ -29,3 +32,18 @@ class InvalidRequestError(QuireError, ValueError):
 
 class EngineDeadError(QuireError):
     """The engine thread has ended; its replica is about to be replaced."""
+
+
+def shown(value: object) -> str:
+    """A caller's value for an error message: short and on one line, whatever it is."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
+    if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN:  # str() refuses very long ones
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001 - it is the caller's code, and the message is about the caller's mistake
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

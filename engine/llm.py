@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,9 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import InvalidRequestError, QuireError
+from engine.errors import InvalidRequestError, shown
 from engine.models.folders import local_folder
-from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, validate
+from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, check
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import has_tokenizer, load_tokenizer
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+logger = logging.getLogger(__name__)
 
 _BAR_FROM = 8  # prompts; fewer are done before a bar helps
 
@@ -40,11 +44,15 @@ class SequenceResult:
 class RequestResult:
     """The whole of one request. What it says of tokens, text and finish is its first sequence's: the best one,
     where they are ranked.
+
+    A request that failed has an ``error``; its sequences that had not ended have the finish reason ``ERROR``
+    and what they generated before.
     """
 
     prompt_token_ids: list[int]
     cached_tokens: int  # prompt tokens that the prefix cache supplied
-    sequences: list[SequenceResult]  # as many as ``n`` asked for
+    sequences: list[SequenceResult]  # as many as ``n`` asked for, unless the request failed
+    error: str | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -116,18 +124,21 @@ class LLM:
     ) -> list[RequestResult]:
         """Complete every prompt; results come in the order of ``prompts``.
 
+        A request whose computation fails ends with an ``error`` in its result, and the others go on: look at
+        ``error`` before using a result. A warning in the log says how many failed.
+
         Args:
-            prompts: one text, texts, or lists of token ids. Texts are tokenized with special tokens, as
-                the model's tokenizer adds them.
+            prompts: one text, texts, or lists or arrays of token ids. Texts are tokenized with special tokens,
+                as the model's tokenizer adds them.
             params: for all prompts, or one for each.
             namespace: of the prefix cache.
             progress: show a bar; ``None`` shows one for more than eight prompts.
 
         Raises:
             InvalidRequestError: a prompt can never run; nothing has run then.
-            QuireError: a request failed while it ran.
+            Exception: the engine itself failed; it must not be used any more.
         """
-        requests = self._requests(prompts, params, namespace or CacheNamespace())
+        requests = self._requests(prompts, params, CacheNamespace() if namespace is None else namespace)
         collected = {request.request_id: _Collected(request) for request in requests}
         running = dict(collected)
         try:
@@ -137,7 +148,11 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
-        return [self._result(each) for each in collected.values()]
+        results = [self._result(each) for each in collected.values()]
+        failed = [result.error for result in results if result.error is not None]
+        if failed:
+            logger.warning("%d of %d requests failed, the first: %s", len(failed), len(results), failed[0])
+        return results
 
     def _run(self, running: dict[str, _Collected], progress: bool) -> None:
         """Step until each request has ended, which takes it out of ``running``."""
@@ -147,8 +162,6 @@ class LLM:
                 for delta in self.engine.step():
                     made += len(delta.token_ids)
                     running[delta.request_id].add(delta)
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise QuireError(delta.error or "a request failed")
                     if not delta.final:
                         continue
                     del running[delta.request_id]
@@ -162,20 +175,46 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: CacheNamespace,
     ) -> list[Request]:
-        listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        listed = _listed(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        elif isinstance(params, list | tuple):
+            each = list(params)
+        else:
+            raise InvalidRequestError(
+                f"params is {shown(params)} but must be SamplingParams, or a list of them", "params"
+            )
         if len(each) != len(listed):
             raise InvalidRequestError(f"{len(listed)} prompts came with {len(each)} sampling params", "params")
         requests: list[Request] = []
         arrival = time.monotonic()
-        for prompt, chosen in zip(listed, each, strict=True):
-            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            validate(token_ids, chosen, self.engine.limits)
+        for place, (prompt, chosen) in enumerate(zip(listed, each, strict=True)):
             # zero-padded, since equal arrivals are ordered by id
-            name = f"offline-{self._made + len(requests):09d}"
-            requests.append(Request(name, token_ids, chosen, namespace, arrival=arrival))
+            name = f"offline-{self._made + place:09d}"
+            requests.append(Request(name, self._token_ids(prompt, place), chosen, namespace, arrival=arrival))
+            try:
+                check(requests[-1], self.engine.limits)
+            except InvalidRequestError as error:
+                where = f"prompts[{place}]: " if len(listed) > 1 else ""
+                raise InvalidRequestError(f"{where}{error.message}", error.param, error.code) from None
         self._made += len(requests)
         return requests
+
+    def _token_ids(self, prompt: object, place: int) -> list[int]:
+        """A prompt's token ids; whether the model has them is checked later."""
+        if isinstance(prompt, str):
+            ids: list[int] = self.tokenizer.encode(prompt)
+            return ids
+        if hasattr(prompt, "tolist"):  # an array or a tensor
+            prompt = prompt.tolist()
+        if not isinstance(prompt, list | tuple | range):
+            raise InvalidRequestError(
+                f"prompts[{place}] is {shown(prompt)} but must be a text or a list of token ids; write "
+                "[[5, 6, 7]] for one prompt of three tokens",
+                "prompt",
+            )
+        # NumPy's integers become Python's; what is no integer stays, to be refused.
+        return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
 
     def _result(self, collected: _Collected) -> RequestResult:
         request, last = collected.request, collected.last
@@ -187,4 +226,19 @@ class LLM:
             reason = last[number].finish_reason
             assert reason is not None
             sequences.append(SequenceResult(made, text, reason, last[number].score))
-        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences)
+        error = next((delta.error for delta in last.values() if delta.error is not None), None)
+        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences, error)
+
+
+def _listed(prompts: object) -> list[object]:
+    """The prompts one by one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or a tensor, of one prompt a row
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts is {shown(prompts)} but must be a text, a list of texts, or a list of token-id lists",
+            "prompt",
+        )
+    return list(prompts)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, shown
 from engine.sampling_params import SamplingParams
+
+MAX_PRIORITY = 2**31
+"""Magnitude of a request's priority."""
 
 
 class FinishReason(enum.StrEnum):
@@ -89,6 +94,39 @@ class TokenDelta:
     score: float | None = None  # of a ranked result; higher is better
 
 
+def check(request: Request, limits: ModelLimits) -> int:
+    """Check the types, values, and sizes of ``request``; return the longest length it may reach, in tokens.
+
+    What passes cannot fail later because of what the caller gave.
+
+    Raises:
+        InvalidRequestError: names the parameter, the value, and what it must be.
+    """
+    if not isinstance(request, Request):
+        raise InvalidRequestError(f"the request is {shown(request)} but must be a Request")
+    _check_text("request_id", request.request_id)
+    if not isinstance(request.params, SamplingParams):
+        raise _wrong("params", request.params, "SamplingParams")
+    namespace = request.namespace
+    if not isinstance(namespace, CacheNamespace):
+        raise _wrong("namespace", namespace, "a CacheNamespace")
+    for name in ("adapter", "tenant", "salt"):
+        _check_text(f"namespace.{name}", getattr(namespace, name))
+    if type(request.priority) is not int or abs(request.priority) > MAX_PRIORITY:
+        raise _wrong("priority", request.priority, f"an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}")
+    if type(request.arrival) not in (int, float) or not abs(request.arrival) < math.inf:
+        raise _wrong("arrival", request.arrival, "a finite number of seconds")
+    longest = validate(request.token_ids, request.params, limits, request.generated_before)
+    if not isinstance(request.outputs, tuple):
+        raise _wrong("outputs", request.outputs, "a tuple")
+    for output in request.outputs:
+        if output is not None:
+            if not isinstance(output, tuple):
+                raise _wrong("outputs", output, "a tuple of token ids for each sequence")
+            _check_token_ids(output, limits, "outputs")
+    return longest
+
+
 def validate(
     token_ids: list[int], params: SamplingParams, limits: ModelLimits, generated_before: int = 0
 ) -> int:
@@ -97,18 +135,18 @@ def validate(
     Raises:
         InvalidRequestError: names the parameter, the value and the limit.
     """
+    if not isinstance(token_ids, list):
+        raise _wrong("prompt", token_ids, "a list of token ids")
     if not token_ids:
         raise InvalidRequestError("the prompt is empty; at least 1 token is needed", "prompt", "empty_prompt")
-    for token in token_ids:
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequestError(
-                f"token id {token} is outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}",
-                "prompt",
-            )
+    _check_token_ids(token_ids, limits, "prompt")
+    if type(generated_before) is not int or not 0 <= generated_before < len(token_ids):
+        raise _wrong("generated_before", generated_before, f"an integer from 0 to {len(token_ids) - 1}")
     for token in params.stop_token_ids:
         if token >= limits.vocab_size:
             raise InvalidRequestError(
-                f"stop_token_ids has {token}, outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}",
+                f"stop_token_ids has {shown(token)}, outside the vocabulary; ids go from 0 to "
+                f"{limits.vocab_size - 1}",
                 "stop_token_ids",
             )
     return check_size(len(token_ids) - generated_before, params, limits)
@@ -123,7 +161,7 @@ def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
     wanted = params.max_tokens
     total = prompt + (1 if wanted is None else wanted)
     if total > limits.max_model_len:
-        asked = "no room to generate" if wanted is None else f"max_tokens {wanted}"
+        asked = "no room to generate" if wanted is None else f"max_tokens {shown(wanted)}"
         raise InvalidRequestError(
             f"prompt of {prompt} tokens with {asked} exceeds the context length of "
             f"{limits.max_model_len} tokens",
@@ -142,6 +180,34 @@ def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
     if params.use_beam_search:
         _check_beams_fit(prompt, longest, params.width, limits)
     return longest
+
+
+def _check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
+    """Each is an ``int`` itself and in the vocabulary. At C speed: there may be a hundred thousand."""
+    if set(map(type, token_ids)) - {int}:
+        place, token = next((i, t) for i, t in enumerate(token_ids) if type(t) is not int)
+        raise InvalidRequestError(
+            f"token id {place} is {shown(token)}, a {type(token).__name__}, but must be an int", param
+        )
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+        token = next(t for t in token_ids if not 0 <= t < limits.vocab_size)
+        raise InvalidRequestError(
+            f"token id {shown(token)} is outside the vocabulary; ids go from 0 to {limits.vocab_size - 1}",
+            param,
+        )
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _wrong(name, value, "text without halves of surrogate pairs") from None
+
+
+def _wrong(name: str, value: object, must_be: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {shown(value)} but must be {must_be}", name)
 
 
 def _check_beams_fit(prompt: int, longest: int, width: int, limits: ModelLimits) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, shown
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the most likely token."""
@@ -62,7 +61,8 @@ class SamplingParams:
         _int_range("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens} but must be at most max_tokens ({self.max_tokens})",
+                f"min_tokens is {shown(self.min_tokens)} but must be at most max_tokens "
+                f"({shown(self.max_tokens)})",
                 "min_tokens",
             )
         _float_range("temperature", self.temperature, 0.0, 2.0)
@@ -71,23 +71,34 @@ class SamplingParams:
         _float_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _int_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        _boolean("ignore_eos", self.ignore_eos)
+        stops = self.stop_token_ids
+        if not isinstance(stops, tuple | list | set | frozenset):
             raise InvalidRequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries but at most "
-                f"{MAX_STOP_TOKEN_IDS} are allowed",
+                f"stop_token_ids is {shown(stops)} but must be a list of token ids", "stop_token_ids"
+            )
+        if len(stops) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids has {len(stops)} entries but at most {MAX_STOP_TOKEN_IDS} are allowed",
                 "stop_token_ids",
             )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
+        for token in stops:
             _int_range("stop_token_ids", token, 0, None)
-        if self.width != 1 or self.use_beam_search or self.n != 1 or self.beam_width is not None:
-            self._check_sequences()
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
+        self._check_sequences()
 
     def _check_sequences(self) -> None:
         _int_range("n", self.n, 1, MAX_SEQUENCES)
         for name in ("best_of", "beam_width"):
             if getattr(self, name) is not None:
                 _int_range(name, getattr(self, name), self.n, MAX_SEQUENCES)
+        _boolean("use_beam_search", self.use_beam_search)
+        _float_range("length_penalty", self.length_penalty, -10.0, 10.0)
+        if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                f"early_stopping is {shown(self.early_stopping)} but must be true, false or 'never'",
+                "early_stopping",
+            )
         if not self.use_beam_search:
             if self.beam_width is not None:
                 raise InvalidRequestError(
@@ -96,12 +107,6 @@ class SamplingParams:
                     "beam_width",
                 )
             return
-        _float_range("length_penalty", self.length_penalty, -10.0, 10.0)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidRequestError(
-                f"early_stopping is {self.early_stopping!r} but must be true, false or 'never'",
-                "early_stopping",
-            )
         if self.temperature not in (0.0, 1.0):
             raise InvalidRequestError(
                 f"temperature is {self.temperature!r} but beam search draws nothing; it must be 0 or 1",
@@ -138,7 +143,12 @@ def _int_range(name: str, value: object, low: int, high: int | None) -> None:
         assert isinstance(value, int)
         wrong = value < low or (high is not None and value > high)
     if wrong:
-        raise InvalidRequestError(f"{name} is {value!r} but must be an integer, {bound}", name)
+        raise InvalidRequestError(f"{name} is {shown(value)} but must be an integer, {bound}", name)
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {shown(value)} but must be true or false", name)
 
 
 def _float_range(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -146,6 +156,6 @@ def _float_range(name: str, value: object, low: float, high: float, *, open_low:
     wrong = not isinstance(value, int | float) or isinstance(value, bool)
     if not wrong:
         assert isinstance(value, int | float)
-        wrong = not math.isfinite(value) or value > high or value < low or (open_low and value <= low)
+        wrong = value != value or value > high or value < low or (open_low and value <= low)
     if wrong:
-        raise InvalidRequestError(f"{name} is {value!r} but must be a number, {bound}", name)
+        raise InvalidRequestError(f"{name} is {shown(value)} but must be a number, {bound}", name)

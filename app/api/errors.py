@@ -14,12 +14,11 @@ from starlette.routing import Match
 
 from app.fleet.generation import GenerationError, UnavailableError
 from app.fleet.overload import Refusal
-from engine.errors import InvalidRequestError, QuireError
+from engine.errors import InvalidRequestError, QuireError, shown
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
-MAX_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,17 @@ def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
     )
 
 
+def too_many_bodies(most: int, retry_after_s: int = RETRY_AFTER_SECONDS) -> ApiError:
+    """503 while the large bodies that one ingress replica reads take all the memory that they may."""
+    return ApiError(
+        503,
+        f"large request bodies that are being read take {most} bytes together; try again in {retry_after_s} s",
+        code="unavailable",
+        kind="service_unavailable_error",
+        retry_after_s=retry_after_s,
+    )
+
+
 def model_not_found(name: str, served: str) -> ApiError:
     """404 for a model that this server does not have."""
     return ApiError(
@@ -114,17 +124,14 @@ def fault_of(error: Exception) -> ApiFault:
 
 
 def show(value: object) -> str:
-    """A client's value for an error message: short and on one line."""
+    """A client's value for an error message, in JSON's words: short and on one line."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "an object"
-    if isinstance(value, str):
-        return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
-    text = str(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+    return shown(value)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

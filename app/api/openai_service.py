@@ -14,16 +14,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
 from app.api.errors import ApiFault, model_not_found, overloaded, too_many_live
 from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
-from app.api.openai_types import parse_chat, parse_completion
+from app.api.openai_types import ChatRequest, CompletionRequest
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.request_body import BodyReader
 from app.api.sse import DONE, EventStream, WholeResponse
-from app.api.tokenization import parse_detokenize, parse_tokenize
+from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, shown
+
+INLINE_TOKENS = 20_000
+"""Prompts of up to this many tokens together are checked on the event loop, in about a millisecond."""
 
 
 class Engines(TokenGenerator, Protocol):
@@ -62,6 +66,7 @@ class OpenAIService:
         self._tokenizer = tokenizer
         self._model = model
         self._started = int(time.time())
+        self.bodies = BodyReader()
         self.options = options
         self.num_live = 0
         self.engine_wait_s = engine_wait_s
@@ -84,13 +89,12 @@ class OpenAIService:
         self._check_model(name)
         return JSONResponse(self._model_entry())
 
-    async def completions(self, body: dict[str, Any], tenant: str, request_id: str) -> ASGIApp:
+    async def completions(self, request: CompletionRequest, tenant: str, request_id: str) -> ASGIApp:
         """Answer ``POST /v1/completions``; ``tenant`` partitions the prefix cache.
 
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
-        request = parse_completion(body)
         self._check_model(request.options.model)
         with self._admit(len(request.prompts) * request.options.params.width) as permits:
             limits = await self._limits()
@@ -98,24 +102,22 @@ class OpenAIService:
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
             job = GenerationJob(request.options, prompts, False, tenant, request_id)
-            response = self._respond(job, limits)
+            response = await self._respond(job, limits)
             return _Admitted(response, permits.pop_all())
 
-    async def chat(self, body: dict[str, Any], tenant: str, request_id: str) -> ASGIApp:
+    async def chat(self, request: ChatRequest, tenant: str, request_id: str) -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
-        request = parse_chat(body)
         self._check_model(request.options.model)
         with self._admit(request.options.params.width) as permits:
             limits = await self._limits()
             owner = tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
             job = GenerationJob(request.options, [prompt], True, tenant, request_id)
-            response = self._respond(job, limits)
+            response = await self._respond(job, limits)
             return _Admitted(response, permits.pop_all())
 
-    async def tokenize(self, body: dict[str, Any], tenant: str) -> Response:
+    async def tokenize(self, request: TokenizeRequest, tenant: str) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
-        request = parse_tokenize(body)
         self._check_model(request.model)
         longest = (await self._limits()).max_model_len
         if request.prompt is None:
@@ -129,9 +131,8 @@ class OpenAIService:
             {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
         )
 
-    async def detokenize(self, body: dict[str, Any]) -> Response:
+    async def detokenize(self, request: DetokenizeRequest) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
-        request = parse_detokenize(body)
         self._check_model(request.model)
         longest = (await self._limits()).max_model_len
         return JSONResponse({"prompt": await self._tokenizer.decode(request.tokens, longest)})
@@ -166,9 +167,11 @@ class OpenAIService:
     def _release(self, sequences: int) -> None:
         self.num_live -= sequences
 
-    def _respond(self, job: GenerationJob, limits: FleetLimits) -> ASGIApp:
-        for prompt in job.prompts:
-            _check_prompt(prompt, job, limits)
+    async def _respond(self, job: GenerationJob, limits: FleetLimits) -> ASGIApp:
+        if job.prompt_tokens <= INLINE_TOKENS:
+            _check_prompts(job, limits)
+        else:
+            await self.bodies.in_thread(lambda: _check_prompts(job, limits))
         prefix = "chatcmpl" if job.chat else "cmpl"
         envelope = Envelope(f"{prefix}-{job.request_id}", int(time.time()), self._model)
         return (
@@ -280,8 +283,13 @@ class _Collected:
         self.finish_reason = delta.finish_reason or ""
 
 
-def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) -> None:
+def _check_prompts(job: GenerationJob, limits: FleetLimits) -> None:
     """Refuse what the engine would refuse, while the response can still have an error status."""
+    for prompt in job.prompts:
+        _check_prompt(prompt, job, limits)
+
+
+def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) -> None:
     param = "messages" if job.chat else "prompt"
     if len(prompt) > limits.max_model_len:  # before the tokens themselves are looked at
         raise InvalidRequestError(
@@ -298,7 +306,7 @@ def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) ->
         raise
     if params.min_tokens > longest - len(prompt):
         raise InvalidRequestError(
-            f"min_tokens is {params.min_tokens} but after a prompt of {len(prompt)} tokens at most "
+            f"min_tokens is {shown(params.min_tokens)} but after a prompt of {len(prompt)} tokens at most "
             f"{longest - len(prompt)} more can be generated",
             "min_tokens",
             "context_length_exceeded",

@@ -22,6 +22,12 @@ MAX_STOP_CHARS = 256
 MAX_SALT_CHARS = 256
 MAX_TOP_K = 2**31 - 1
 MAX_PRIORITY = 1000
+MAX_MESSAGES = 10_000
+
+OUTPUT_ONLY = frozenset(
+    {"refusal", "annotations", "audio", "reasoning", "reasoning_content", "provider_specific_fields"}
+)
+"""Fields of an assistant's message that servers send. Clients send them back as they came; they are ignored."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -116,6 +122,10 @@ def parse_messages(messages: object) -> list[ChatMessage]:
     """Check the field ``messages``; raises ``InvalidRequestError`` that names the part that is wrong."""
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of at least 1")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(messages)} entries but at most {MAX_MESSAGES} are allowed", "messages"
+        )
     return [_message(message, i) for i, message in enumerate(messages)]
 
 
@@ -305,14 +315,20 @@ def _message(message: object, index: int) -> ChatMessage:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
+    of_assistant = role == "assistant"
     for key, value in message.items():
-        if key not in ("role", "content", "name") and value not in (None, [], ""):
+        if key in ("role", "content", "name") or (of_assistant and key in OUTPUT_ONLY):
+            continue
+        if value not in (None, [], ""):
             raise InvalidRequestError(
                 f"{name}.{key[:64]} is not supported", f"{name}.{key[:64]}", "unsupported_parameter"
             )
     if message.get("name") is not None:
         text(message["name"], f"{name}.name")
-    return ChatMessage(ROLES[role], _content(message.get("content"), f"{name}.content"))
+    content = message.get("content")
+    if content is None and of_assistant:  # of an answer that was all refusal, reasoning, or audio
+        content = ""
+    return ChatMessage(ROLES[role], _content(content, f"{name}.content"))
 
 
 def _content(content: object, name: str) -> str:

@@ -115,6 +115,12 @@ class PromptTokenizer:
         """
         if self._hf.chat_template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
+        if len(messages) > max_tokens:  # a template writes at least one token for each
+            raise InvalidRequestError(
+                f"{len(messages)} messages exceed the context length of {max_tokens} tokens",
+                "messages",
+                "context_length_exceeded",
+            )
         length = sum(len(message.content) for message in messages)
         self._check_length(length, max_tokens, "messages")
         work = length + MESSAGE_CHARS * len(messages)

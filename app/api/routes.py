@@ -21,9 +21,10 @@ from app.api.errors import ERROR_HANDLERS
 from app.api.home import home_page
 from app.api.instance import InstanceHeader
 from app.api.openai_service import OpenAIService
-from app.api.request_body import read_json_object
+from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_id import request_id_of
 from app.api.tenant import tenant_of
+from app.api.tokenization import parse_detokenize, parse_tokenize
 
 
 async def health(request: Request) -> Response:
@@ -39,13 +40,15 @@ async def get_model(request: Request) -> Response:
 
 
 async def completions(request: Request) -> ASGIApp:
-    body = await read_json_object(request)
-    return await _service(request).completions(body, _tenant(request), request_id_of(request.headers))
+    service = _service(request)
+    asked = await service.bodies.read(request, parse_completion)
+    return await service.completions(asked, _tenant(request), request_id_of(request.headers))
 
 
 async def chat_completions(request: Request) -> ASGIApp:
-    body = await read_json_object(request)
-    return await _service(request).chat(body, _tenant(request), request_id_of(request.headers))
+    service = _service(request)
+    asked = await service.bodies.read(request, parse_chat)
+    return await service.chat(asked, _tenant(request), request_id_of(request.headers))
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -57,11 +60,13 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    return await _service(request).tokenize(await read_json_object(request), _tenant(request))
+    service = _service(request)
+    return await service.tokenize(await service.bodies.read(request, parse_tokenize), _tenant(request))
 
 
 async def detokenize(request: Request) -> Response:
-    return await _service(request).detokenize(await read_json_object(request))
+    service = _service(request)
+    return await service.detokenize(await service.bodies.read(request, parse_detokenize))
 
 
 async def ping(request: Request) -> Response:

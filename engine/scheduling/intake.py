@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from engine.errors import InvalidRequestError
-from engine.request import ModelLimits, Request, validate
+from engine.request import ModelLimits, Request, check
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_groups import SequenceGroups
 from engine.scheduling.state import SchedulerState
@@ -40,13 +40,13 @@ class Intake:
         Raises:
             InvalidRequestError: it can never run, or its id is in use.
         """
+        max_total_tokens = self._max_total_tokens(request)  # checks all of the request
         if (request.request_id, 0) in self._state.sequences or request.request_id in self._groups:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use by a request that has not ended",
                 "request_id",
                 "duplicate_id",
             )
-        max_total_tokens = self._max_total_tokens(request)
         if request.outputs:  # it began on another replica
             _check_outputs(request)
             outputs = {number: output for number, output in enumerate(request.outputs) if output is not None}
@@ -105,7 +105,7 @@ class Intake:
         )
 
     def _max_total_tokens(self, request: Request) -> int:
-        total = validate(request.token_ids, request.params, self._limits, request.generated_before)
+        total = check(request, self._limits)
         longest = len(request.token_ids) + max(map(len, filter(None, request.outputs)), default=0)
         if longest >= total:
             before = request.generated_before or longest - len(request.token_ids)

@@ -8,11 +8,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bad_requests import BAD
 from tiny_engines import add, made, make_request, run_to_end, tiny_engine_config
 
 from engine.config import EngineConfig
@@ -205,14 +207,73 @@ def test_a_model_that_cannot_run_at_all_is_no_request_s_fault(make_engine: MakeE
         engine.step()
 
 
-def test_running_out_of_memory_is_no_request_s_fault(make_engine: MakeEngine) -> None:
-    def out_of_memory(*_: Any) -> torch.Tensor:
-        raise MemoryError
+NO_MEMORY = [
+    MemoryError("no memory for the attention"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"),
+]
 
+
+@contextmanager
+def little_memory(engine: Engine, most: int, error: Exception) -> Iterator[list[int]]:
+    """Every computation over more than ``most`` tokens raises ``error``; yields the sizes that were tried."""
+    forward, tried = engine.runner.decoder.forward, []
+
+    def fail(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tried.append(len(token_ids))
+        if len(token_ids) > most:
+            raise error
+        return forward(token_ids, *rest)
+
+    engine.runner.decoder.forward = fail  # type: ignore[method-assign]
+    yield tried
+    engine.runner.decoder.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("most", [1, 3, 11, 20])
+def test_a_step_that_finds_too_little_memory_is_run_in_smaller_steps(
+    make_engine: MakeEngine, error: Exception, most: int
+) -> None:
+    def requests() -> list[Request]:
+        prompts = {name: [token + index for token in PROMPT] for index, name in enumerate("abc")}
+        return [make_request(name, prompt, max_tokens=6) for name, prompt in prompts.items()]
+
+    expected = {name: made(deltas) for name, deltas in run_to_end(make_engine(), *requests()).items()}
+    engine = make_engine()
+    with little_memory(engine, most, error) as tried:
+        deltas = run_to_end(engine, *requests())
+    assert {name: made(each) for name, each in deltas.items()} == expected
+    assert max(tried) == 3 * len(PROMPT)
+    assert_idle(engine)
+
+
+def test_a_request_that_finds_too_little_memory_alone_fails_and_the_others_go_on(
+    make_engine: MakeEngine,
+) -> None:
+    expected = made(run_to_end(make_engine(), make_request("a", PROMPT, max_tokens=6))["a"])
+    engine = make_engine()
+    forward = engine.runner.decoder.forward
+
+    def fail(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if bool((token_ids == POISON).any()):
+            raise MemoryError("no memory for the attention")
+        return forward(token_ids, *rest)
+
+    engine.runner.decoder.forward = fail  # type: ignore[method-assign]
+    large = make_request("large", [4, 5, POISON, 6, 7], max_tokens=6)
+    deltas = run_to_end(engine, large, make_request("a", PROMPT, max_tokens=6))
+    assert made(deltas["a"]) == expected
+    (error,) = deltas["large"]
+    assert error.finish_reason is FinishReason.ERROR
+    assert "too little memory: no memory for the attention" in str(error.error)
+    assert_idle(engine)
+
+
+def test_memory_that_does_not_suffice_for_one_token_is_no_request_s_fault(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(make_request("a", PROMPT))
-    engine.runner.decoder.forward = out_of_memory  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
+    with little_memory(engine, 0, MemoryError()), pytest.raises(MemoryError):
         engine.step()
 
 
@@ -270,6 +331,26 @@ def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     yield outputs
     outputs.thread.stop()
     assert not outputs.thread.is_alive()
+
+
+def test_nothing_that_is_submitted_or_aborted_kills_the_thread(outputs: Outputs) -> None:
+    good = make_request("a", PROMPT, max_tokens=9)
+    outputs.thread.submit(good)
+    for name, values in BAD.items():
+        for value in values:
+            with pytest.raises(InvalidRequestError):
+                outputs.thread.submit(replace(good, **{name: value}))
+    for value in (None, 5, [], {}, good, b"a", "unknown"):
+        outputs.thread.abort(value)  # type: ignore[arg-type]
+        if not isinstance(value, str):
+            with pytest.raises(InvalidRequestError):
+                outputs.thread.submit(value if value is not good else "a")  # type: ignore[arg-type]
+    changed = make_request("changed", list(PROMPT), max_tokens=9)
+    outputs.thread.submit(changed)
+    changed.token_ids[0] = 2.5  # type: ignore[call-overload]  # before or after the thread takes it in
+    outputs.thread.submit(make_request("b", PROMPT, max_tokens=9))
+    assert len(made(outputs.until_finished("a", "b", "changed")["b"])) == 9
+    assert outputs.thread.is_alive()
 
 
 def test_the_thread_delivers_what_the_engine_makes(outputs: Outputs, make_engine: MakeEngine) -> None:

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from leftovers import give_back
 from prompts import PROMPTS
 
 from engine import LLM, SamplingParams
-from engine.errors import ConfigError, InvalidRequestError, QuireError
+from engine.errors import ConfigError, InvalidRequestError
 from engine.request import CacheNamespace, FinishReason
 
 TOKENS = 64
@@ -128,7 +129,63 @@ def test_one_wrong_prompt_stops_the_call_before_it_runs(tiny: LLM) -> None:
     assert tiny.generate([]) == []
 
 
-def test_a_failure_raises_and_leaves_nothing_behind(tiny: LLM) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([5, 6, 7], ["prompts[0] is 5", "[[5, 6, 7]]"]),
+        (5, ["prompts is 5"]),
+        (None, ["prompts is None"]),
+        (b"text", ["text"]),
+        ({"a": 1}, ["a dict of 1"]),
+        ([[5, 6], [5.0]], ["prompts[1]", "5.0", "float"]),
+        ([[5, True]], ["True", "bool"]),
+        ([["a"]], ["'a'", "str"]),
+        ([[-1]], ["-1", "0 to 96"]),
+        ([{5: 6}], ["prompts[0] is a dict of 1"]),
+    ],
+)
+def test_prompts_of_other_types_are_refused_with_words(tiny: LLM, prompts: Any, words: list[str]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        tiny.generate(prompts)
+    for word in words:
+        assert word in caught.value.message
+    assert not tiny.engine.has_work()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"params": "greedy"},
+        {"params": [None]},
+        {"params": {"max_tokens": 5}},
+        {"namespace": "salt"},
+        {"namespace": CacheNamespace(salt=["x"])},  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_other_types_are_refused(tiny: LLM, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(arguments))):
+        tiny.generate([[5]], **arguments)
+
+
+def test_arrays_of_token_ids_are_prompts(tiny: LLM) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+    (wanted,) = tiny.generate([[5, 6, 7]], params)
+    for prompts in (
+        [(5, 6, 7)],
+        [range(5, 8)],
+        [np.array([5, 6, 7])],
+        [[np.int32(5), np.int64(6), 7]],
+        torch.tensor([[5, 6, 7]]),
+    ):
+        (result,) = tiny.generate(prompts, params)  # type: ignore[arg-type]
+        assert (result.token_ids, result.prompt_token_ids) == (wanted.token_ids, [5, 6, 7])
+
+
+def test_a_failure_is_in_its_result_and_leaves_nothing_behind(
+    tiny: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+    wanted = [tiny.generate([prompt], params)[0].token_ids for prompt in ([5, 6], [7, 8])]
     forward = tiny.engine.runner.decoder.forward
 
     def fail(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -137,8 +194,12 @@ def test_a_failure_raises_and_leaves_nothing_behind(tiny: LLM) -> None:
         return forward(token_ids, *rest)
 
     tiny.engine.runner.decoder.forward = fail  # type: ignore[method-assign]
-    with pytest.raises(QuireError, match="poisoned"):
-        tiny.generate([[5, 6], [96], [7, 8]])
+    first, failed, last = tiny.generate([[5, 6], [96], [7, 8]], params)
+    assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])
+    assert "poisoned" in str(failed.error)
+    assert (first.error, last.error) == (None, None)
+    assert [first.token_ids, last.token_ids] == wanted
+    assert "1 of 3 requests failed" in caplog.text
     assert not tiny.engine.has_work()
     assert tiny.engine.stats().scheduler.referenced_blocks == 0
     tiny.engine.runner.decoder.forward = forward  # type: ignore[method-assign]

@@ -8,6 +8,9 @@ _SSE = ("app/api/test_sse.py",)
 _TEXT = ("app/api/test_text.py",)
 _CHOICES = ("app/api/test_stream_choices.py",)
 _TENANT = ("app/api/test_tenant.py",)
+_JSON = ("app/api/test_json_pieces.py",)
+_BODY = ("app/api/test_request_body.py",)
+_TYPES = ("app/api/test_openai_types.py",)
 _INPUT = ("app/api/test_bad_input.py",)
 
 API: list[Fault] = [
@@ -104,16 +107,73 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
-        "            if len(body) > MAX_BODY_BYTES:\n                raise _too_large()\n",
+        "                if len(body) + len(chunk) > MAX_BODY_BYTES:\n                    raise _too_large()\n",
         "",
         _INPUT,
         "a body of unknown length may have any size",
     ),
     Fault(
-        "app/api/request_body.py",
-        ", parse_constant=_refuse_constant)",
-        ")",
-        _INPUT,
+        "app/api/json_pieces.py",
+        "parse_constant=_refuse_constant",
+        "",
+        _JSON,
         "NaN passes for JSON",
+    ),
+    Fault(
+        "app/api/json_pieces.py",
+        "        if self._left < 0:",
+        "        if self._left < -self._max_values:",
+        _JSON,
+        "a body may have twice as many values",
+    ),
+    Fault(
+        "app/api/json_pieces.py",
+        "                    at = self.skip(comma + 1)\n",
+        '                    at = self.skip(comma + 1)\n                    if text.startswith("]", at):\n'
+        "                        return items, at + 1\n",
+        _JSON,
+        "a comma after the last of many numbers passes",
+    ),
+    Fault(
+        "app/api/request_body.py",
+        "            error.start += begin - pending\n",
+        "            error.start += begin\n",
+        _BODY,
+        "a wrong byte is reported at the place that it has in its piece's rest",
+    ),
+    Fault(
+        "app/api/request_body.py",
+        "            self.held_bytes -= held\n",
+        "            pass\n",
+        _BODY,
+        "bodies are counted for ever",
+    ),
+    Fault(
+        "app/api/request_body.py",
+        "            if len(body) <= INLINE_BYTES:\n                return parse(parse_json_object(body))\n",
+        "            parse_json_object(body)\n",
+        _BODY,
+        "small bodies are parsed twice, once of them on the loop",
+    ),
+    Fault(
+        "app/api/openai_types.py",
+        "    if len(messages) > MAX_MESSAGES:",
+        "    if len(messages) > 10 * MAX_MESSAGES:",
+        _BODY,
+        "ten times as many messages are rendered",
+    ),
+    Fault(
+        "app/api/openai_types.py",
+        "    if content is None and of_assistant:",
+        "    if content is None:",
+        _TYPES,
+        "a user's message may have no content",
+    ),
+    Fault(
+        "app/api/openai_types.py",
+        '"content", "name") or (of_assistant and key in OUTPUT_ONLY):',
+        '"content", "name") or key in OUTPUT_ONLY:',
+        _TYPES,
+        "any message may have what only servers send",
     ),
 ]

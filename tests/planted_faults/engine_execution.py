@@ -8,6 +8,9 @@ _BATCH = ("engine/execution/test_batch.py",)
 _SAMPLER = ("engine/execution/test_sampler.py",)
 _LOGPROBS = ("engine/execution/test_logprobs.py",)
 _RUNNER = ("engine/execution/test_model_runner.py",)
+_REQUEST = ("engine/test_request.py",)
+_ENGINE = ("engine/test_engine.py",)
+_LLM = ("engine/test_llm.py",)
 _KERNELS = (
     "kernels/test_cpu_attention.py",
     "kernels/test_cpu_elementwise.py",
@@ -161,5 +164,54 @@ EXECUTION: list[Fault] = [
         "torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)",
         _KERNELS,
         "positions rotate the wrong way round",
+    ),
+    Fault(
+        "engine/request.py",
+        "    if set(map(type, token_ids)) - {int}:",
+        "    if not all(isinstance(token, int) for token in token_ids):",
+        _REQUEST,
+        "true is token 1",
+    ),
+    Fault(
+        "engine/request.py",
+        "max(token_ids) < limits.vocab_size",
+        "max(token_ids) <= limits.vocab_size",
+        _REQUEST,
+        "one token too many is in the vocabulary",
+    ),
+    Fault(
+        "engine/request.py",
+        '            _check_token_ids(output, limits, "outputs")\n',
+        "            pass\n",
+        _REQUEST,
+        "tokens of a moved request are not checked",
+    ),
+    Fault(
+        "engine/engine_thread.py",
+        "        if isinstance(request_id, str):\n            self._inbox",
+        "        if True:\n            self._inbox",
+        _ENGINE,
+        "an abort of nothing stops the engine",
+    ),
+    Fault(
+        "engine/scheduling/intake.py",
+        "        total = check(request, self._limits)",
+        "        total = len(request.token_ids) + (request.params.max_tokens or 1)",
+        _ENGINE,
+        "what a caller changes after it has submitted it reaches the model",
+    ),
+    Fault(
+        "engine/engine.py",
+        "            elif no_memory and part[0].length > 1:",
+        "            elif False:",
+        _ENGINE,
+        "a long chunk that finds too little memory alone fails",
+    ),
+    Fault(
+        "engine/llm.py",
+        "        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences, error)",
+        "        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences)",
+        _LLM,
+        "a failed request looks like one that has ended",
     ),
 ]

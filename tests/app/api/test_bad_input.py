@@ -105,6 +105,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = 
             ("top_k", 1.0, "integer"),
             ("seed", 2**63, "between"),
             ("seed", "a", "integer"),
+            ("seed", 10**4000, "bits"),
             ("stop", 5, "string"),
             ("stop", [5], "string"),
             ("stop", "", "1 to"),
@@ -198,6 +199,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = 
             ("echo", True),
         ]
     ),
+    *(
+        (CHAT, {"messages": CAPITAL, name: 10**4000}, 400, name, "context_length_exceeded", ["bits"])
+        for name in ("max_tokens", "min_tokens")
+    ),
+    (CHAT, {"messages": CAPITAL * 600}, 400, "messages", "context_length_exceeded", ["600", "512"]),
     (CHAT, {"messages": CAPITAL, "temprature": 0.5}, 400, "temprature", "unknown_parameter", ["'temprature'"]),
     (
         COMPLETIONS,

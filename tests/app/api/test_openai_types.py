@@ -9,8 +9,10 @@ from app.api.errors import ApiError, show
 from app.api.openai_types import ChatMessage, parse_chat, parse_completion
 from app.api.request_body import parse_json_object
 from engine.errors import InvalidRequestError
+from engine.request import ModelLimits, validate
 from engine.sampling_params import SamplingParams
 
+LIMITS = ModelLimits(vocab_size=100, max_model_len=64, num_blocks=8, block_size=16)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -150,6 +152,41 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "c"),
     ]
+
+
+OUTPUT = {  # what servers send with an assistant's message, besides its role and content
+    "refusal": None,
+    "annotations": [{"type": "url_citation"}],
+    "audio": {"id": "audio_1"},
+    "function_call": None,
+    "tool_calls": None,
+    "reasoning": "thinking",
+    "reasoning_content": "thinking",
+    "provider_specific_fields": {"citations": []},
+}
+
+
+def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    for content, wanted in (("c", "c"), (None, ""), ("", "")):
+        message = {"role": "assistant", "content": content, **OUTPUT}
+        for sent in (message, {**message, "tool_calls": [], "refusal": "no"}):
+            assert parse_chat({"messages": [*HELLO, sent]}).messages[1] == ChatMessage("assistant", wanted)
+    assert parse_chat({"messages": [{"role": "assistant"}]}).messages == [ChatMessage("assistant", "")]
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize("field", ["refusal", "annotations", "audio", "reasoning_content", "tool_calls"])
+def test_only_an_answer_has_what_servers_send(role: str, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"messages\\[0\\].{field} is not supported"):
+        parse_chat({"messages": [{"role": role, "content": "a", field: ["x"]}]})
+
+
+@pytest.mark.parametrize("digits", [100, 4000])
+@pytest.mark.parametrize("name", ["seed", "max_tokens", "n", "best_of", "beam_width", "priority"])
+def test_no_number_is_echoed_at_length(name: str, digits: int) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        validate([1], parse_chat({"messages": HELLO, "n": 1, name: 10**digits}).options.params, LIMITS)
+    assert len(caught.value.message) < 250
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Bodies: where they are parsed, what all of them together may take, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.api import request_body
+from app.api.errors import ERROR_HANDLERS, ApiError
+from app.api.openai_types import MAX_MESSAGES, parse_chat, parse_completion
+from app.api.request_body import INLINE_BYTES, MAX_BODY_BYTES, BodyReader, parse_json_object
+
+MESSAGE = {"role": "user", "content": ""}
+
+
+def run(
+    bodies: BodyReader, parse: Callable[[dict[str, Any]], Any], work: Callable[..., Awaitable[None]]
+) -> None:
+    """Run ``work`` with a client of a server that only reads bodies."""
+
+    async def answer(request: Request) -> Response:
+        await bodies.read(request, parse)
+        return JSONResponse({})
+
+    async def main() -> None:
+        api = Starlette(routes=[Route("/", answer, methods=["POST"])], exception_handlers=ERROR_HANDLERS)
+        transport = httpx.ASGITransport(app=api)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            await work(client)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("padding", "inline"), [(0, True), (INLINE_BYTES, False)])
+def test_a_large_body_is_parsed_and_checked_off_the_loop(padding: int, inline: bool) -> None:
+    threads = []
+    bodies = BodyReader()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await client.post("/", content=b"{}" + b" " * padding)).status_code == 200
+        assert (threads[0] == threading.get_ident()) is inline
+
+    run(bodies, lambda body: threads.append(threading.get_ident()), work)
+    assert bodies.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"messages": [MESSAGE] * 280_000}, 413, ["100000"]),
+        ({"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, 400, [str(MAX_MESSAGES)]),
+        ({"messages": [[]] * 2_700_000}, 413, ["100000"]),
+        ({"messages": {"a": [[[]]] * 500_000}}, 413, ["100000"]),
+    ],
+)
+def test_many_small_values_are_refused(body: dict[str, Any], status: int, words: list[str]) -> None:
+    content = json.dumps(body, separators=(",", ":")).encode()
+    assert len(content) <= MAX_BODY_BYTES
+    bodies = BodyReader()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        response = await client.post("/", content=content)
+        assert response.status_code == status
+        for word in words:
+            assert word in response.json()["error"]["message"]
+
+    run(bodies, parse_chat, work)
+    assert bodies.held_bytes == 0
+
+
+def test_bodies_that_take_too_much_together_get_503_and_small_ones_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_body, "MAX_HELD_BYTES", 100_000)
+    large = b'{"prompt": "' + b"a" * 60_000 + b'"}'
+    bodies = BodyReader()
+
+    async def work(client: httpx.AsyncClient) -> None:
+        go_on, halfway = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield large[:50_000]
+            halfway.set()  # whoever asks for the next piece has taken in this one
+            await go_on.wait()
+            yield large[50_000:]
+
+        # This transport hands the whole request over at once, so the slow body goes in by itself.
+        first = asyncio.create_task(bodies.read(_request(slowly()), parse_completion))
+        await halfway.wait()
+        refused = await client.post("/", content=large)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "unavailable"
+        assert (await client.post("/", content=b'{"prompt": "a"}')).status_code == 200
+        assert bodies.held_bytes == 50_000
+        go_on.set()
+        assert len((await first).prompts[0]) == 60_000
+        assert (await client.post("/", content=large)).status_code == 200
+
+    run(bodies, parse_completion, work)
+    assert bodies.held_bytes == 0
+
+
+def _request(chunks: AsyncIterator[bytes]) -> Request:
+    async def receive() -> dict[str, Any]:
+        try:
+            return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+        except StopAsyncIteration:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+    return Request({"type": "http", "headers": [], "method": "POST", "path": "/"}, receive)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 18, (1 << 18) - 7, (1 << 18) - 8, (1 << 19) + 5])
+def test_invalid_utf8_is_found_at_its_byte_in_any_piece(size: int) -> None:
+    for wrong in (b"\xff", b"\xe4\xb8", b"\xe4\xb8a"):
+        body = b'{"a":"' + b"b" * size + wrong
+        with pytest.raises(ApiError, match=f"byte {6 + size}$"):
+            parse_json_object(body)
+
+
+def test_a_character_may_lie_across_pieces() -> None:
+    for size in range((1 << 18) - 12, 1 << 18):
+        text = "b" * size + "中文"
+        assert parse_json_object(json.dumps({"a": text}, ensure_ascii=False).encode()) == {"a": text}

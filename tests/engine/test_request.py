@@ -1,0 +1,72 @@
+"""The gate: what passes it has the right types and values; everything else is refused with words."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from bad_requests import BAD, GOOD
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequestError, shown
+from engine.request import ModelLimits, Request, check
+from engine.sampling_params import SamplingParams
+
+LIMITS = ModelLimits(vocab_size=100, max_model_len=64, num_blocks=16, block_size=4)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_no_engine_can_take_is_refused(name: str) -> None:
+    for value in BAD[name]:
+        with pytest.raises(InvalidRequestError) as caught:
+            check(replace(GOOD, **{name: value}), LIMITS)
+        assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize("value", [None, "a", {"request_id": "a"}, Request])
+def test_only_a_request_is_a_request(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="Request"):
+        check(value, LIMITS)
+
+
+def test_a_good_one_passes() -> None:
+    assert check(GOOD, LIMITS) == 8
+    continued = replace(GOOD, generated_before=2, arrival=-3.5, priority=-7)
+    assert check(continued, LIMITS) == 6
+    assert check(replace(GOOD, outputs=((1,), None, ())), LIMITS) == 8
+
+
+ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(np.int64(3))
+ANYTHING |= st.lists(ANYTHING, max_size=3) | st.tuples(ANYTHING, ANYTHING)
+FIELDS = [field.name for field in fields(SamplingParams)]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3))
+def test_sampling_params_have_the_types_that_they_say_or_do_not_exist(given_fields: dict[str, Any]) -> None:
+    try:
+        params = SamplingParams(**given_fields)
+    except InvalidRequestError:
+        return
+    for name in ("min_tokens", "top_k", "n", "width"):
+        assert type(getattr(params, name)) is int
+    for name in ("ignore_eos", "use_beam_search"):
+        assert type(getattr(params, name)) is bool
+    assert all(type(token) is int for token in params.stop_token_ids)
+    assert type(params.stop_token_ids) is tuple
+    for name in ("temperature", "top_p", "min_p", "length_penalty"):
+        assert type(getattr(params, name)) in (int, float)
+    hash(params)
+
+
+class Odd:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+def test_values_are_shown_short() -> None:
+    for value in ("x" * 10_000, "a\nb", [1] * 10_000, 10**5000, -(10**5000), 1.5, Odd(), {1: 2}):
+        assert len(shown(value)) < 120
+        assert "\n" not in shown(value)
