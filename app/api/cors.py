@@ -22,7 +22,9 @@ class CrossOrigin:
         self._middleware: ASGIApp = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._current()(scope, receive, send)
+        # The server starts before there is a service whose options could be read.
+        app = self._current() if scope["type"] == "http" else self._app
+        await app(scope, receive, send)
 
     def _current(self) -> ASGIApp:
         origins = self._origins()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
 
 import httpx
 import pytest
 from local_server import MODEL, LocalServer
+from starlette.types import Message
+
+from app.api.openai_service import OpenAIService
+from app.api.routes import make_api
 
 
 @pytest.fixture
@@ -108,3 +113,19 @@ def test_the_options_origins_are_allowed_and_can_change(
     server.set_options(monkeypatch, cors_origins="*")
     answer = http.get("/version", headers={"origin": "https://c.example"})
     assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_the_api_starts_before_there_is_a_service() -> None:
+    def no_service() -> OpenAIService:
+        raise AssertionError("Serve starts the API first and sets the service afterwards")
+
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "lifespan.shutdown" if sent else "lifespan.startup"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(make_api(no_service)({"type": "lifespan"}, receive, send))
+    assert [message["type"] for message in sent] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
