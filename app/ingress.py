@@ -57,6 +57,7 @@ class IngressReplica:
             routing_policy(options.ingress.routing),
             scaling.to_zero,
             tokenizer_digest(folder),
+            own_thread=True,
         )
         self._victims: VictimFeed | None = None
         if scaling.scales:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 from app.channel import wire
 from app.channel.engine_channel import Attempt, EngineChannel, UnknownEpochError
+from app.channel.silence import Silence
 from app.routing.load import LoadReport
 from engine.engine_thread import StepOutputs
 from engine.errors import EngineDeadError
@@ -22,7 +23,10 @@ from engine.request import TokenDelta
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
-"""A channel ends when its ingress has sent no beat for this long."""
+"""A channel sends nothing more, and keeps its tokens, once its ingress has sent no beat for this long."""
+
+GRACE_S = 60.0
+"""A channel ends, and its attempts with it, when its ingress has sent no beat for this long."""
 
 IDLE_FRAME_S = 1.0
 """An idle channel sends an empty frame this often."""
@@ -44,6 +48,7 @@ class ChannelHub:
         abort: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         lease_s: float = LEASE_S,
+        grace_s: float = GRACE_S,
         idle_frame_s: float = IDLE_FRAME_S,
         snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
         load: EngineLoad | None = None,
@@ -54,6 +59,7 @@ class ChannelHub:
         self._load = load
         self._clock = clock
         self._lease_s = lease_s
+        self._grace_s = grace_s
         self._idle_frame_s = idle_frame_s
         self._channels: dict[str, EngineChannel] = {}
         self._attempts: dict[str, Attempt] = {}
@@ -64,7 +70,7 @@ class ChannelHub:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
 
         Raises:
-            UnknownEpochError: a newer epoch is open, or the replica no longer accepts channels.
+            UnknownEpochError: a newer epoch is open, no beat came, or the replica no longer accepts channels.
         """
         channel = self._open(cid, epoch)
         watcher = asyncio.get_running_loop().create_task(self._watch(channel))
@@ -82,6 +88,8 @@ class ChannelHub:
             # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
                 yield wire.pack_records(epoch, self._next(channel), channel.take_records())
+            if channel.lapsed:
+                raise UnknownEpochError(channel.closed)
         finally:
             watcher.cancel()
             self.close(channel, channel.closed or "the ingress closed it")
@@ -173,8 +181,9 @@ class ChannelHub:
         channel = self._channels.get(cid)
         if channel is None or channel.epoch != epoch or channel.closed:
             return False
-        channel.last_beat = self._clock()
+        channel.beats += 1
         was_blocked = channel.blocked
+        channel.suspended = False
         channel.acknowledged = max(channel.acknowledged, min(acknowledged, channel.sequence))
         if was_blocked and not channel.blocked:
             channel.wake.set()
@@ -229,7 +238,7 @@ class ChannelHub:
                     f"channel {cid} is open with epoch {older.epoch}, not older than {epoch}"
                 )
             self.close(older, f"epoch {epoch} replaced it")
-        channel = EngineChannel(cid, epoch, self._clock())
+        channel = EngineChannel(cid, epoch)
         if self._load is not None:
             channel.load = channel.last_load = self._report(self._load, 0)
             channel.wake.set()
@@ -261,13 +270,20 @@ class ChannelHub:
             channel.wake.set()
 
     async def _watch(self, channel: EngineChannel) -> None:
-        """End the channel when its lease expires; send an empty frame when one is due."""
+        """Suspend the channel when its lease expires, and end it later; send an empty frame when one is due."""
+        look_s = self._idle_frame_s / 4
+        silence = Silence(look_s, self._clock)
         while not channel.closed:
-            await asyncio.sleep(self._idle_frame_s / 4)
-            now = self._clock()
-            if now - channel.last_beat > self._lease_s:
-                self.close(channel, f"no beat for {self._lease_s:g} s")
-            elif now - channel.last_frame >= self._idle_frame_s and not channel.blocked:
+            await asyncio.sleep(look_s)
+            silent = silence.look(channel.beats)
+            if silent > self._grace_s:
+                channel.lapsed = True
+                self.close(channel, f"no beat for {self._grace_s:g} s")
+            elif silent > self._lease_s:
+                if not channel.suspended:
+                    logger.info("channel %s epoch %d is suspended: no beat comes", channel.cid, channel.epoch)
+                channel.suspended = True
+            elif self._clock() - channel.last_frame >= self._idle_frame_s and not channel.blocked:
                 channel.wake.set()
 
     def _drop(self, attempt: Attempt, keep_unsent: bool = False) -> None:

@@ -10,12 +10,14 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from app.channel.ingress_channel import ChannelEvents, ChannelState, IngressChannel
+from app.channel import relay
+from app.channel.ingress_channel import ChannelState, IngressChannel
 from app.routing import fleet
+from app.routing.replica import Route
 from app.routing.requirement import Requirement
 
 
-class ChannelOwner(ChannelEvents, Protocol):
+class ChannelOwner(relay.Owner, Protocol):
     """What a set of channels reports to its owner."""
 
     def on_members(self) -> None:
@@ -23,18 +25,20 @@ class ChannelOwner(ChannelEvents, Protocol):
 
 
 class ChannelSet:
-    """Runs on the ingress's event loop.
+    """Runs on the ingress's event loop; the channels themselves on ``loop``, by default the same.
 
     A replica that has left the members keeps its channel until no request runs there. Then the ingress closes
     the channel. If it did not, Serve would wait for the open call until the replica's drain timeout.
     """
 
-    def __init__(self, handle: Any, owner: ChannelOwner) -> None:
+    def __init__(self, handle: Any, owner: ChannelOwner, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.cid = secrets.token_hex(8)
         self.fleet = fleet.get_fleet(handle.deployment_id.app_name, handle.deployment_id.name)
         self._handle = handle
         self._owner = owner
         self._loop = asyncio.get_running_loop()
+        self._channel_loop = loop or self._loop
+        self.relay = relay.Relay(owner, self)
         self._epochs = itertools.count(1)
         self._channels: dict[str, IngressChannel] = {}
         self._leaving: dict[str, float] = {}  # since when
@@ -89,6 +93,23 @@ class ChannelSet:
             await channel.stopped()
             self.fleet.pin(channel.replica, False)
 
+    # ---- what the relay says of a channel that may have ended
+
+    def forget(self, route: Route, attempts: list[int]) -> None:
+        """See ``relay.Channels``."""
+        if (channel := self._channels.get(route.replica)) is not None:
+            channel.forget(route.epoch, attempts)
+
+    def resync(self, route: Route) -> None:
+        """See ``relay.Channels``."""
+        if (channel := self._channels.get(route.replica)) is not None:
+            channel.resync(route.epoch)
+
+    def fail(self, route: Route, reason: str) -> None:
+        """See ``relay.Channels``."""
+        if (channel := self._channels.get(route.replica)) is not None:
+            channel.fail(route.epoch, reason)
+
     def _members_from_router(self, members: frozenset[str]) -> None:
         """Called on the router's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending
@@ -98,7 +119,12 @@ class ChannelSet:
         for replica in members - self._channels.keys():
             self.fleet.pin(replica, True)
             self._channels[replica] = IngressChannel(
-                self._handle, self.cid, replica, lambda: next(self._epochs), self._owner
+                self._handle,
+                self.cid,
+                replica,
+                lambda: next(self._epochs),
+                self.relay,
+                loop=self._channel_loop,
             )
         now = self._loop.time()
         self._leaving = {

@@ -37,7 +37,8 @@ class EngineChannel:
 
     cid: str
     epoch: int
-    last_beat: float
+    beats: int = 0
+    suspended: bool = False  # no beat has come for a while: frames wait until one does
     sequence: int = 0
     last_frame: float = 0.0
     acknowledged: int = 0  # frames that the ingress has read
@@ -45,6 +46,7 @@ class EngineChannel:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     closed: str = ""  # the reason, once closed
+    lapsed: bool = False  # closed because no beat came
     kv: KvOutbox = field(default_factory=KvOutbox)
     load: LoadReport | None = None  # not sent yet
     last_load: LoadReport | None = None
@@ -54,8 +56,8 @@ class EngineChannel:
 
     @property
     def blocked(self) -> bool:
-        """Whether too many frames are unacknowledged."""
-        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
+        """Whether no frame may leave: too many are unacknowledged, or the ingress is silent."""
+        return self.suspended or self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
 
     def take_records(self) -> list[wire.Record]:
         """All unsent records, for the next frame."""

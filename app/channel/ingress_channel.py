@@ -1,32 +1,37 @@
 """The ingress's end of one channel: opens it, reads frames, sends beats, reopens it.
 
-Runs on the ingress's event loop, in tasks with an empty context: a call made in the context of an HTTP request
+Runs on the channels' event loop, in tasks with an empty context: a call made in the context of an HTTP request
 is canceled with that request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import enum
 import logging
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from app.channel import wire
+from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import describe, is_defect
+from app.channel.silence import Silence
 from app.channel.wire_sections import KvSection, SnapshotSlice
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
 
 BEAT_S = 1.0
+LOOK_S = 0.5
+
 SUSPECT_S = 3.0
 """A replica that has been silent for this long gets no new requests."""
 
 DEAD_S = 10.0
-"""A channel that has been silent for this long is closed."""
+"""A channel that has been silent for this long is closed; see ``Silence`` for what counts."""
 
 MAX_BACKOFF_S = 2.0
 FRAMES_PER_BEAT = 128
@@ -51,7 +56,7 @@ class ChannelState(enum.Enum):
 
 
 class ChannelEvents(Protocol):
-    """What a channel reports to its owner."""
+    """What a channel reports, on its own loop."""
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
         """The first frame has arrived; the replica is routable."""
@@ -68,14 +73,18 @@ class ChannelEvents(Protocol):
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """The replica has become silent, or frames arrive again."""
 
-    def on_closed(self, route: Route, reason: str) -> None:
-        """The channel has ended, for whatever reason; its attempts are lost."""
+    def on_closed(self, route: Route, reason: str, fault: bool) -> None:
+        """The channel has ended, and its attempts are lost; ``fault`` unless this process is to blame."""
+
+    def on_frame_end(self, done: Callable[[], None]) -> None:
+        """Call ``done`` once all that was reported before has been handled; then the frame is acknowledged."""
 
 
 class IngressChannel:
     """The channel to one replica, reopened with a new epoch until ``stop``.
 
-    ``next_epoch`` counts for the whole process.
+    ``next_epoch`` counts for the whole process. ``loop`` is where the channel runs, by default the caller's;
+    its methods may be called from any thread.
     """
 
     def __init__(
@@ -85,7 +94,8 @@ class IngressChannel:
         replica: str,
         next_epoch: Callable[[], int],
         events: ChannelEvents,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.replica = replica
         self.state = ChannelState.OPENING
@@ -94,59 +104,105 @@ class IngressChannel:
         self._cid = cid
         self._next_epoch = next_epoch
         self._events = events
-        self._clock = clock
+        self._loop = loop or asyncio.get_running_loop()
+        self._clock = clock or self._loop.time
         self._route: Route | None = None
         self._stopped = False
         self._generator: Any = None
+        self._epoch = 0
         self._reset()
         self._beat_now = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._run(), context=contextvars.Context())
+        self._task: asyncio.Task[None] | None = None
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._start, context=contextvars.Context())
 
     def stop(self) -> None:
         """Close the channel for good; ``on_closed`` follows if it was open."""
         if not self._stopped:
             self._stopped = True
-            self._task.cancel()
+            self._loop.call_soon_threadsafe(self._cancel)
 
     async def stopped(self) -> None:
         """Wait until ``stop`` has taken effect."""
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wrap_future(self._ended)
+
+    def forget(self, epoch: int, attempts: list[int]) -> None:
+        """The engine is to abort these attempts."""
+        self._loop.call_soon_threadsafe(self._forget, epoch, attempts)
+
+    def resync(self, epoch: int) -> None:
+        """KV events of this epoch are missing: the engine is to send a snapshot."""
+        self._loop.call_soon_threadsafe(self._want_snapshot, epoch)
+
+    def fail(self, epoch: int, reason: str) -> None:
+        """End this epoch; the next one opens."""
+        self._loop.call_soon_threadsafe(self._fail, epoch, reason)
+
+    def _start(self) -> None:
+        if self._stopped:
+            self._ended.set_result(None)
+            return
+        self._task = self._loop.create_task(self._run(), context=contextvars.Context())
+        self._task.add_done_callback(lambda _: self._ended.set_result(None))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _forget(self, epoch: int, attempts: list[int]) -> None:
+        if epoch == self._epoch:
+            self._stale.update(attempts)
+
+    def _want_snapshot(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            self._needs_snapshot = True
+            if self._clock() >= self._next_resync:
+                self._beat_now.set()
+
+    def _fail(self, epoch: int, reason: str) -> None:
+        if epoch == self._epoch:
+            self._end_reason, self._failed_here = reason, True
+            self._beat_now.set()
 
     def _reset(self) -> None:
         """Begin to count for a new epoch."""
         self._frames = self._acknowledged = 0
-        self._last_frame = self._clock()
+        self._handled = 0  # frames
+        self._silence = Silence(LOOK_S, self._clock)
         self._stale: set[int] = set()
         self._needs_snapshot = False  # KV events are missing
         self._next_resync = 0.0
         self._end_reason = ""
+        self._failed_here = False
+        self._unknown = 0  # beats that the replica could not attribute
 
     async def _run(self) -> None:
         backoff = 0.1
         while not self._stopped:
             epoch = self._next_epoch()
             self._route = None
-            reason, defect = "the replica ended it", False
+            reason, defect, fault = "the replica ended it", False, True
             try:
                 await self._read(epoch)
             except asyncio.CancelledError:
-                reason = "closed here"
-                if self._stopped or self._task.cancelling():
+                reason, fault = "closed here", False
+                if self._stopped or (self._task is not None and self._task.cancelling()):
                     raise
                 reason = "Serve cancelled it"
             except Exception as error:
                 reason, defect = describe(error), is_defect(error)
+                # No beat came, or frames were lost or unreadable on their way.
+                fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here
                 if defect:
                     logger.exception("channel to %s failed", self.replica)
             finally:
                 was_open = self._route is not None
-                self._end(reason)
+                self._end(reason, fault)
             # A defect may end each channel right after it opens.
             backoff = 0.1 if was_open and not defect else min(2 * backoff, MAX_BACKOFF_S)
             await asyncio.sleep(backoff)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, fault: bool) -> None:
         """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
         if self._generator is not None:
             self._generator.cancel()
@@ -156,23 +212,24 @@ class IngressChannel:
         if route is not None:
             logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
             try:
-                self._events.on_closed(route, reason)
+                self._events.on_closed(route, reason, fault)
             except Exception:  # a defect must not keep the channel from being reopened
                 logger.exception("channel to %s failed while it was closed", self.replica)
 
     async def _read(self, epoch: int) -> None:
         self.state = ChannelState.OPENING
+        self._epoch = epoch
         self._reset()
         self._generator = self._stream.channel.remote(self._cid, epoch, target=self.replica)
         loop = asyncio.get_running_loop()
         watch: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout_at(loop.time() + DEAD_S) as limit:
+            async with asyncio.timeout(None) as limit:
                 watch = loop.create_task(self._watch(epoch, limit))
                 async for data in self._generator:
                     self._on_frame(epoch, wire.unpack_frame(data))
         except TimeoutError:
-            raise TimeoutError(self._end_reason or f"no frame for {DEAD_S:g} s") from None
+            raise TimeoutError(self._end_reason) from None
         finally:
             if watch is not None:
                 watch.cancel()
@@ -183,7 +240,6 @@ class IngressChannel:
                 f"received frame {frame.epoch}/{frame.sequence} instead of {epoch}/{self._frames}"
             )
         self._frames += 1
-        self._last_frame = self._clock()
         if frame.hello is not None:
             self._route = Route(self.replica, epoch)
             self.state = ChannelState.OPEN
@@ -197,14 +253,19 @@ class IngressChannel:
                 self._on_kv(self._route, section)
             if frame.records:
                 self._stale.update(self._events.on_records(self._route, frame.records))
-        if self._frames - self._acknowledged >= FRAMES_PER_BEAT:
-            self._beat_now.set()
+        self._events.on_frame_end(partial(self._on_handled, epoch))
+
+    def _on_handled(self, epoch: int) -> None:
+        """A frame has been handled; perhaps in the thread of whoever did."""
+        if epoch != self._epoch:
+            return
+        self._handled += 1
+        if self._handled - self._acknowledged == FRAMES_PER_BEAT:
+            self._loop.call_soon_threadsafe(self._beat_now.set)
 
     def _on_kv(self, route: Route, section: KvSection) -> None:
         if not self._events.on_kv(route, section):
-            self._needs_snapshot = True
-            if self._clock() >= self._next_resync:
-                self._beat_now.set()
+            self._want_snapshot(route.epoch)
         elif isinstance(section, SnapshotSlice) and section.part + 1 == section.parts:
             self._needs_snapshot = False
 
@@ -221,23 +282,30 @@ class IngressChannel:
         """Send a beat every second, and detect silence."""
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Task[None]] = set()
+        next_beat = self._clock() + BEAT_S
         try:
             while not limit.expired():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._beat_now.wait(), BEAT_S)
-                self._beat_now.clear()
+                    await asyncio.wait_for(self._beat_now.wait(), LOOK_S)
                 if limit.expired():
                     return
-                silent = self._clock() - self._last_frame
-                limit.reschedule(loop.time() + (0.0 if self._end_reason else DEAD_S - silent))
+                silent = self._silence.look(self._frames)
+                if silent >= DEAD_S:
+                    self._end_reason = self._end_reason or f"no frame for {DEAD_S:g} s"
+                if self._end_reason:
+                    limit.reschedule(loop.time())
+                    return
                 self._suspect(silent > SUSPECT_S)
-                if self._route is not None and len(pending) < MAX_BEATS_IN_FLIGHT:
+                due = self._beat_now.is_set() or self._clock() >= next_beat
+                self._beat_now.clear()
+                if due and self._route is not None and len(pending) < MAX_BEATS_IN_FLIGHT:
+                    next_beat = self._clock() + BEAT_S
                     beat = loop.create_task(self._beat(epoch))
                     pending.add(beat)
                     beat.add_done_callback(pending.discard)
         except Exception as error:
             logger.exception("channel to %s failed", self.replica)
-            self._end_reason = describe(error)
+            self._end_reason, self._failed_here = describe(error), True
             limit.reschedule(loop.time())
         finally:
             for task in pending:
@@ -252,7 +320,7 @@ class IngressChannel:
             self._events.on_suspect(self._route, silent)
 
     async def _beat(self, epoch: int) -> None:
-        acknowledged = self._frames
+        acknowledged = self._handled
         stale = sorted(self._stale)[:MAX_STALE]
         self._stale.difference_update(stale)
         self._acknowledged = acknowledged
@@ -275,5 +343,6 @@ class IngressChannel:
                 self._next_resync = 0.0  # the next beat asks again
             return
         if not known:
-            self._end_reason = "the replica does not know this channel"
-            self._beat_now.set()
+            self._unknown += 1
+            if self._unknown > 1:  # else the stream's own end, which says more, is on its way
+                self._fail(epoch, "the replica does not know this channel")

@@ -13,6 +13,7 @@ from app.channel import wire
 from app.channel.channel_set import ChannelSet
 from app.channel.failures import answer_of, describe, is_defect
 from app.channel.kv_feed import KvFeed
+from app.channel.silence import Silence
 from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.scale_from_zero import ReplicaWaiter
@@ -31,7 +32,13 @@ INLINE_TOKENS = 16_384
 """Prompts up to this length are hashed on the event loop, in half a millisecond; longer ones in a thread."""
 
 END_RECORD_S = 5.0
-"""Maximum time between the answer of the call and the end record on the channel, whichever comes first."""
+"""Maximum time between the answer of the call and the end record on the channel, whichever comes first.
+
+It does not count while this process is behind: the record may wait unread.
+"""
+
+LOOK_S = 0.5
+BEHIND_S = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +82,7 @@ class AttemptRunner:
         self._numbers = itertools.count(1)
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
+        self.resubmitted = 0  # attempts that were not their request's first
 
     async def run(self, request: InFlightRequest) -> None:
         """Make attempts until the request has ended."""
@@ -85,6 +93,7 @@ class AttemptRunner:
                 request.block_keys = await self._block_keys(request.request)
             if request.ended:
                 return
+            self.resubmitted += count > 1
             failure = await self._attempt(request, next(self._numbers))
             if failure is not None and not request.ended:
                 if failure.fault:
@@ -195,9 +204,13 @@ class AttemptRunner:
         if "refused" in outcome:
             return AttemptFailure(str(outcome["refused"]), fault=False)
         if not request.ended:
-            await asyncio.wait((interrupted,), timeout=END_RECORD_S)
-            if not request.ended and not request.interrupt.is_set():
-                return AttemptFailure("the end record did not arrive", fault=True)
+            silence, looks = Silence(LOOK_S, asyncio.get_running_loop().time), itertools.count()
+            while not interrupted.done():
+                behind = self._channels.relay.lag_s > BEHIND_S
+                if silence.look(next(looks) if behind else None) >= END_RECORD_S:
+                    # Lost on its way, or dropped here: the engine has done its work.
+                    return AttemptFailure("the end record did not arrive", fault=False)
+                await asyncio.wait((interrupted,), timeout=LOOK_S)
         return None
 
     def _await_late_answer(self, answer: asyncio.Future[Any], response: Any) -> None:

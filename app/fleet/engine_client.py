@@ -12,6 +12,7 @@ from typing import Any
 
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
+from app.channel.channel_thread import ChannelThread
 from app.channel.kv_feed import KvFeed
 from app.channel.wire_sections import KvSection
 from app.fleet.attempts import AttemptRunner
@@ -51,7 +52,8 @@ class EngineClient:
     ``handle`` is the Serve handle of the engine deployment. A request that finds no routable replica for
     ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero`` the deployment may have no
     replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
-    replicas of another one get no requests. If empty, any will do.
+    replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels have a
+    thread of their own, so that a busy loop here silences none of them.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class EngineClient:
         policy: Policy = Policy.PREFIX,
         to_zero: bool = False,
         tokenizer: str = "",
+        own_thread: bool = False,
     ) -> None:
         self._handle = handle
         self._policy = policy
@@ -72,12 +75,15 @@ class EngineClient:
         self._limits = LimitsRecord(unavailable_after_s)
         self._waiter = ReplicaWaiter(handle if to_zero else None)
         self._running: _Running | None = None
+        self._own_thread = own_thread
+        self._thread: ChannelThread | None = None
         self._stopped = False
 
     async def start(self) -> None:
         """Open channels to all replicas, present and future; waits for none. Later calls do nothing."""
         if self._running is None:
-            channels = ChannelSet(self._handle, self)
+            self._thread = ChannelThread() if self._own_thread else None
+            channels = ChannelSet(self._handle, self, self._thread.loop if self._thread is not None else None)
             kv = KvFeed(channels.fleet.ledger, channels.fleet.index)
             channels.fleet.ledger.configure(self._policy)
             attempts = AttemptRunner(
@@ -103,6 +109,8 @@ class EngineClient:
         self._parts.drainer.stop()
         self._waiter.stop()
         await self._running.channels.stop()
+        if self._thread is not None:
+            self._thread.stop()
 
     # ---- requests
 
@@ -199,6 +207,7 @@ class EngineClient:
             "booked_tokens": self._ledger.load(),
             "asleep": self._waiter.asleep(self._parts.channels.num_members),
             "stalled": self._ledger.stalled(),
+            "resubmitted": self._parts.attempts.resubmitted,
             "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
             "foreign": sorted(self._foreign),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
@@ -263,7 +272,6 @@ class EngineClient:
                     record.sequence,
                     record.index,
                 )
-                request.count_fault("tokens were lost in transit")
                 request.interrupt.set()
                 continue
             if record.token_ids:
@@ -291,7 +299,7 @@ class EngineClient:
             self._waiter.notify()
             self._settle()
 
-    def on_closed(self, route: Route, reason: str) -> None:
+    def on_closed(self, route: Route, reason: str, fault: bool) -> None:
         """See ``ChannelEvents``: the attempts that were booked there move."""
         self._parts.kv.close(route)
         known = route.replica in self._parts.channels.known()  # not one that was told to stop
@@ -300,7 +308,7 @@ class EngineClient:
         for attempt in self._ledger.close(route):
             request = self._parts.attempts.running.get(attempt)
             if request is not None and not request.ended:
-                if known:
+                if fault and known:
                     request.count_fault(reason)
                 request.lose_replica(route.replica)
                 logger.info("request %s moves: %s", request.request.request_id, reason)

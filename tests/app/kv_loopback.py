@@ -157,6 +157,9 @@ class KvIngress:
         self.sections.append(section)
         return self.feed.update(route, section)
 
+    def on_frame_end(self, done: Callable[[], None]) -> None:
+        done()
+
     def on_load(self, route: Route, load: LoadReport) -> None:
         self.loads.append(load)
         self.ledger.report(route, load)
@@ -164,7 +167,7 @@ class KvIngress:
     def on_suspect(self, route: Route, suspected: bool) -> None:
         self.ledger.suspect(route.replica, suspected)
 
-    def on_closed(self, route: Route, reason: str) -> None:
+    def on_closed(self, route: Route, reason: str, fault: bool) -> None:
         self.closed.append(reason)
         self.feed.close(route)
         self.ledger.close(route)

@@ -51,8 +51,10 @@ class CountingEngine:
         self.live: dict[str, Request] = {}
         self.made: dict[str, dict[int, int]] = {}  # tokens that each live sequence has
         self.aborted: list[str] = []
+        self.submitted: list[str] = []
 
     def submit(self, request: Request) -> None:
+        self.submitted.append(request.request_id)
         validate(request.token_ids, request.params, self.limits, request.generated_before)
         self.live[request.request_id] = request
         if request.outputs:
@@ -150,8 +152,9 @@ class LoopbackResponse(Awaitable[Any]):
 class LoopbackStream:
     """A streaming response; as with Serve, the replica's generator runs ahead into an unbounded queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, handle: LoopbackHandle) -> None:
         self.queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        self._handle = handle
         self.task: asyncio.Task[Any] | None = None
 
     async def pump(self, stream: AsyncIterator[bytes]) -> None:
@@ -172,6 +175,7 @@ class LoopbackStream:
 
     async def __anext__(self) -> bytes:
         item = await self.queue.get()
+        await self._handle.running.wait()
         if isinstance(item, BaseException):
             raise item
         if item is None:
@@ -195,6 +199,8 @@ class LoopbackHandle:
         self.generate = SimpleNamespace(remote=self._generate)
         self.beat = SimpleNamespace(remote=self._beat)
         self.reset_prefix_cache = SimpleNamespace(remote=self._reset_prefix_cache)
+        self.running = asyncio.Event()  # the ingress's process is not stopped: its frames and beats pass
+        self.running.set()
         for _ in range(replicas):
             self.add()
 
@@ -217,7 +223,7 @@ class LoopbackHandle:
                 replica.engine.step()
 
     def _channel(self, cid: str, epoch: int, *, target: str) -> LoopbackStream:
-        stream, replica = LoopbackStream(), self.replicas[target]
+        stream, replica = LoopbackStream(self), self.replicas[target]
         if replica.dead:
             stream.queue.put_nowait(ConnectionError("the replica is unavailable"))
         else:
@@ -244,6 +250,7 @@ class LoopbackHandle:
         self, cid: str, epoch: int, acknowledged: int, stale: list[int], resync: bool, *, target: str
     ) -> LoopbackResponse:
         async def beat() -> bool:
+            await self.running.wait()
             replica = self.replicas[target]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,27 @@ def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: 
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=60)
     wait_for(cluster.idle, SOON_S, "the engine still computes for nobody")
+
+
+def test_ingress_stopped_for_7_s_resubmits_nothing_and_loses_nothing(
+    cluster: BreakableCluster, undisturbed: list[Outcome]
+) -> None:
+    before = cluster.health()["resubmitted"]
+    channels = cluster.channels()
+
+    def stop_for_a_while() -> None:
+        (pid,) = cluster.ingress_pids()
+        cluster.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(7)
+        finally:
+            cluster.kill(pid, signal.SIGCONT)
+
+    outcomes = asyncio.run(while_streaming(cluster, stop_for_a_while))
+    check_same(outcomes, undisturbed)
+    assert cluster.health()["resubmitted"] == before
+    assert cluster.channels() == channels
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:

@@ -9,8 +9,51 @@ _WIRE = ("app/channel/test_wire.py",)
 _KV = ("app/channel/test_kv_resync.py", "app/channel/test_kv_section.py", "app/channel/test_kv_outbox.py")
 
 _WATCHDOG = ("app/test_watchdog.py",)
+_RELAY = ("app/channel/test_relay.py",)
 
 CHANNEL: list[Fault] = [
+    Fault(
+        "app/channel/channel_hub.py",
+        "            if silent > self._grace_s:",
+        "            if silent > self._lease_s:",
+        _RELAY,
+        "an ingress that was stopped for a while loses its requests",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "        channel.suspended = False\n",
+        "",
+        _RELAY,
+        "a suspended channel never goes on",
+    ),
+    Fault(
+        "app/channel/relay.py",
+        "            if self._clock() >= until and self._waiting and not self._scheduled:",
+        "            if False:",
+        _RELAY,
+        "a backlog of frames keeps the loop from everything else",
+    ),
+    Fault(
+        "app/channel/relay.py",
+        "            self._channels.forget(route, stale)",
+        "            pass",
+        _RELAY,
+        "engines compute for attempts that nobody knows",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "                fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here",
+        "                fault = True",
+        _RELAY,
+        "engines are blamed for beats that the ingress did not send",
+    ),
+    Fault(
+        "app/fleet/attempts.py",
+        "silence.look(next(looks) if behind else None)",
+        "silence.look(None)",
+        _RELAY,
+        "an end record that waits unread is taken for lost",
+    ),
     Fault(
         "app/channel/silence.py",
         "            self.seconds += min(past, self._most)",
@@ -41,8 +84,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/engine_channel.py",
-        "        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED",
-        "        return False",
+        "        return self.suspended or self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED",
+        "        return self.suspended",
         _CHANNEL,
         "frames that nobody reads pile up without bound",
     ),
@@ -83,8 +126,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/channel_hub.py",
-        "            if now - channel.last_beat > self._lease_s:",
-        "            if now - channel.last_frame > self._lease_s:",
+        "            silent = silence.look(channel.beats)",
+        "            silent = silence.look(channel.sequence)",
         _CHANNEL,
         "a lease is renewed by the replica's own frames",
     ),

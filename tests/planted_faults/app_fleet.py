@@ -16,8 +16,8 @@ _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 FLEET: list[Fault] = [
     Fault(
         "app/fleet/engine_client.py",
-        "                if known:\n",
-        "                if True:\n",
+        "                if fault and known:\n",
+        "                if fault:\n",
         _CLIENT,
         "planned stops count as faults",
     ),

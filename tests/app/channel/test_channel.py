@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_client_setting import until
 from loopback import LIMITS, CountingEngine
-from virtual_time import run_virtually
+from virtual_time import loop_time, run_virtually
 
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
@@ -22,29 +22,20 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
-
-
-class Clock:
-    """Time that moves when told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+GRACE_S = 60.0
 
 
 class Setting:
-    """A hub under a clock of its own."""
+    """A hub under the loop's clock."""
 
     def __init__(self, load: EngineLoad | None = None) -> None:
-        self.clock = Clock()
         self.aborted: list[str] = []
         self.hub = ChannelHub(
             wire.Hello(LIMITS),
             self.aborted.append,
-            clock=self.clock,
+            clock=loop_time,
             lease_s=LEASE_S,
+            grace_s=GRACE_S,
             idle_frame_s=0.02,
             load=load,
         )
@@ -149,7 +140,7 @@ def test_load_comes_at_once_to_who_opens_a_channel() -> None:
     busy = replace(idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, num_blocked=3)
 
     async def test(setting: Setting) -> None:
-        # No clock moves: nothing here waits for a beat or a flush, or for a first step.
+        # Nothing here waits for a beat, or for a first step.
         hub = setting.hub
         for epoch, load in ((1, idle), (2, busy)):
             stream = await setting.open(epoch=epoch)
@@ -178,28 +169,49 @@ def test_load_comes_at_once_to_who_opens_a_channel() -> None:
 def test_silence_is_broken_by_empty_frames() -> None:
     async def test(setting: Setting) -> None:
         stream = await setting.open()
-        setting.clock.now = 1.0
         frame = wire.unpack_frame(await anext(stream))
         assert (frame.records, frame.sequence) == ([], 1)
 
     run(test)
 
 
-def test_lease_ends_without_beats_and_aborts_what_runs() -> None:
+def test_a_channel_without_beats_is_suspended_keeps_its_tokens_and_goes_on_with_the_next_beat() -> None:
     async def test(setting: Setting) -> None:
         stream = await setting.open()
         attempt = setting.hub.attach("ingress", 1, 1, "e1")
-        setting.clock.now = LEASE_S - 0.1
+        frames = asyncio.ensure_future(next_records(stream))
+        await asyncio.sleep(LEASE_S - 0.1)
         assert setting.hub.beat("ingress", 1, 0)
-        setting.clock.now = 2 * LEASE_S - 0.2
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(LEASE_S - 0.1)
+        setting.token(1, 0, 10)
+        assert [record.token_ids for record in await frames] == [[10]]
+        await asyncio.sleep(0.2)
+        frames = asyncio.ensure_future(next_records(stream))
+        for index in range(1, 50):
+            await asyncio.sleep(1.0)
+            setting.token(1, index, 10 + index, FinishReason.LENGTH if index == 49 else None)
+        assert await attempt.done == 50
+        assert not frames.done()
+        assert setting.hub.beat("ingress", 1, 0)
+        (record,) = await frames
+        assert (record.index, record.token_ids, record.final) == (1, list(range(11, 60)), True)
         assert setting.aborted == []
-        setting.clock.now = 2 * LEASE_S
-        with pytest.raises(UnknownEpochError, match="no beat for 5 s"):
+
+    run(test)
+
+
+def test_a_channel_whose_ingress_stays_silent_ends_and_aborts_what_runs() -> None:
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        attempt = setting.hub.attach("ingress", 1, 1, "e1")
+        await asyncio.sleep(GRACE_S - 0.1)
+        assert setting.aborted == []
+        with pytest.raises(UnknownEpochError, match="no beat for 60 s"):
             await attempt.done
         assert setting.aborted == ["e1"]
         assert not setting.hub.beat("ingress", 1, 0)
-        assert not any([wire.unpack_frame(frame).records async for frame in stream])
+        with pytest.raises(UnknownEpochError, match="no beat for 60 s"):
+            assert not [wire.unpack_frame(frame).records async for frame in stream]
 
     run(test)
 
@@ -329,7 +341,7 @@ def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) 
 
 
 def test_blocked_property_counts_frames_in_flight() -> None:
-    channel = EngineChannel("c", 1, 0.0, sequence=MAX_UNACKNOWLEDGED - 1)
+    channel = EngineChannel("c", 1, sequence=MAX_UNACKNOWLEDGED - 1)
     assert not channel.blocked
     channel.sequence += 1
     assert channel.blocked

@@ -1,0 +1,134 @@
+"""Takes what the channels report from their thread to the owner's event loop, in its order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from app.channel import wire
+from app.channel.failures import describe
+from app.channel.wire_sections import KvSection
+from app.routing.ledger import Route
+from app.routing.load import LoadReport
+
+SLICE_S = 0.02
+"""The owner's loop does something else after this long."""
+
+logger = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """Whom the events are for; see ``ChannelEvents``. Called on its own event loop."""
+
+    def on_open(self, route: Route, hello: wire.Hello) -> None: ...
+
+    def on_records(self, route: Route, records: list[wire.Record]) -> list[int]: ...
+
+    def on_kv(self, route: Route, section: KvSection) -> bool: ...
+
+    def on_load(self, route: Route, load: LoadReport) -> None: ...
+
+    def on_suspect(self, route: Route, suspected: bool) -> None: ...
+
+    def on_closed(self, route: Route, reason: str, fault: bool) -> None: ...
+
+
+class Channels(Protocol):
+    """What the relay tells the channels after the owner's answer. Called on the owner's loop."""
+
+    def forget(self, route: Route, attempts: list[int]) -> None:
+        """The owner does not know these attempts: the engine is to abort them."""
+
+    def resync(self, route: Route) -> None:
+        """KV events are missing: the engine is to send a snapshot."""
+
+    def fail(self, route: Route, reason: str) -> None:
+        """The owner has failed to handle an event: the channel must end."""
+
+
+class Relay:
+    """Implements ``ChannelEvents`` for all channels of a process; its calls return at once.
+
+    The owner handles all that has gathered, as many events at a time as ``SLICE_S`` allows.
+    """
+
+    def __init__(self, owner: Owner, channels: Channels) -> None:
+        self._owner = owner
+        self._channels = channels
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
+        self._waiting: deque[tuple[float, Route | None, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._scheduled = False
+
+    @property
+    def lag_s(self) -> float:
+        """For how long the oldest event has waited for the owner; 0 if none waits."""
+        try:
+            return max(self._clock() - self._waiting[0][0], 0.0)
+        except IndexError:
+            return 0.0
+
+    # ---- ChannelEvents, on the channels' thread
+
+    def on_open(self, route: Route, hello: wire.Hello) -> None:
+        self._put(route, self._owner.on_open, route, hello)
+
+    def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
+        self._put(route, self._records, route, records)
+        return []
+
+    def on_kv(self, route: Route, section: KvSection) -> bool:
+        self._put(route, self._kv, route, section)
+        return True
+
+    def on_load(self, route: Route, load: LoadReport) -> None:
+        self._put(route, self._owner.on_load, route, load)
+
+    def on_suspect(self, route: Route, suspected: bool) -> None:
+        self._put(route, self._owner.on_suspect, route, suspected)
+
+    def on_closed(self, route: Route, reason: str, fault: bool) -> None:
+        self._put(None, self._owner.on_closed, route, reason, fault)
+
+    def on_frame_end(self, done: Callable[[], None]) -> None:
+        self._put(None, done)
+
+    def _put(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:
+        self._waiting.append((self._clock(), route, call, arguments))
+        # Whoever clears the flag looks at the queue afterwards, so that nothing stays there.
+        if not self._scheduled:
+            self._scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending
+                self._loop.call_soon_threadsafe(self._drain, context=contextvars.Context())
+
+    # ---- on the owner's loop
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        until = self._clock() + SLICE_S
+        while self._waiting:
+            _, route, call, arguments = self._waiting.popleft()
+            try:
+                call(*arguments)
+            except Exception as error:  # a defect must not end what all channels need
+                logger.exception("an event of a channel could not be handled")
+                if route is not None:
+                    self._channels.fail(route, describe(error))
+            if self._clock() >= until and self._waiting and not self._scheduled:
+                self._scheduled = True
+                self._loop.call_soon(self._drain)
+                return
+
+    def _records(self, route: Route, records: list[wire.Record]) -> None:
+        stale = self._owner.on_records(route, records)
+        if stale:
+            self._channels.forget(route, stale)
+
+    def _kv(self, route: Route, section: KvSection) -> None:
+        if not self._owner.on_kv(route, section):
+            self._channels.resync(route)
