@@ -5,7 +5,6 @@ Names are imported at first use, so that ``import engine`` is light and loads no
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
     from engine.engine_thread import EngineThread
     from engine.llm import LLM, RequestResult, SequenceResult
     from engine.sampling_params import SamplingParams
-
-# Read when torch is loaded. Its OpenMP threads would spin for milliseconds after each of the few operations
-# that it runs beside the kernels, on the cores that the kernels' own threads need.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __all__ = ["LLM", "Engine", "EngineConfig", "EngineThread", "RequestResult", "SamplingParams", "SequenceResult"]
 

@@ -8,6 +8,7 @@ from kernels.interface import (
     Kernels,
     PackedLinear,
     QKNorm,
+    Recording,
     kv_pool_shape,
 )
 from kernels.registry import available, get_kernels
@@ -20,6 +21,7 @@ __all__ = [
     "Kernels",
     "PackedLinear",
     "QKNorm",
+    "Recording",
     "available",
     "get_kernels",
     "kv_pool_shape",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,13 +83,53 @@ class PackedLinear(ABC):
     out_features: int
 
 
+class Recording(ABC):
+    """What one run asked of the device, to be done again with new contents of the same tensors."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Do it all again; results lie where those of the recorded run lay. Raises ``MemoryError``."""
+
+
 class Kernels(ABC):
     """What the decoder needs from a device.
 
     All tensors are on that device. They share one float dtype except where an operation says otherwise.
+    Operations with a body here are written in torch; an implementation may have faster ones.
     """
 
     name: str
+    own_threads = False
+    """Whether nothing that takes long runs on torch's threads."""
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
+        """Call ``run`` and return its result and a recording of it, or ``None`` where there can be none.
+
+        ``run`` takes its input from tensors that stay where they are, and uses these operations alone. Replayed
+        work computes the same bits. The result is overwritten by the next replay of any recording.
+        """
+        return run(), None
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
+        """``[T], [V, H] -> [T, H]``: rows of ``table``, times ``scale`` if there is one, rounded."""
+        rows = table[token_ids]
+        return rows if scale is None else rows * scale
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """``x[rows]``: a copy."""
+        return x[rows]
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual += x`` in place; returns ``residual``."""
+        return residual.add_(x)
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """``x = rms_norm(x)``; rows of ``x`` may be strided."""
+        x.copy_(self.rms_norm(x, weight, eps))
+
+    def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """:meth:`linear` with a result in float32 that was rounded to ``x.dtype``."""
+        return self.linear(x, packed).float()
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:

@@ -21,6 +21,7 @@ class Batch:
     token_ids: Tensor  # int64 [T]
     metadata: AttentionMetadata
     sample_rows: Tensor  # int64 [S], row of the last token of each chunk that samples, in chunk order
+    decodes: bool  # every chunk is one token and samples
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
@@ -60,7 +61,8 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         max_query_len=int(lengths.max(initial=0)),
         max_context_len=int(ends.max(initial=0)),
     )
-    return Batch(_tensor(token_ids, device), metadata, _tensor(query_start[1:][samples] - 1, device))
+    decodes = bool(samples.all()) and total == len(chunks) > 0
+    return Batch(_tensor(token_ids, device), metadata, _tensor(query_start[1:][samples] - 1, device), decodes)
 
 
 def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:

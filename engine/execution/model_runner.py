@@ -15,6 +15,7 @@ from engine.capacity import kv_bytes_per_token
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.batch import build_batch
+from engine.execution.recorded_steps import RecordedSteps
 from engine.execution.sampler import Sampler, SampleRow
 from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, plan_pool
@@ -63,6 +64,8 @@ class ModelRunner:
                 f"the model in {folder} does not fit the memory of {self.device}: {format_bytes(free)} of "
                 f"{format_bytes(total)} are free; choose a smaller model or dtype, or another device"
             ) from error
+        if self.device.type == "cpu" and kernels.own_threads:
+            torch.set_num_threads(1)  # its few small operations are not worth a second pool on the same cores
         self.model: ModelConfig = self.decoder.config
         self.dtype: torch.dtype = self.decoder.dtype
         self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
@@ -84,6 +87,12 @@ class ModelRunner:
             self.dtype,
             self.device,
             self.memory.host_blocks,
+        )
+        self._steps = RecordedSteps(
+            self.decoder,
+            self.kv_cache.pool,
+            min(config.max_num_seqs, config.token_budget or config.max_num_seqs),
+            -(-self.max_model_len // config.block_size),
         )
         self.sampler = Sampler()
         self.eos_token_ids = self.model.eos_token_ids
@@ -134,7 +143,7 @@ class ModelRunner:
         """
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
-        logits = self.decoder.forward(batch.token_ids, self.kv_cache.pool, batch.metadata, batch.sample_rows)
+        logits = self._steps.forward(batch)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sampling:
             return []

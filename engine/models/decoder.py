@@ -123,9 +123,7 @@ class Decoder:
             a soft cap on them is in float32.
         """
         kernels, eps, activation = self.kernels, self.config.rms_norm_eps, self.config.activation
-        residual = self.embedding[token_ids]
-        if self.embedding_scale is not None:
-            residual = residual * self.embedding_scale
+        residual = kernels.embed(token_ids, self.embedding, self.embedding_scale)
         first = self.layers[0].before_attention
         x = residual if first is None else kernels.rms_norm(residual, first, eps)
         last = len(self.layers) - 1
@@ -143,7 +141,8 @@ class Decoder:
             attended = kernels.attention(q, kv_layer, metadata, layer.attention_options).flatten(1)
             if index == last:
                 # All keys and values are written, so only the sampled rows need what follows.
-                attended, residual = attended[sample_rows], residual[sample_rows]
+                attended = kernels.take_rows(attended, sample_rows)
+                residual = kernels.take_rows(residual, sample_rows)
             x = kernels.linear(attended, layer.out)
             if layer.after_attention is not None:
                 x = kernels.rms_norm(x, layer.after_attention, eps)
@@ -156,7 +155,7 @@ class Decoder:
             x = self._add(x, residual, next_norm)
         if not sample_rows.numel():
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
-        logits = kernels.linear(x, self.head).float()
+        logits = kernels.logits(x, self.head)
         cap = self.config.logit_soft_cap
         return logits if cap is None else kernels.soft_cap(logits, cap)
 
@@ -164,13 +163,13 @@ class Decoder:
         """Norm all heads of a query together, and all of a key, in place."""
         q_dim, kv_dim = norm.q_weight.numel(), norm.k_weight.numel()
         q, k = qkv[:, :q_dim], qkv[:, q_dim : q_dim + kv_dim]
-        q.copy_(self.kernels.rms_norm(q, norm.q_weight, norm.eps))
-        k.copy_(self.kernels.rms_norm(k, norm.k_weight, norm.eps))
+        self.kernels.norm_in_place(q, norm.q_weight, norm.eps)
+        self.kernels.norm_in_place(k, norm.k_weight, norm.eps)
 
     def _add(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> Tensor:
         """``residual += x`` in place; returns its norm, or the residual itself where there is no norm."""
         if norm is None:
-            return residual.add_(x)
+            return self.kernels.add(x, residual)
         return self.kernels.add_rms_norm(x, residual, norm, self.config.rms_norm_eps)
 
 

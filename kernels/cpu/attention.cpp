@@ -11,6 +11,7 @@
 
 #include "attention_bf16.h"
 #include "attention_tile.h"
+#include "functions.h"
 #include "pool.h"
 
 namespace quire {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "functions.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -56,10 +57,42 @@ static void norm_row(const T* x, const W* weight, T* y, int64_t size, float eps)
 }
 
 template <class T, class W>
-static void rms_norm(const T* x, int64_t x_stride, const W* weight, T* y, int64_t rows, int64_t size, float eps,
-                     int num_threads) {
+static void rms_norm(const T* x, int64_t x_stride, const W* weight, T* y, int64_t y_stride, int64_t rows, int64_t size,
+                     float eps, int num_threads) {
     for_rows(rows, threads_for(rows * size, num_threads),
-             [=](int64_t r) { norm_row(x + r * x_stride, weight, y + r * size, size, eps); });
+             [=](int64_t r) { norm_row(x + r * x_stride, weight, y + r * y_stride, size, eps); });
+}
+
+// onto += from
+template <class T>
+static void add_row(const T* from, T* onto, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
+        store_some(onto + i, load_some(onto + i, n) + load_some(from + i, n), n);
+    }
+}
+
+template <class T>
+static void add(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, int64_t rows, int64_t size,
+                int num_threads) {
+    for_rows(rows, threads_for(rows * size, num_threads),
+             [=](int64_t r) { add_row(x + r * x_stride, residual + r * residual_stride, size); });
+}
+
+template <class T>
+static void take_rows(const T* x, int64_t x_stride, const int64_t* rows, T* y, int64_t count, int64_t size, float scale,
+                      int num_threads) {
+    for_rows(count, threads_for(count * size, num_threads), [=](int64_t r) {
+        const T* from = x + rows[r] * x_stride;
+        if (scale == 1.0f) {
+            std::memcpy(y + r * size, from, size * sizeof(T));
+            return;
+        }
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
+            store_some(y + r * size + i, load_some(from + i, n) * splat(scale), n);
+        }
+    });
 }
 
 template <class T, class W>
@@ -68,10 +101,7 @@ static void add_rms_norm(const T* x, int64_t x_stride, T* residual, int64_t resi
     for_rows(rows, threads_for(rows * size, num_threads), [=](int64_t r) {
         const T* from = x + r * x_stride;
         T* onto = residual + r * residual_stride;
-        for (int64_t i = 0; i < size; i += LANES) {
-            const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
-            store_some(onto + i, load_some(onto + i, n) + load_some(from + i, n), n);
-        }
+        add_row(from, onto, size);
         norm_row(onto, weight, y + r * size, size, eps);
     });
 }
@@ -99,15 +129,19 @@ static void activate_mul(const T* gate_up, int64_t stride, T* y, int64_t rows, i
     });
 }
 
-static void cap_all(float* x, int64_t size, float cap, int num_threads) {
+// body(i, n) for vectors of n elements from i on that cover 0 .. size.
+template <class Body>
+static void for_vectors(int64_t size, int num_threads, const Body& body) {
     constexpr int64_t PART = 1 << 14;
     for_rows((size + PART - 1) / PART, threads_for(size, num_threads), [=](int64_t part) {
         const int64_t end = size < (part + 1) * PART ? size : (part + 1) * PART;
-        for (int64_t i = part * PART; i < end; i += LANES) {
-            const int n = end - i < LANES ? static_cast<int>(end - i) : LANES;
-            store_some(x + i, soft_cap(load_some(x + i, n), cap), n);
-        }
+        for (int64_t i = part * PART; i < end; i += LANES)
+            body(i, end - i < LANES ? static_cast<int>(end - i) : LANES);
     });
+}
+
+static void cap_all(float* x, int64_t size, float cap, int num_threads) {
+    for_vectors(size, num_threads, [=](int64_t i, int n) { store_some(x + i, soft_cap(load_some(x + i, n), cap), n); });
 }
 
 struct Rope {
@@ -186,11 +220,12 @@ using namespace quire;
 
 extern "C" {
 
+// y may be x.
 void quire_rms_norm(int dtype, const void* x, int64_t x_stride, int weight_dtype, const void* weight, void* y,
-                    int64_t rows, int64_t size, float eps, int num_threads) {
+                    int64_t y_stride, int64_t rows, int64_t size, float eps, int num_threads) {
     QUIRE_FOR_DTYPE_AND_WEIGHT(dtype, weight_dtype,
                                rms_norm(static_cast<const T*>(x), x_stride, static_cast<const W*>(weight),
-                                        static_cast<T*>(y), rows, size, eps, num_threads))
+                                        static_cast<T*>(y), y_stride, rows, size, eps, num_threads))
 }
 
 void quire_add_rms_norm(int dtype, const void* x, int64_t x_stride, void* residual, int64_t residual_stride,
@@ -215,6 +250,27 @@ void quire_activate_mul(int dtype, int activation, const void* gate_up, int64_t 
         case 1: return run(GeluTanh{});
         default: std::abort();  // no caller has another one; wrong numbers would be worse
     }
+}
+
+// residual += x
+void quire_add(int dtype, const void* x, int64_t x_stride, void* residual, int64_t residual_stride, int64_t rows,
+               int64_t size, int num_threads) {
+    QUIRE_FOR_DTYPE(dtype, add(static_cast<const T*>(x), x_stride, static_cast<T*>(residual), residual_stride, rows,
+                               size, num_threads))
+}
+
+// y [count, size] (dense) = the rows of x called `rows`, times `scale`, which is exact if it is 1.
+void quire_take_rows(int dtype, const void* x, int64_t x_stride, const int64_t* rows, void* y, int64_t count,
+                     int64_t size, float scale, int num_threads) {
+    QUIRE_FOR_DTYPE(dtype, take_rows(static_cast<const T*>(x), x_stride, rows, static_cast<T*>(y), count, size,
+                                     scale, num_threads))
+}
+
+void quire_widen(int dtype, const void* x, float* y, int64_t size, int num_threads) {
+    QUIRE_FOR_DTYPE(dtype, {
+        const T* from = static_cast<const T*>(x);
+        for_vectors(size, num_threads, [=](int64_t i, int n) { store_some(y + i, load_some(from + i, n), n); });
+    })
 }
 
 void quire_soft_cap(float* x, int64_t size, float cap, int num_threads) { cap_all(x, size, cap, num_threads); }

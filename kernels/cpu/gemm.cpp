@@ -16,6 +16,7 @@
 #include <new>
 #include <utility>
 
+#include "functions.h"
 #include "gemm_bf16.h"
 #include "gemm_vec.h"
 #include "pool.h"
@@ -360,9 +361,10 @@ int64_t quire_linear_width() { return quire_gemm::kWidth; }
 // Whether bfloat16 is multiplied in hardware: two k at a time, so K is padded to an even number.
 int quire_linear_bf16_in_pairs() { return quire_gemm::kPairs; }
 
-// Packs w [N, K] (`stride` elements from row to row) into `weight->panels`: padded N * K elements.
-void quire_linear_pack(const quire_gemm::PackedWeight* weight, const void* w, int64_t stride, int threads) {
+// Packs w [N, K] (`stride` elements from row to row) into its `panels`: padded N * K elements.
+void quire_linear_pack(const void* packed, const void* w, int64_t stride, int threads) {
   using namespace quire_gemm;
+  const PackedWeight* weight = static_cast<const PackedWeight*>(packed);
   switch (weight->dtype) {
     case 0:
 #if defined(QUIRE_BF16_PRODUCTS)
@@ -377,9 +379,9 @@ void quire_linear_pack(const quire_gemm::PackedWeight* weight, const void* w, in
 
 // y [rows, N] (dense) = x [rows, K] (`x_stride` elements from row to row) times the packed weight, plus its bias.
 // Returns 1 where memory ran out, else 0.
-int quire_linear(const quire_gemm::PackedWeight* weight, const void* x, int64_t x_stride, int64_t rows, void* y,
-                 int threads) {
+int quire_linear(const void* packed, const void* x, int64_t x_stride, int64_t rows, void* y, int threads) {
   using namespace quire_gemm;
+  const PackedWeight* weight = static_cast<const PackedWeight*>(packed);
   return quire::status_of([&] {
     switch (weight->dtype) {
       case 0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import load_library
-from kernels.cpu.linear import DTYPE_CODES, linear, pack_linear
+from kernels.cpu.calls import Calls
+from kernels.cpu.linear import DTYPE_CODES, linear, pack_linear, prefers_onednn
 from kernels.interface import (
     Activation,
     AttentionMetadata,
@@ -17,35 +17,10 @@ from kernels.interface import (
     Kernels,
     PackedLinear,
     QKNorm,
+    Recording,
 )
 
-_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-
 _ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
-
-# Argument types by C function, in groups: tensor or shape, ..., threads. The sources say what each one means.
-_SIGNATURES: dict[str, list[type]] = {
-    "quire_rms_norm": [
-        *(_INT, _POINTER, _LONG, _INT, _POINTER, _POINTER),
-        *(_LONG, _LONG, _FLOAT, _INT),
-    ],
-    "quire_add_rms_norm": [
-        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _POINTER),
-        *(_LONG, _LONG, _FLOAT, _INT),
-    ],
-    "quire_activate_mul": [_INT, _INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT],
-    "quire_soft_cap": [_POINTER, _LONG, _FLOAT, _INT],
-    "quire_rope_and_write_kv": [
-        *(_INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),
-        *(_POINTER, _POINTER, _POINTER, _LONG),
-        *(_POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER, _FLOAT, _INT),
-    ],
-    "quire_attention": [
-        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER),
-        *(_POINTER, _POINTER, _POINTER, _LONG, _LONG),
-        *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _FLOAT, _INT),
-    ],
-}
 
 
 class CpuKernels(Kernels):
@@ -64,38 +39,72 @@ class CpuKernels(Kernels):
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads} but must be at least 1")
         self.num_threads = num_threads
-        self._library = load_library()
-        for name, types in _SIGNATURES.items():
-            function = getattr(self._library, name)
-            function.argtypes = types
-            function.restype = None
-        self._rms_norm = self._library.quire_rms_norm
-        self._add_rms_norm = self._library.quire_add_rms_norm
-        self._activate_mul = self._library.quire_activate_mul
-        self._soft_cap = self._library.quire_soft_cap
-        self._rope_and_write_kv = self._library.quire_rope_and_write_kv
-        self._attention = self._library.quire_attention
-        self._attention.restype = _INT
+        self.own_threads = not prefers_onednn(torch.bfloat16)
+        self._calls = Calls()
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
+        return self._calls.record(run)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return pack_linear(self._library, weight, bias, self.num_threads)
+        return pack_linear(self._calls, weight, bias, self.num_threads)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        return linear(self._library, x, packed, self.num_threads)
+        return linear(self._calls, x, packed, self.num_threads)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, size = x.shape
-        y = torch.empty((rows, size), dtype=x.dtype)
-        self._rms_norm(
-            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0)),
-            *(DTYPE_CODES[weight.dtype], weight.data_ptr(), y.data_ptr(), rows, size, eps, self.num_threads),
+    def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        y = self.linear(x, packed)
+        if y.dtype == torch.float32:
+            return y
+        wide = self._calls.empty("logits", tuple(y.shape), torch.float32)
+        self._calls(
+            "quire_widen", DTYPE_CODES[y.dtype], y.data_ptr(), wide.data_ptr(), y.numel(), self.num_threads
+        )
+        return wide
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
+        return self._take(table, token_ids, 1.0 if scale is None else scale)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self._take(x, rows, 1.0)
+
+    def _take(self, x: Tensor, rows: Tensor, scale: float) -> Tensor:
+        count, size = rows.shape[0], x.shape[1]
+        y = self._calls.empty("rows", (count, size), x.dtype, kept_for_all=True)
+        self._calls(
+            "quire_take_rows",
+            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), rows.data_ptr(), y.data_ptr(), count, size),
+            *(scale, self.num_threads),
         )
         return y
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        self._calls(
+            "quire_add",
+            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
+            *(*x.shape, self.num_threads),
+        )
+        return residual
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = self._calls.empty("norm", tuple(x.shape), x.dtype)
+        self._norm(x, weight, y, eps)
+        return y
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        self._norm(x, weight, x, eps)
+
+    def _norm(self, x: Tensor, weight: Tensor, y: Tensor, eps: float) -> None:
+        self._calls(
+            "quire_rms_norm",
+            *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), DTYPE_CODES[weight.dtype], weight.data_ptr()),
+            *(y.data_ptr(), y.stride(0), *x.shape, eps, self.num_threads),
+        )
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape
-        y = torch.empty((rows, size), dtype=x.dtype)
-        self._add_rms_norm(
+        y = self._calls.empty("norm", (rows, size), x.dtype)
+        self._calls(
+            "quire_add_rms_norm",
             *(DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0)),
             *(DTYPE_CODES[weight.dtype], weight.data_ptr(), y.data_ptr(), rows, size, eps, self.num_threads),
         )
@@ -103,15 +112,16 @@ class CpuKernels(Kernels):
 
     def activate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, columns = gate_up.shape
-        y = torch.empty((rows, columns // 2), dtype=gate_up.dtype)
-        self._activate_mul(
+        y = self._calls.empty("activated", (rows, columns // 2), gate_up.dtype)
+        self._calls(
+            "quire_activate_mul",
             *(DTYPE_CODES[gate_up.dtype], _ACTIVATION_CODES[activation]),
             *(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, columns // 2, self.num_threads),
         )
         return y
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        self._soft_cap(x.data_ptr(), x.numel(), cap, self.num_threads)
+        self._calls("quire_soft_cap", x.data_ptr(), x.numel(), cap, self.num_threads)
         return x
 
     def rope_and_write_kv(
@@ -129,7 +139,8 @@ class CpuKernels(Kernels):
         if qk_norm is not None:
             weight_dtype, eps = qk_norm.q_weight.dtype, qk_norm.eps
             q_weight, k_weight = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr()
-        self._rope_and_write_kv(
+        self._calls(
+            "quire_rope_and_write_kv",
             *(DTYPE_CODES[qkv.dtype], qkv.data_ptr(), row_stride, rows),
             *(layout.num_heads, layout.num_kv_heads, layout.head_dim),
             *(metadata.positions.data_ptr(), metadata.slot_mapping.data_ptr()),
@@ -145,11 +156,12 @@ class CpuKernels(Kernels):
         self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
         shape = q.shape
-        out = torch.empty(shape, dtype=q.dtype)
+        out = self._calls.empty("attended", tuple(shape), q.dtype)
         block_stride, value_offset, *_ = kv_layer.stride()
         _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
         tables = metadata.block_tables
-        failed = self._attention(
+        failed = self._calls(
+            "quire_attention",
             *(
                 DTYPE_CODES[q.dtype],
                 q.data_ptr(),

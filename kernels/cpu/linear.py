@@ -17,6 +17,7 @@ import logging
 import torch
 from torch import Tensor
 
+from kernels.cpu.calls import Calls
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -45,16 +46,16 @@ class PanelLinear(PackedLinear):
 
     __slots__ = ("_bias", "_buffer", "_descriptor", "address", "dtype", "in_features", "out_features")
 
-    def __init__(self, lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threads: int) -> None:
+    def __init__(self, calls: Calls, weight: Tensor, bias: Tensor | None, num_threads: int) -> None:
         weight = weight.detach()
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        width: int = lib.quire_linear_width()
+        width: int = calls("quire_linear_width")
         columns = -(-self.out_features // width) * width
         depth = self.in_features
-        if self.dtype == torch.bfloat16 and lib.quire_linear_bf16_in_pairs():
+        if self.dtype == torch.bfloat16 and calls("quire_linear_bf16_in_pairs"):
             depth += depth % 2  # two neighbors of k lie together
         self._buffer = torch.empty(columns * depth * weight.itemsize + _ALIGNMENT, dtype=torch.uint8)
         self._bias: Tensor | None = None
@@ -69,7 +70,7 @@ class PanelLinear(PackedLinear):
             DTYPE_CODES[self.dtype],
         )
         self.address = ctypes.addressof(self._descriptor)
-        lib.quire_linear_pack(self.address, weight.data_ptr(), weight.stride(0), num_threads)
+        calls("quire_linear_pack", self.address, weight.data_ptr(), weight.stride(0), num_threads)
 
 
 class OneDnnLinear(PackedLinear):
@@ -126,7 +127,7 @@ def try_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear | None:
     return packed
 
 
-def pack_linear(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threads: int) -> PackedLinear:
+def pack_linear(calls: Calls, weight: Tensor, bias: Tensor | None, num_threads: int) -> PackedLinear:
     """Pack ``weight`` ``[N, K]`` and ``bias`` ``[N]`` for :func:`linear`; neither is kept.
 
     Raises ``ValueError`` for a weight that is not two-dimensional, a dtype other than bf16, fp16 and fp32, or a
@@ -140,11 +141,10 @@ def pack_linear(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threa
         raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
     if weight.numel() and prefers_onednn(weight.dtype) and (packed := try_onednn(weight, bias)) is not None:
         return packed
-    _declare(lib)
-    return PanelLinear(lib, weight, bias, num_threads)
+    return PanelLinear(calls, weight, bias, num_threads)
 
 
-def linear(lib: ctypes.CDLL, x: Tensor, packed: PackedLinear, num_threads: int) -> Tensor:
+def linear(calls: Calls, x: Tensor, packed: PackedLinear, num_threads: int) -> Tensor:
     """``[T, K] -> [T, N]``: ``x @ weight.T + bias``, accumulated in float32, in ``x.dtype``, dense.
 
     Rows of ``x`` may be strided. Raises ``ValueError`` for an ``x`` of another dtype or width than the weight,
@@ -158,22 +158,12 @@ def linear(lib: ctypes.CDLL, x: Tensor, packed: PackedLinear, num_threads: int) 
             f"x is {x.dtype} with {depth} columns, but the weight is {packed.dtype} with {packed.in_features}"
         )
     if isinstance(packed, OneDnnLinear):
+        calls.give_up()
         return packed(x)
     if x.stride(1) != 1:
+        calls.give_up()
         x = x.contiguous()
-    y = torch.empty((rows, packed.out_features), dtype=packed.dtype)
-    if lib.quire_linear(packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads):
+    y = calls.empty("product", (rows, packed.out_features), packed.dtype)
+    if calls("quire_linear", packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads):
         raise MemoryError(f"no memory for the product of {rows} rows of {depth}")
     return y
-
-
-def _declare(lib: ctypes.CDLL) -> None:
-    pointer, long = ctypes.c_void_p, ctypes.c_int64
-    lib.quire_linear_width.argtypes = []
-    lib.quire_linear_width.restype = long
-    lib.quire_linear_bf16_in_pairs.argtypes = []
-    lib.quire_linear_bf16_in_pairs.restype = ctypes.c_int
-    lib.quire_linear_pack.argtypes = [pointer, pointer, long, ctypes.c_int]
-    lib.quire_linear_pack.restype = None
-    lib.quire_linear.argtypes = [pointer, pointer, long, long, pointer, ctypes.c_int]
-    lib.quire_linear.restype = ctypes.c_int

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import load_library
+from kernels.cpu.calls import Calls
 from kernels.cpu.linear import OneDnnLinear, PanelLinear, linear, pack_linear, prefers_onednn, try_onednn
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 
@@ -21,18 +19,17 @@ TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.
 
 
 @pytest.fixture(scope="module")
-def lib() -> ctypes.CDLL:
-    return load_library()
+def calls() -> Calls:
+    return Calls()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def panels(lib: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> PanelLinear:
+def panels(calls: Calls, weight: Tensor, bias: Tensor | None = None) -> PanelLinear:
     """Packed for our kernel, whatever this CPU would prefer for the dtype."""
-    pack_linear(lib, weight.float(), None, 1)  # declares the library's functions
-    return PanelLinear(lib, weight, bias, 2)
+    return PanelLinear(calls, weight, bias, 2)
 
 
 def assert_right(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -49,24 +46,24 @@ def assert_right(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_close_to_float64(lib: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_close_to_float64(calls: Calls, shape: tuple[int, int], dtype: torch.dtype) -> None:
     out_features, in_features = shape
     weight = random(out_features, in_features, dtype=dtype)
     bias = random(out_features, dtype=dtype, seed=1)
-    plain, biased = panels(lib, weight), panels(lib, weight, bias)
+    plain, biased = panels(calls, weight), panels(calls, weight, bias)
     for rows in ROWS:
         x = random(rows, in_features, dtype=dtype, seed=2 + rows)
-        assert_right(linear(lib, x, plain, 2), x, weight, None)
-        assert_right(linear(lib, x, biased, 2), x, weight, bias)
+        assert_right(linear(calls, x, plain, 2), x, weight, None)
+        assert_right(linear(calls, x, biased, 2), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-def test_chosen_packing_is_right(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_chosen_packing_is_right(calls: Calls, dtype: torch.dtype) -> None:
     weight, bias = random(70, 83, dtype=dtype), random(70, dtype=dtype, seed=1)
-    packed = pack_linear(lib, weight, bias, 2)
+    packed = pack_linear(calls, weight, bias, 2)
     for rows in (0, 1, 3, 4, 33):
         x = random(rows, 83, dtype=dtype, seed=rows)
-        y = linear(lib, x, packed, 2).double()
+        y = linear(calls, x, packed, 2).double()
         exact = x.double() @ weight.double().T + bias.double()
         torch.testing.assert_close(
             y, exact, rtol=2 * TOLERANCE[dtype], atol=1e-2 if dtype != torch.float32 else 1e-4
@@ -74,102 +71,104 @@ def test_chosen_packing_is_right(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-def test_bits_of_a_row_depend_on_that_row_alone(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
-    packed = panels(lib, random(131, 601, dtype=dtype), random(131, dtype=dtype, seed=1))
+def test_bits_of_a_row_depend_on_that_row_alone(calls: Calls, dtype: torch.dtype) -> None:
+    packed = panels(calls, random(131, 601, dtype=dtype), random(131, dtype=dtype, seed=1))
     x = random(70, 601, dtype=dtype, seed=2)
-    alone = torch.cat([linear(lib, x[i : i + 1], packed, 1) for i in range(70)])
+    alone = torch.cat([linear(calls, x[i : i + 1], packed, 1) for i in range(70)])
     for threads in (1, 2):
         for rows in range(1, 71):
-            assert torch.equal(linear(lib, x[:rows], packed, threads), alone[:rows]), (rows, threads)
+            assert torch.equal(linear(calls, x[:rows], packed, threads), alone[:rows]), (rows, threads)
         for first in range(1, 70, 5):
-            assert torch.equal(linear(lib, x[first:], packed, threads), alone[first:]), (first, threads)
+            assert torch.equal(linear(calls, x[first:], packed, threads), alone[first:]), (first, threads)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-def test_bits_hold_over_many_row_blocks(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
-    packed = panels(lib, random(40, 65, dtype=dtype))
+def test_bits_hold_over_many_row_blocks(calls: Calls, dtype: torch.dtype) -> None:
+    packed = panels(calls, random(40, 65, dtype=dtype))
     x = random(1801, 65, dtype=dtype, seed=1)
-    y = linear(lib, x, packed, 2)
+    y = linear(calls, x, packed, 2)
     for i in (0, 1, 95, 96, 97, 383, 384, 600, 767, 768, 1799, 1800):
-        assert torch.equal(linear(lib, x[i : i + 1], packed, 1), y[i : i + 1])
+        assert torch.equal(linear(calls, x[i : i + 1], packed, 1), y[i : i + 1])
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-def test_bits_of_a_column_depend_on_its_weight_row_alone(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_bits_of_a_column_depend_on_its_weight_row_alone(calls: Calls, dtype: torch.dtype) -> None:
     weight, x = random(75, 300, dtype=dtype), random(9, 300, dtype=dtype, seed=1)
-    whole = linear(lib, x, panels(lib, weight), 2)
+    whole = linear(calls, x, panels(calls, weight), 2)
     for first, last in ((0, 1), (3, 20), (17, 75), (74, 75)):
-        part = linear(lib, x, panels(lib, weight[first:last]), 2)
+        part = linear(calls, x, panels(calls, weight[first:last]), 2)
         assert torch.equal(part, whole[:, first:last])
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-def test_strided_rows_and_weights(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_strided_rows_and_weights(calls: Calls, dtype: torch.dtype) -> None:
     wide_x, wide_weight = random(9, 100, dtype=dtype), random(40, 90, dtype=dtype, seed=1)
     x, weight = wide_x[:, 7:64], wide_weight[:, 3:60]
-    dense = linear(lib, x.contiguous(), panels(lib, weight.contiguous()), 2)
-    assert torch.equal(linear(lib, x, panels(lib, weight), 2), dense)
+    dense = linear(calls, x.contiguous(), panels(calls, weight.contiguous()), 2)
+    assert torch.equal(linear(calls, x, panels(calls, weight), 2), dense)
     columns_first = x.T.contiguous().T
-    assert torch.equal(linear(lib, columns_first, panels(lib, weight.T.contiguous().T), 2), dense)
-    every_other = linear(lib, x[::2], panels(lib, weight), 2)
+    assert torch.equal(linear(calls, columns_first, panels(calls, weight.T.contiguous().T), 2), dense)
+    every_other = linear(calls, x[::2], panels(calls, weight), 2)
     assert torch.equal(every_other, dense[::2])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_value_survives_widening_and_rounding(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_every_value_survives_widening_and_rounding(calls: Calls, dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     one = torch.ones(1, 1, dtype=dtype)
-    as_x = linear(lib, every[:, None], panels(lib, one), 2)[:, 0]
-    as_weight = linear(lib, one, panels(lib, every[:, None]), 2)[0]
+    as_x = linear(calls, every[:, None], panels(calls, one), 2)[:, 0]
+    as_weight = linear(calls, one, panels(calls, every[:, None]), 2)[0]
     # Several tiles of rows take the way that widens whole blocks.
-    as_block = linear(lib, one.expand(32, 1), panels(lib, every[:, None]), 2)[31]
-    if dtype == torch.bfloat16 and lib.quire_linear_bf16_in_pairs():  # that hardware takes subnormal ones as 0
+    as_block = linear(calls, one.expand(32, 1), panels(calls, every[:, None]), 2)[31]
+    if dtype == torch.bfloat16 and calls(
+        "quire_linear_bf16_in_pairs"
+    ):  # that hardware takes subnormal ones as 0
         every = torch.where(every.abs() < torch.finfo(dtype).smallest_normal, 0.0 * every, every)
     for y in (as_x, as_weight, as_block):
         torch.testing.assert_close(y, every, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-def test_rounds_to_nearest_even(lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_rounds_to_nearest_even(calls: Calls, dtype: torch.dtype) -> None:
     scale = torch.exp2(torch.randint(-24, 16, (20000, 2), generator=torch.Generator().manual_seed(3)).float())
     x = (random(20000, 2) * scale).to(dtype)
     expected = (x[:, 0].float() + x[:, 1].float()).to(dtype)
-    y = linear(lib, x, panels(lib, torch.ones(1, 2, dtype=dtype)), 2)[:, 0]
+    y = linear(calls, x, panels(calls, torch.ones(1, 2, dtype=dtype)), 2)[:, 0]
     assert torch.equal(y, expected)
     assert not torch.equal(x[:, 0], expected)
 
 
-def test_no_columns_no_features_no_rows(lib: ctypes.CDLL) -> None:
-    assert linear(lib, torch.ones(3, 4), panels(lib, torch.ones(0, 4)), 2).shape == (3, 0)
-    assert linear(lib, torch.ones(0, 4), panels(lib, torch.ones(5, 4)), 2).shape == (0, 5)
+def test_no_columns_no_features_no_rows(calls: Calls) -> None:
+    assert linear(calls, torch.ones(3, 4), panels(calls, torch.ones(0, 4)), 2).shape == (3, 0)
+    assert linear(calls, torch.ones(0, 4), panels(calls, torch.ones(5, 4)), 2).shape == (0, 5)
     bias = torch.arange(5.0)
-    y = linear(lib, torch.ones(3, 0), panels(lib, torch.ones(5, 0), bias), 2)
+    y = linear(calls, torch.ones(3, 0), panels(calls, torch.ones(5, 0), bias), 2)
     assert torch.equal(y, bias.expand(3, 5))
 
 
-def test_originals_may_go(lib: ctypes.CDLL) -> None:
+def test_originals_may_go(calls: Calls) -> None:
     weight, bias, x = random(20, 30), random(20, seed=1), random(2, 30, seed=2)
-    packed = pack_linear(lib, weight, bias, 2)
-    expected = linear(lib, x, packed, 2)
+    packed = pack_linear(calls, weight, bias, 2)
+    expected = linear(calls, x, packed, 2)
     weight.zero_()
     bias.zero_()
-    assert torch.equal(linear(lib, x, packed, 2), expected)
+    assert torch.equal(linear(calls, x, packed, 2), expected)
 
 
-def test_refusals_say_what_was_wrong(lib: ctypes.CDLL) -> None:
+def test_refusals_say_what_was_wrong(calls: Calls) -> None:
     with pytest.raises(ValueError, match="float64"):
-        pack_linear(lib, torch.ones(2, 2, dtype=torch.float64), None, 1)
+        pack_linear(calls, torch.ones(2, 2, dtype=torch.float64), None, 1)
     with pytest.raises(ValueError, match="2 dimensions"):
-        pack_linear(lib, torch.ones(2), None, 1)
+        pack_linear(calls, torch.ones(2), None, 1)
     with pytest.raises(ValueError, match="bias of shape"):
-        pack_linear(lib, torch.ones(2, 3), torch.ones(3), 1)
-    packed = panels(lib, torch.ones(2, 3))
+        pack_linear(calls, torch.ones(2, 3), torch.ones(3), 1)
+    packed = panels(calls, torch.ones(2, 3))
     with pytest.raises(ValueError, match="4 columns"):
-        linear(lib, torch.ones(1, 4), packed, 1)
+        linear(calls, torch.ones(1, 4), packed, 1)
     with pytest.raises(ValueError, match="float16"):
-        linear(lib, torch.ones(1, 3, dtype=torch.float16), packed, 1)
+        linear(calls, torch.ones(1, 3, dtype=torch.float16), packed, 1)
     with pytest.raises(TypeError, match="PackedLinear"):
-        linear(lib, torch.ones(1, 3), PackedLinear(), 1)
+        linear(calls, torch.ones(1, 3), PackedLinear(), 1)
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -180,16 +179,16 @@ def test_onednn_only_where_hardware_is_left_to_it(monkeypatch: pytest.MonkeyPatc
     assert not prefers_onednn(torch.float16)
 
 
-def test_onednn_refusal_falls_back(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_refusal_falls_back(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the flags of another CPU, whatever oneDNN does here, the product is right."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     weight, x = random(24, 40, dtype=torch.bfloat16), random(3, 40, dtype=torch.bfloat16, seed=1)
-    packed = pack_linear(lib, weight, None, 2)
+    packed = pack_linear(calls, weight, None, 2)
     assert isinstance(packed, PanelLinear) == (try_onednn(weight, None) is None)
-    assert_right(linear(lib, x, packed, 2), x, weight, None)
+    assert_right(linear(calls, x, packed, 2), x, weight, None)
 
 
-def test_onednn_packing(lib: ctypes.CDLL) -> None:
+def test_onednn_packing(calls: Calls) -> None:
     """The path itself, in float32, which every x86 CPU runs."""
     weight, bias = random(24, 40), random(24, seed=1)
     try:
@@ -198,4 +197,4 @@ def test_onednn_packing(lib: ctypes.CDLL) -> None:
         pytest.skip(f"oneDNN does not pack float32 on this CPU: {error}")
     for rows in (0, 1, 3, 4, 9):
         x = random(rows, 40, seed=rows)
-        assert_right(linear(lib, x, packed, 2), x, weight, bias)
+        assert_right(linear(calls, x, packed, 2), x, weight, bias)

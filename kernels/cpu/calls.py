@@ -1,0 +1,148 @@
+"""Calls of the C functions, as they come or recorded as one list."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu.build import load_library
+from kernels.interface import Recording
+
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+# Argument types by C function, in groups: tensor or shape, ..., threads. The sources say what each one means.
+REPLAYED: dict[str, list[type]] = {
+    "quire_linear": [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT],
+    "quire_rms_norm": [
+        *(_INT, _POINTER, _LONG, _INT, _POINTER, _POINTER, _LONG),
+        *(_LONG, _LONG, _FLOAT, _INT),
+    ],
+    "quire_add_rms_norm": [
+        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _POINTER),
+        *(_LONG, _LONG, _FLOAT, _INT),
+    ],
+    "quire_add": [_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _INT],
+    "quire_take_rows": [_INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _FLOAT, _INT],
+    "quire_widen": [_INT, _POINTER, _POINTER, _LONG, _INT],
+    "quire_activate_mul": [_INT, _INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT],
+    "quire_soft_cap": [_POINTER, _LONG, _FLOAT, _INT],
+    "quire_rope_and_write_kv": [
+        *(_INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),
+        *(_POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER, _FLOAT, _INT),
+    ],
+    "quire_attention": [
+        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER),
+        *(_POINTER, _POINTER, _POINTER, _LONG, _LONG),
+        *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _FLOAT, _INT),
+    ],
+}
+"""What a recording may hold, in the order of ``FUNCTIONS`` in ``replay.cpp``."""
+
+_OTHERS: dict[str, tuple[list[type], type | None]] = {
+    "quire_linear_width": ([], _LONG),
+    "quire_linear_bf16_in_pairs": ([], _INT),
+    "quire_linear_pack": ([_POINTER, _POINTER, _LONG, _INT], None),
+    "quire_replay": ([_POINTER, _LONG], _LONG),
+}
+_RETURN_STATUS = ("quire_linear", "quire_attention")
+
+
+class CallRecording(Recording):
+    """The calls of one run, as words for ``quire_replay``, and the buffers that they write to."""
+
+    def __init__(self, replay: Callable[[int, int], int], words: list[int], kept: list[Any]) -> None:
+        self._replay = replay
+        self._words: NDArray[np.int64] = np.array(words, dtype=np.uint64).view(np.int64)
+        self._kept = kept
+
+    def replay(self) -> None:
+        if self._replay(self._words.ctypes.data, len(self._words)):
+            raise MemoryError("no memory for a step")
+
+
+class Calls:
+    """The library's functions by name. Used by one thread at a time while a run is recorded.
+
+    Raises :class:`kernels.cpu.build.BuildError` where the kernels cannot be compiled.
+    """
+
+    def __init__(self) -> None:
+        library = load_library()
+        self._functions: dict[str, Any] = {}
+        signatures: dict[str, tuple[list[type], type | None]] = {
+            name: (types, _INT if name in _RETURN_STATUS else None) for name, types in REPLAYED.items()
+        }
+        for name, (types, result) in {**signatures, **_OTHERS}.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, result
+            self._functions[name] = function
+        self._numbers = {name: number for number, name in enumerate(REPLAYED)}
+        self._buffers: dict[str, Tensor] = {}
+        self._words: list[int] | None = None  # of the run that is being recorded
+        self._kept: list[Any] = []
+        self._taken: dict[str, int] = {}
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """Call ``name``; 0 or ``None`` unless it ran out of memory."""
+        if self._words is not None:
+            words = [_word(type_, value) for type_, value in zip(REPLAYED[name], arguments, strict=True)]
+            self._words += [self._numbers[name], *words]
+        return self._functions[name](*arguments)
+
+    def empty(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, kept_for_all: bool = False) -> Tensor:
+        """An uninitialized tensor for a result.
+
+        While a run is recorded it lies in the buffer of its ``use`` and holds until the next result of that
+        use, or with ``kept_for_all`` to the end of the run.
+        """
+        if self._words is None:
+            return torch.empty(shape, dtype=dtype)
+        if kept_for_all:
+            self._taken[use] = self._taken.get(use, 0) + 1
+            use = f"{use} {self._taken[use]}"
+        size = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < size:
+            room = max(size, 64, 2 * buffer.numel() if buffer is not None else 0)
+            buffer = self._buffers[use] = torch.empty(room, dtype=torch.uint8)
+        self._kept.append(buffer)
+        return buffer[:size].view(dtype).view(shape)
+
+    @property
+    def recording(self) -> bool:
+        """Whether a run is being recorded."""
+        return self._words is not None
+
+    def give_up(self) -> None:
+        """Something happens that cannot be recorded."""
+        self._words = None
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
+        """See :meth:`kernels.interface.Kernels.record`."""
+        if self.recording:
+            raise RuntimeError("a run is being recorded already")
+        self._words, self._kept, self._taken = [], [], {}
+        try:
+            result = run()
+            words, kept = self._words, self._kept
+        finally:
+            self._words, self._kept = None, []
+        if words is None:
+            return result, None
+        return result, CallRecording(self._functions["quire_replay"], words, [*kept, result])
+
+
+def _word(type_: type, value: Any) -> int:
+    """An argument in 64 bits, as ``replay.cpp`` reads it."""
+    if type_ is _FLOAT:
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return (value or 0) & 0xFFFFFFFFFFFFFFFF

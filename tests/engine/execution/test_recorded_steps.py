@@ -1,0 +1,86 @@
+"""Replayed decode steps: the bits of the plain decoder, for every family, dtype and number of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_engines import TINY_MODELS, make_request, run_to_end, tiny_engine_config
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.execution.batch import Batch
+from kernels.cpu.build import BuildError, find_compilers
+from kernels.cpu.linear import prefers_onednn
+
+try:
+    find_compilers()
+except BuildError as error:
+    pytest.skip(f"only the CPU kernels record: {error}", allow_module_level=True)
+
+
+def check_every_step(engine: Engine) -> list[tuple[int, bool]]:
+    """From now on compare each step with the plain decoder; returns rows and whether all decode, by step."""
+    runner = engine.runner
+    forward, pool = runner._steps.forward, runner.kv_cache.pool
+    steps: list[tuple[int, bool]] = []
+
+    def both(batch: Batch) -> Tensor:
+        before = pool.clone()
+        recorded = forward(batch).clone()
+        written = pool.clone()
+        pool.copy_(before)
+        plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows)
+        assert torch.equal(recorded.view(torch.int32), plain.view(torch.int32))
+        bits = torch.int16 if pool.element_size() == 2 else torch.int32
+        assert torch.equal(written.view(bits), pool.view(bits))
+        steps.append((batch.token_ids.shape[0], batch.decodes))
+        return recorded
+
+    runner._steps.forward = both  # type: ignore[method-assign]
+    return steps
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    return Engine(tiny_engine_config(folder, kernels="cpu", check_invariants=False, **options))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("model", TINY_MODELS)
+def test_replays_equal_the_plain_decoder(model: str, dtype: str, tiny_models: dict[str, Path]) -> None:
+    """Requests of different lengths come and go, so that numbers of rows recur with other contexts."""
+    engine = engine_of(tiny_models[model], dtype=dtype, num_threads=2)
+    steps = check_every_step(engine)
+    for lengths in ((3, 20, 9), (31, 2), (5, 17, 8)):
+        requests = [
+            make_request(f"{lengths}{index}", list(range(2, 2 + length)), max_tokens=4 + 3 * index)
+            for index, length in enumerate(lengths)
+        ]
+        run_to_end(engine, *requests)
+    decoded = [rows for rows, decodes in steps if decodes]
+    assert {1, 2, 3} <= set(decoded)
+    expected = set() if prefers_onednn(getattr(torch, dtype)) else set(decoded)
+    assert set(engine.runner._steps._recordings) == expected
+
+
+def test_kernels_that_cannot_record_run_every_step(tiny_models: dict[str, Path]) -> None:
+    engine = Engine(tiny_engine_config(tiny_models["Llama"], kernels="reference"))
+    deltas = run_to_end(engine, make_request("one", [3, 4, 5], max_tokens=6, ignore_eos=True))
+    assert sum(len(delta.token_ids) for delta in deltas["one"]) == 6
+    assert not engine.runner._steps._recordings
+
+
+def test_a_failed_run_leaves_no_recording_open(tiny_models: dict[str, Path]) -> None:
+    engine = engine_of(tiny_models["Llama"])
+    kernels = engine.runner.decoder.kernels
+
+    def fail() -> Tensor:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        kernels.record(fail)
+    x = torch.ones(2, 8)
+    first, second = (kernels.rms_norm(x * scale, torch.ones(8), 1e-6) for scale in (1.0, -1.0))
+    assert torch.equal(first, -second)  # results that nobody records have memory of their own
