@@ -102,11 +102,20 @@ class Kernels(ABC):
     own_threads = False
     """Whether nothing that takes long runs on torch's threads."""
 
+    def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
+        """Call ``run``, which uses these operations alone, and return its result.
+
+        Their results may lie in buffers that serve the next run, too: a result of one operation holds until
+        that operation's next, as a decoder needs it, those of ``embed`` and ``take_rows`` to the end of the
+        run, and the result of ``run`` until the next run. So nothing is allocated.
+        """
+        return run()
+
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
         """Call ``run`` and return its result and a recording of it, or ``None`` where there can be none.
 
         ``run`` takes its input from tensors that stay where they are, and uses these operations alone. Replayed
-        work computes the same bits. The result is overwritten by the next replay of any recording.
+        work computes the same bits. Results hold as in :meth:`in_buffers`; a replay is a run.
         """
         return run(), None
 

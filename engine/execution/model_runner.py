@@ -7,6 +7,7 @@ import logging
 import os
 from collections import abc
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -210,7 +211,9 @@ class ModelRunner:
             max_context_len=context,
         )
         tokens = torch.tensor(token_ids, device=self.device)
-        return self.decoder.forward(tokens, cache.pool, metadata, torch.tensor([count - 1], device=self.device))
+        last = torch.tensor([count - 1], device=self.device)
+        forward = partial(self.decoder.forward, tokens, cache.pool, metadata, last)
+        return self.decoder.kernels.in_buffers(forward).clone()
 
     def _sample_row(self, sequence: Sequence) -> SampleRow:
         params = sequence.params

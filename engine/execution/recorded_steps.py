@@ -48,7 +48,9 @@ class RecordedSteps:
         # Whoever puts another forward in the decoder's place, as tests do that plant faults, gets every step.
         possible = self._possible and self._decoder.forward == self._forward
         if not possible or not batch.decodes or count > self._max_rows:
-            return self._decoder.forward(batch.token_ids, self._kv_pool, metadata, batch.sample_rows)
+            return self._decoder.kernels.in_buffers(
+                lambda: self._decoder.forward(batch.token_ids, self._kv_pool, metadata, batch.sample_rows)
+            )
         self._token_ids[:count] = batch.token_ids
         self._metadata.context_lens[:count] = metadata.context_lens
         self._metadata.block_tables[:count, : metadata.block_tables.shape[1]] = metadata.block_tables

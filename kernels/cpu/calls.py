@@ -87,9 +87,10 @@ class Calls:
             self._functions[name] = function
         self._numbers = {name: number for number, name in enumerate(REPLAYED)}
         self._buffers: dict[str, Tensor] = {}
-        self._words: list[int] | None = None  # of the run that is being recorded
+        self._buffered = False  # a run is going on whose results lie in the buffers
+        self._taken: dict[str, int] = {}  # results of a use that it keeps
+        self._words: list[int] | None = None  # if it is being recorded
         self._kept: list[Any] = []
-        self._taken: dict[str, int] = {}
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Call ``name``; 0 or ``None`` unless it ran out of memory."""
@@ -101,10 +102,10 @@ class Calls:
     def empty(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, kept_for_all: bool = False) -> Tensor:
         """An uninitialized tensor for a result.
 
-        While a run is recorded it lies in the buffer of its ``use`` and holds until the next result of that
-        use, or with ``kept_for_all`` to the end of the run.
+        In a run with buffers it lies in that of its ``use`` and holds until the next result of that use, or
+        with ``kept_for_all`` to the end of the run.
         """
-        if self._words is None:
+        if not self._buffered:
             return torch.empty(shape, dtype=dtype)
         if kept_for_all:
             self._taken[use] = self._taken.get(use, 0) + 1
@@ -114,25 +115,29 @@ class Calls:
         if buffer is None or buffer.numel() < size:
             room = max(size, 64, 2 * buffer.numel() if buffer is not None else 0)
             buffer = self._buffers[use] = torch.empty(room, dtype=torch.uint8)
-        self._kept.append(buffer)
+        if self._words is not None:
+            self._kept.append(buffer)
         return buffer[:size].view(dtype).view(shape)
-
-    @property
-    def recording(self) -> bool:
-        """Whether a run is being recorded."""
-        return self._words is not None
 
     def give_up(self) -> None:
         """Something happens that cannot be recorded."""
         self._words = None
 
+    def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
+        """See :meth:`kernels.interface.Kernels.in_buffers`."""
+        if self._buffered:
+            raise RuntimeError("a run that uses the buffers is going on already")
+        self._buffered, self._taken = True, {}
+        try:
+            return run()
+        finally:
+            self._buffered = False
+
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
         """See :meth:`kernels.interface.Kernels.record`."""
-        if self.recording:
-            raise RuntimeError("a run is being recorded already")
-        self._words, self._kept, self._taken = [], [], {}
+        self._words, self._kept = [], []
         try:
-            result = run()
+            result = self.in_buffers(run)
             words, kept = self._words, self._kept
         finally:
             self._words, self._kept = None, []

@@ -15,7 +15,7 @@ namespace quire {
 namespace {
 
 // Below this many elements a second thread costs more than it brings.
-constexpr int64_t WORTH_THREADS = 1 << 16;
+constexpr int64_t WORTH_THREADS = 1 << 14;
 constexpr int64_t SHARES = 4;  // parts of the work a thread takes
 
 static int threads_for(int64_t elements, int num_threads) {

@@ -42,6 +42,9 @@ class CpuKernels(Kernels):
         self.own_threads = not prefers_onednn(torch.bfloat16)
         self._calls = Calls()
 
+    def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
+        return self._calls.in_buffers(run)
+
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
         return self._calls.record(run)
 

@@ -33,6 +33,7 @@ def check_every_step(engine: Engine) -> list[tuple[int, bool]]:
         written = pool.clone()
         pool.copy_(before)
         plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows)
+        assert plain.data_ptr() != recorded.data_ptr()
         assert torch.equal(recorded.view(torch.int32), plain.view(torch.int32))
         bits = torch.int16 if pool.element_size() == 2 else torch.int32
         assert torch.equal(written.view(bits), pool.view(bits))
