@@ -3,8 +3,8 @@
 On the CPU the shapes are those of SmolLM2-135M. Attention reads a paged cache of 30 layers (one layer alone
 would fit a large CPU's caches); the peer gathers the blocks and calls SDPA. Linear: the layers' four maps,
 against ``F.linear``. Both sides take turns and the best time of each counts. The machine's limits are measured
-beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product of the side that is
-faster with it.
+beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product of the side that
+is faster with it.
 
 ``--device cuda`` measures attention in Triton with the heads of Llama-3-8B in bfloat16. The peer is torch's
 SDPA on contiguous keys and values, with the fastest backend that takes them. Times are medians between events
