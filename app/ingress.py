@@ -58,6 +58,7 @@ class IngressReplica:
             scaling.to_zero,
             tokenizer_digest(folder),
             own_thread=True,
+            drain_timeout_s=options.service.drain_timeout_s,
         )
         self._victims: VictimFeed | None = None
         if scaling.scales:

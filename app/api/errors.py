@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from app.fleet.generation import GenerationError, UnavailableError
+from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
 from app.fleet.overload import Refusal
 from engine.errors import InvalidRequestError, QuireError, shown
 
@@ -23,7 +23,10 @@ RETRY_AFTER_SECONDS = 1
 
 @dataclass(frozen=True, slots=True)
 class ApiFault:
-    """The answer to a client: HTTP status, the four fields of OpenAI's error object, and Retry-After."""
+    """The answer to a client: HTTP status, the four fields of OpenAI's error object, and Retry-After.
+
+    OpenAI's clients send a failed request again, unless it is not ``retriable``.
+    """
 
     status: int
     message: str
@@ -31,6 +34,7 @@ class ApiFault:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    retriable: bool = True
 
     def to_json(self) -> str:
         """The body, also used as a data chunk once a stream has begun."""
@@ -42,7 +46,9 @@ class ApiFault:
         seconds = RETRY_AFTER_SECONDS if self.status == 503 else None
         if self.retry_after_s is not None:
             seconds = self.retry_after_s
-        headers = {"retry-after": str(seconds)} if seconds is not None else None
+        headers = {"retry-after": str(seconds)} if seconds is not None else {}
+        if not self.retriable:
+            headers["x-should-retry"] = "false"
         return Response(self.to_json(), self.status, headers, media_type="application/json")
 
 
@@ -116,6 +122,9 @@ def fault_of(error: Exception) -> ApiFault:
         return ApiFault(400, error.message, "invalid_request_error", error.param, error.code)
     if isinstance(error, UnavailableError):
         return ApiFault(503, str(error), "service_unavailable_error", code="unavailable")
+    if isinstance(error, EngineDeathsError):
+        logger.error("request given up: %s", error)
+        return ApiFault(500, str(error), "server_error", code="engine_died", retriable=False)
     if isinstance(error, GenerationError):
         logger.error("generation failed: %s", error)
         return ApiFault(500, str(error), "server_error", code="generation_failed")

@@ -44,13 +44,27 @@ class ChannelSet:
         self._leaving: dict[str, float] = {}  # since when
         self.fleet.listen(self._members_from_router)
 
-    def known(self) -> Collection[str]:
-        """The members, without replicas that are leaving."""
-        return self._channels.keys() - self._leaving.keys()
+    def present(self) -> Collection[str]:
+        """Replicas with a channel: the members, and those that are leaving."""
+        return self._channels.keys()
+
+    def was_lost(self, replica: str, drain_timeout_s: float) -> bool:
+        """Whether a replica whose channel has ended died, whatever the controller says of it by then.
+
+        If it did not, the channel was closed here, or the replica was told to stop and had its time for it.
+        """
+        if replica not in self._channels:
+            return False
+        since = self._leaving.get(replica)
+        return since is None or self._loop.time() - since < drain_timeout_s
 
     def opening(self) -> bool:
         """Whether a member has not answered yet."""
-        return any(self._channels[replica].state is ChannelState.OPENING for replica in self.known())
+        return any(
+            channel.state is ChannelState.OPENING
+            for replica, channel in self._channels.items()
+            if replica not in self._leaving
+        )
 
     def routable(self, requirement: Requirement | None = None) -> bool:
         """Whether any replica can take a request, or one with this requirement, now."""

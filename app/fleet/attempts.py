@@ -14,7 +14,8 @@ from app.channel.channel_set import ChannelSet
 from app.channel.failures import answer_of, describe, is_defect
 from app.channel.kv_feed import KvFeed
 from app.channel.silence import Silence
-from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
+from app.fleet.faults import Faults
+from app.fleet.generation import GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.scale_from_zero import ReplicaWaiter
 from app.routing.fleet import NotAcceptedError
@@ -22,11 +23,11 @@ from app.routing.ledger import NoRouteError
 from app.routing.policies import Policy
 from engine.errors import InvalidRequestError
 
-MAX_FAULTS = 4
-"""Maximum number of replicas that may fail under one request; beyond it the request is taken for the cause."""
-
 MAX_ATTEMPTS = 64
 """Maximum number of attempts at one request, including moves away from replicas that are being stopped."""
+
+CHANNEL_END_S = 1.0
+"""A call may fail shortly before its replica's channel ends, which alone tells whether the replica died."""
 
 INLINE_TOKENS = 16_384
 """Prompts up to this length are hashed on the event loop, in half a millisecond; longer ones in a thread."""
@@ -64,6 +65,7 @@ class AttemptRunner:
         channels: ChannelSet,
         kv: KvFeed,
         waiter: ReplicaWaiter,
+        faults: Faults,
         policy: Policy,
         unavailable_after_s: float,
         on_attempt_ended: Callable[[], None],
@@ -75,6 +77,7 @@ class AttemptRunner:
         self._ledger = channels.fleet.ledger
         self._kv = kv
         self._waiter = waiter
+        self._faults = faults
         self._policy = policy
         self._unavailable_after_s = unavailable_after_s
         self._on_attempt_ended = on_attempt_ended
@@ -97,26 +100,24 @@ class AttemptRunner:
             failure = await self._attempt(request, next(self._numbers))
             if failure is not None and not request.ended:
                 if failure.fault:
-                    request.count_fault(failure.reason)
+                    self._faults.attempt_failed(request, failure.reason)
                 logger.warning(
                     "request %s is retried after %d tokens: %s",
                     request.request.request_id,
                     request.num_tokens,
                     failure.reason,
                 )
-                # A call may fail shortly before its replica's channel does.
                 await asyncio.sleep(min(0.05 * count, 1.0))
-            if request.faults > MAX_FAULTS:
-                last = request.last_fault
-                request.fail(
-                    GenerationError(f"{request.faults} replicas failed under this request; last: {last}")
-                )
         request.fail(UnavailableError(f"no engine replica completed the request in {MAX_ATTEMPTS} attempts"))
 
     async def _wait_for_replica(self, request: InFlightRequest) -> bool:
         """Wait for a replica that can run the request; fails the request when none comes in time."""
-        requirement, limit = request.requirement(), self._unavailable_after_s
-        if await self._waiter.wait_until(lambda: self._channels.routable(requirement), limit):
+        limit = self._unavailable_after_s
+        if request.suspect:
+            if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit / 2):
+                return not request.ended
+            self._faults.clear(request)  # it cannot be alone
+        if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit):
             return True
         if request.model is not None:
             request.fail(
@@ -150,6 +151,7 @@ class AttemptRunner:
         request.begin_attempt(self._ledger.typical_output)
         self.running[number] = request
         self._ledger.expect(number)
+        self._faults.begin(number, request)
         try:
             return await self._call(request, number)
         finally:
@@ -157,6 +159,7 @@ class AttemptRunner:
             booking = self._ledger.booking(number)
             request.end_attempt(booking.route.replica if booking is not None else None)
             self._ledger.release(number, request.mean_output)
+            self._faults.end(number, request)
             self._on_attempt_ended()
 
     async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
@@ -178,8 +181,8 @@ class AttemptRunner:
                 return AttemptFailure(str(error), fault=False)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
-                # nobody here has canceled. If the replica is lost, its channel ends, too, and counts the fault.
-                return None if request.interrupt.is_set() else self._failed(request, error)
+                # nobody here has canceled.
+                return await self._unless_lost(request, interrupted, self._failed(request, error))
             return await self._finish(request, outcome, interrupted)
         finally:
             interrupted.cancel()
@@ -187,6 +190,13 @@ class AttemptRunner:
                 self._await_late_answer(answer, response)
             elif not answer.done():
                 _cancel(answer, response)
+
+    async def _unless_lost(
+        self, request: InFlightRequest, interrupted: asyncio.Future[Any], failure: AttemptFailure
+    ) -> AttemptFailure | None:
+        """``None`` if the replica's channel ends, too: the attempt stays booked until then, and counts."""
+        await asyncio.wait((interrupted,), timeout=CHANNEL_END_S)
+        return None if request.interrupt.is_set() else failure
 
     def _failed(self, request: InFlightRequest, error: BaseException) -> AttemptFailure:
         """A call failed; a defect is logged in full, since its one-line warning reads like a lost replica."""
@@ -202,7 +212,8 @@ class AttemptRunner:
             request.fail(InvalidRequestError(*outcome["invalid"]))
             return None
         if "refused" in outcome:
-            return AttemptFailure(str(outcome["refused"]), fault=False)
+            refused = AttemptFailure(str(outcome["refused"]), fault=False)
+            return await self._unless_lost(request, interrupted, refused)
         if not request.ended:
             silence, looks = Silence(LOOK_S, asyncio.get_running_loop().time), itertools.count()
             while not interrupted.done():

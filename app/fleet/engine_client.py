@@ -18,6 +18,7 @@ from app.channel.wire_sections import KvSection
 from app.fleet.attempts import AttemptRunner
 from app.fleet.cache_reset import CacheReset, reset_prefix_caches
 from app.fleet.drain import DRAIN_AFTER_S, Drainer
+from app.fleet.faults import Faults
 from app.fleet.fleet_limits import FleetLimits, LimitsRecord
 from app.fleet.generation import Delta, GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
@@ -43,6 +44,7 @@ class _Running:
     channels: ChannelSet
     kv: KvFeed
     drainer: Drainer
+    faults: Faults
     attempts: AttemptRunner
 
 
@@ -53,7 +55,8 @@ class EngineClient:
     ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero`` the deployment may have no
     replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
     replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels have a
-    thread of their own, so that a busy loop here silences none of them.
+    thread of their own, so that a busy loop here silences none of them. Serve ends a replica that does not stop
+    within ``drain_timeout_s`` seconds.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class EngineClient:
         to_zero: bool = False,
         tokenizer: str = "",
         own_thread: bool = False,
+        drain_timeout_s: float = 600.0,
     ) -> None:
         self._handle = handle
         self._policy = policy
@@ -71,6 +75,7 @@ class EngineClient:
         self._unavailable_after_s = unavailable_after_s
         self._requests: set[InFlightRequest] = set()
         self._tokenizer = tokenizer
+        self._drain_timeout_s = drain_timeout_s
         self._foreign: set[str] = set()  # replicas of another tokenizer
         self._limits = LimitsRecord(unavailable_after_s)
         self._waiter = ReplicaWaiter(handle if to_zero else None)
@@ -86,18 +91,20 @@ class EngineClient:
             channels = ChannelSet(self._handle, self, self._thread.loop if self._thread is not None else None)
             kv = KvFeed(channels.fleet.ledger, channels.fleet.index)
             channels.fleet.ledger.configure(self._policy)
+            faults = Faults(channels.fleet, self._waiter.notify)
             attempts = AttemptRunner(
                 self._handle,
                 channels,
                 kv,
                 self._waiter,
+                faults,
                 self._policy,
                 self._unavailable_after_s,
                 on_attempt_ended=self._settle,
                 why_unavailable=self._why_unavailable,
             )
             drainer = Drainer(channels.fleet, attempts.running, channels.leaving)
-            self._running = _Running(channels, kv, drainer, attempts)
+            self._running = _Running(channels, kv, drainer, faults, attempts)
 
     async def stop(self) -> None:
         """Close every channel; current and later requests end with ``UnavailableError``."""
@@ -152,6 +159,7 @@ class EngineClient:
         finally:
             in_flight.ended = True
             self._requests.discard(in_flight)
+            self._parts.faults.forget(in_flight)
             if not in_flight.complete:
                 in_flight.runner.cancel()
 
@@ -280,6 +288,7 @@ class EngineClient:
                 self._ledger.first_token(record.attempt)
             profile = self._ledger.profile(route.replica)
             request.accept(record, None if profile is None else profile.model)
+            self._parts.faults.received(record.attempt, request)
         return stale
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
@@ -302,27 +311,30 @@ class EngineClient:
     def on_closed(self, route: Route, reason: str, fault: bool) -> None:
         """See ``ChannelEvents``: the attempts that were booked there move."""
         self._parts.kv.close(route)
-        known = route.replica in self._parts.channels.known()  # not one that was told to stop
-        if known:
+        running = self._parts.attempts.running
+        attempts = [attempt for attempt in self._ledger.close(route) if attempt in running]
+        lost = [running[attempt] for attempt in attempts if not running[attempt].ended]
+        if fault and self._parts.channels.was_lost(route.replica, self._drain_timeout_s):
             self._limits.died(route.replica)
-        for attempt in self._ledger.close(route):
-            request = self._parts.attempts.running.get(attempt)
-            if request is not None and not request.ended:
-                if fault and known:
-                    request.count_fault(reason)
-                request.lose_replica(route.replica)
-                logger.info("request %s moves: %s", request.request.request_id, reason)
+            self._parts.faults.replica_died(lost, reason)
+        for request in lost:
+            request.lose_replica(route.replica)
+            logger.info("request %s moves: %s", request.request.request_id, reason)
+        self._forget_absent()
         self._settle()
 
     def on_members(self) -> None:
         """See ``ChannelOwner``: a replica whose channel is open may have rejoined."""
-        known = self._parts.channels.known()
-        self._limits.keep(known)
-        self._foreign.intersection_update(known)
+        self._forget_absent()
         self._waiter.notify()
         self._settle()
         if self._parts.channels.leaving():
             self._parts.drainer.watch()
+
+    def _forget_absent(self) -> None:
+        present = self._parts.channels.present()
+        self._limits.keep(present)
+        self._foreign.intersection_update(present)
 
     def _settle(self) -> None:
         """Close channels of leaving replicas on which no request runs."""

@@ -17,6 +17,10 @@ class GenerationError(QuireError):
     """The engine failed to compute the request; becomes a 500."""
 
 
+class EngineDeathsError(GenerationError):
+    """Engines died under the request, which must not be sent again."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt, and the sequences to generate from it.

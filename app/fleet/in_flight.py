@@ -28,7 +28,8 @@ class InFlightRequest:
     """``outputs`` has the tokens that have arrived, for each sequence; ``deltas`` go to the client's generator.
 
     ``interrupt`` ends the current attempt: the request has ended, the attempt's channel is gone, or its replica
-    is being stopped. ``faults`` counts replicas that failed under the request.
+    is being stopped. ``deaths`` counts engines that died under the request, ``failures`` attempts that failed
+    although their replica lived on, and a ``suspect`` may have killed an engine: see ``app.fleet.faults``.
     """
 
     request: GenerateRequest
@@ -42,8 +43,12 @@ class InFlightRequest:
     complete: bool = False  # the final record has arrived
     deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
     interrupt: asyncio.Event = field(default_factory=asyncio.Event)
-    faults: int = 0
-    last_fault: str = ""
+    deaths: int = 0
+    failures: int = 0
+    suspect: bool = False
+    death_age: int = 0  # tokens that had arrived of the attempt under which the engine died
+    proof_tokens: int = 0  # of an attempt, which clear a suspect
+    tokens_before: int = 0  # that had arrived when the current attempt began
     avoid: str = ""  # the replica of the previous attempt
     model: ModelIdentity | None = None  # which generates the output, once some has arrived
     fingerprint: str = ""  # its
@@ -67,6 +72,11 @@ class InFlightRequest:
         )
 
     @property
+    def attempt_tokens(self) -> int:
+        """Tokens that have arrived from the current attempt."""
+        return self.num_tokens - self.tokens_before
+
+    @property
     def mean_output(self) -> float | None:
         """Tokens of each sequence, on average; ``None`` until the request is complete."""
         return self.num_tokens / self.request.params.n if self.complete else None
@@ -74,6 +84,7 @@ class InFlightRequest:
     def begin_attempt(self, typical_output: float) -> None:
         """Another attempt begins; sequences here come to ``typical_output`` tokens on average."""
         self.interrupt.clear()
+        self.tokens_before = self.num_tokens
         self.typical_output = typical_output
 
     def end_attempt(self, replica: str | None) -> None:
@@ -119,7 +130,7 @@ class InFlightRequest:
 
     def requirement(self) -> Requirement:
         """What its next replica must offer."""
-        return Requirement(len(self.request.token_ids), self.request.params, self.model)
+        return Requirement(len(self.request.token_ids), self.request.params, self.model, alone=self.suspect)
 
     def routing_meta(self, attempt: int) -> RoutingMeta:
         """What the router needs to choose and book a replica.
@@ -189,11 +200,6 @@ class InFlightRequest:
         if record.final:
             self.ended = self.complete = True
             self.interrupt.set()
-
-    def count_fault(self, reason: str) -> None:
-        """A replica failed under this request."""
-        self.faults += 1
-        self.last_fault = reason
 
     def fail(self, error: QuireError) -> None:
         """End the request with an error, unless it has ended."""

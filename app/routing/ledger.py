@@ -224,7 +224,7 @@ class Ledger:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
             placed_before = self._release(attempt)
-            replicas = self._candidates(members, meta)
+            replicas = self._candidates(members, meta, likely_victims)
             if not replicas:
                 raise NoRouteError("no engine replica that can run the request has an open channel")
             request = RoutingRequest(
@@ -241,7 +241,8 @@ class Ledger:
             now = self._clock()
             decision = self._decide(replicas, request, now)
             state, blocks = replicas[decision.place], decision.cached_blocks
-            return self._book(state, attempt, request, decode, blocks, now)
+            alone = meta.requirement is not None and meta.requirement.alone
+            return self._book(state, attempt, request, decode, blocks, alone, now)
 
     def first_token(self, attempt: int) -> None:
         """Release the prefill part; later calls do nothing."""
@@ -270,6 +271,14 @@ class Ledger:
         """Where an attempt is booked."""
         with self._lock:
             return self._bookings.get(attempt)
+
+    def clear_suspect(self, attempt: int) -> None:
+        """An attempt that had to be alone on its replica need not be any more."""
+        with self._lock:
+            booking = self._bookings.get(attempt)
+            if booking is not None and booking.alone:
+                booking.alone = False
+                self._replicas[booking.route.replica].alone -= 1
 
     def attempts_on(self, replicas: Collection[str]) -> list[int]:
         """The attempts that are booked on any of ``replicas``."""
@@ -324,13 +333,21 @@ class Ledger:
             unfit = [profile for profile in self._profiles if not requirement.met_by(profile)]
             if unfit:
                 replicas = [state for state in replicas if state.profile not in unfit]
+            if requirement.alone:
+                replicas = [state for state in replicas if not state.alone]
         return replicas
 
-    def _candidates(self, members: Collection[str] | None, meta: RoutingMeta) -> list[ReplicaState]:
-        """Routable ``members`` that can run the request, without its last one unless that is the only one."""
+    def _candidates(
+        self, members: Collection[str] | None, meta: RoutingMeta, likely_victims: Collection[str]
+    ) -> list[ReplicaState]:
+        """Routable ``members`` that can run the request.
+
+        One that has run before goes back to that replica, or to a likely victim, only if there is no other.
+        """
         replicas = self._able(members, meta.requirement)
         if meta.avoid:
             replicas = [state for state in replicas if state.replica != meta.avoid] or replicas
+            replicas = [state for state in replicas if state.replica not in likely_victims] or replicas
         return replicas
 
     def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> Decision:
@@ -387,6 +404,7 @@ class Ledger:
         request: RoutingRequest,
         decode: int,
         cached_blocks: int,
+        alone: bool,
         now: float,
     ) -> Booking:
         assert state.route is not None  # or it would not be routable
@@ -396,6 +414,7 @@ class Ledger:
         booking = Booking(
             request.request_id, attempt, state.route, tokens - cached, decode, cached, rows, kv_tokens, keys
         )
+        booking.alone = alone
         self._bookings[attempt] = booking
         state.add(booking)
         self._outdated.append(state)

@@ -48,6 +48,8 @@ class Booking:
     """Its first token has come."""
     acknowledged: bool = False
     """The engine's reports include it."""
+    alone: bool = False
+    """No other such booking may be where it is."""
 
 
 @dataclass(slots=True)
@@ -133,6 +135,8 @@ class ReplicaState:
 
     booked_tokens: int = 0
     bookings: int = 0
+    alone: int = 0
+    """Bookings that must be alone; 1 at most."""
     pending_prefill: int = 0
     pending_rows: int = 0
     pending_kv_tokens: int = 0
@@ -168,6 +172,7 @@ class ReplicaState:
         self.pending[booking.attempt] = booking
         self.booked_tokens += booking.prefill + booking.decode
         self.bookings += 1
+        self.alone += booking.alone
         self.pending_prefill += booking.prefill
         self.pending_rows += booking.rows
         self.pending_kv_tokens += booking.kv_tokens
@@ -208,6 +213,7 @@ class ReplicaState:
             self.pending_kv_tokens -= booking.kv_tokens
         self.booked_tokens -= booking.decode
         self.bookings -= 1
+        self.alone -= booking.alone
         self.view = None
 
     def claim_seconds(self) -> float:

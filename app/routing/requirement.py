@@ -23,12 +23,13 @@ class Requirement:
     """What a request requires of its next replica.
 
     ``prompt`` is the client's, in tokens. ``model`` has generated the output so far, which no other may
-    continue; ``None`` before the first token.
+    continue; ``None`` before the first token. ``alone``: not where another request runs that must be alone.
     """
 
     prompt: int
     params: SamplingParams
     model: ModelIdentity | None = None
+    alone: bool = False
 
     def met_by(self, profile: ReplicaProfile | None) -> bool:
         """Whether a replica could run it when idle; true if the replica's profile is unknown."""

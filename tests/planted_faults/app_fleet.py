@@ -11,15 +11,65 @@ _CLIENT = (
     "app/fleet/test_engine_client_sequences.py",
 )
 _UNLIKE = ("app/fleet/test_unlike_replicas.py",)
+_FAULTS = ("app/fleet/test_faults.py", "app/fleet/test_engine_client_routes.py")
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
 FLEET: list[Fault] = [
     Fault(
+        "app/channel/channel_set.py",
+        "        return since is None or self._loop.time() - since < drain_timeout_s",
+        "        return True",
+        _FAULTS,
+        "planned stops count as deaths",
+    ),
+    Fault(
+        "app/channel/channel_set.py",
+        "        return since is None or self._loop.time() - since < drain_timeout_s",
+        "        return since is None",
+        _FAULTS,
+        "a death that comes with the removal from the members does not count",
+    ),
+    Fault(
+        "app/fleet/faults.py",
+        "        for request in suspects or requests:",
+        "        for request in requests:",
+        _FAULTS,
+        "neighbours are blamed for what a suspect did",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "            if requirement.alone:",
+        "            if False:",
+        _FAULTS,
+        "suspects share a replica",
+    ),
+    Fault(
+        "app/fleet/faults.py",
+        "            self._fleet.ledger.clear_suspect(attempt)",
+        "            pass",
+        _FAULTS,
+        "a cleared suspect keeps its replica to itself",
+    ),
+    Fault(
+        "app/fleet/faults.py",
+        "    return request.death_age, -request.arrived",
+        "    return 0, request.arrived",
+        _FAULTS,
+        "the likeliest cause waits until all others are cleared",
+    ),
+    Fault(
+        "app/fleet/attempts.py",
+        "        await asyncio.wait((interrupted,), timeout=CHANNEL_END_S)",
+        "        await asyncio.sleep(0)",
+        _FAULTS,
+        "an engine's death does not count where its calls return first",
+    ),
+    Fault(
         "app/fleet/engine_client.py",
-        "                if fault and known:\n",
-        "                if fault:\n",
-        _CLIENT,
-        "planned stops count as faults",
+        "        if fault and self._parts.channels.was_lost(",
+        "        if self._parts.channels.was_lost(",
+        _FAULTS,
+        "what the ingress brought about counts as a death",
     ),
     Fault(
         "app/fleet/engine_client.py",
@@ -78,10 +128,10 @@ FLEET: list[Fault] = [
         "the request of a client that has left runs on",
     ),
     Fault(
-        "app/fleet/attempts.py",
-        "            if request.faults > MAX_FAULTS:",
+        "app/fleet/faults.py",
+        "            if request.deaths >= MAX_DEATHS:",
         "            if False:",
-        _CLIENT,
+        _FAULTS,
         "a request that kills its replicas kills them all",
     ),
     Fault(

@@ -8,14 +8,14 @@ from engine_client_setting import collect, quiet, request, run, started, until
 from loopback import expected_tokens, stepping
 
 from app.channel import wire
-from app.fleet.attempts import MAX_FAULTS
+from app.fleet.faults import MAX_DEATHS
 
 
 def test_planned_stops_are_no_failures_however_many_a_request_outlives() -> None:
     async def test() -> None:
         handle, client = await started(1)
         job = asyncio.ensure_future(collect(client, request([3], 40)))
-        for _ in range(MAX_FAULTS + 2):
+        for _ in range(MAX_DEATHS + 2):
             old = list(handle.replicas.values())[-1]
             await until(lambda old=old: bool(old.engine.live))  # type: ignore[misc]
             handle.step()

@@ -126,13 +126,13 @@ def test_whatever_fails_each_answer_is_wholly_one_models(seed: int) -> None:
         prompts = [[index, seed] for index in range(24)]
         jobs = [asyncio.ensure_future(answer(client, request(prompt, 300))) for prompt in prompts]
         async with stepping(handle):
-            for _ in range(4):
+            for fault in rng.sample(("kill", "leave", "leave", "leave"), 4):
                 await asyncio.sleep(rng.random() * 0.2)
                 members = [name for name, replica in handle.replicas.items() if not replica.dead]
                 victim = handle.replicas[rng.choice(members)]
                 members.remove(victim.name)
                 members.append(handle.add(weights=victim.engine.weights).name)
-                if rng.random() < 0.5:
+                if fault == "kill":
                     victim.kill()
                 handle.announce(*members)
             for prompt, (tokens, fingerprints) in zip(prompts, await asyncio.gather(*jobs), strict=True):

@@ -1,0 +1,119 @@
+"""What a replica's failure says about the requests that ran there: the one place where faults are counted."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Collection
+
+from app.fleet.generation import EngineDeathsError, GenerationError
+from app.fleet.in_flight import InFlightRequest
+from app.routing.fleet import Fleet
+
+MAX_DEATHS = 2
+"""A request ends once so many engines have died under it."""
+
+MAX_FAILURES = 4
+"""Attempts at one request that may fail although their replica lives on."""
+
+PROOF_TOKENS = 4
+"""A suspect that gets so many tokens beyond the point at which its engine died is cleared."""
+
+YOUNG_TOKENS = 32
+"""A request that got fewer tokens from the engine that died must first get as many again: what kills an engine
+after a while does so at another token each time."""
+
+
+class Faults:
+    """Runs on the ingress's event loop. ``notify`` is called when a suspect that waits may have its turn.
+
+    Any request may have killed the engine that died under it. Those that ran there become *suspects*: each runs
+    again, but on a replica without another suspect, the youngest first, until it has passed the point at which
+    the engine died. If an engine dies under a suspect, the suspect is to blame and ends. All others that ran
+    there are not: they move. So a request kills two engines at most, and takes no other request with it.
+    """
+
+    def __init__(self, fleet: Fleet, notify: Callable[[], None]) -> None:
+        self._fleet = fleet
+        self._notify = notify
+        self._waiting: list[InFlightRequest] = []  # suspects, the next one first
+        self._placing: dict[int, InFlightRequest] = {}  # suspects on their way to a replica, by attempt
+
+    def replica_died(self, requests: Collection[InFlightRequest], reason: str) -> None:
+        """A replica was lost while these requests ran there."""
+        suspects = [request for request in requests if request.suspect]
+        for request in suspects or requests:
+            request.deaths += 1
+            if request.deaths >= MAX_DEATHS:
+                request.fail(
+                    EngineDeathsError(
+                        f"{request.deaths} engines died while they ran this request, which is taken for the "
+                        f"cause and not tried again; the last: {reason}"
+                    )
+                )
+                continue
+            request.suspect = True
+            request.death_age = age = request.attempt_tokens
+            request.proof_tokens = PROOF_TOKENS + (age if age < YOUNG_TOKENS else 0)
+            self._enter(request)
+
+    def attempt_failed(self, request: InFlightRequest, reason: str) -> None:
+        """An attempt failed although its replica lives on."""
+        request.failures += 1
+        if request.failures > MAX_FAILURES:
+            request.fail(GenerationError(f"{request.failures} attempts at this request failed; last: {reason}"))
+
+    def received(self, attempt: int, request: InFlightRequest) -> None:
+        """A request has got tokens; a suspect may be cleared by them."""
+        if request.suspect and request.attempt_tokens >= request.proof_tokens:
+            self.clear(request)
+            self._fleet.ledger.clear_suspect(attempt)
+            self._notify()
+
+    def clear(self, request: InFlightRequest) -> None:
+        """Suspect a request no longer; an engine that has died under it still counts."""
+        request.suspect = False
+        self._leave(request)
+
+    def may_run(self, request: InFlightRequest) -> bool:
+        """Whether a replica can take a request now; a suspect also waits for its turn."""
+        ledger = self._fleet.ledger
+        if not request.suspect:
+            return bool(ledger.routable(self._fleet.members, request.requirement()))
+        self._enter(request)
+        if self._waiting[0] is not request:
+            return False
+        for attempt in [attempt for attempt in self._placing if ledger.booking(attempt) is not None]:
+            del self._placing[attempt]
+        return len(ledger.routable(self._fleet.members, request.requirement())) > len(self._placing)
+
+    def begin(self, attempt: int, request: InFlightRequest) -> None:
+        """An attempt begins."""
+        if request.suspect:
+            self._leave(request)
+            self._placing[attempt] = request
+            self._notify()
+
+    def end(self, attempt: int, request: InFlightRequest) -> None:
+        """An attempt has ended."""
+        self._placing.pop(attempt, None)
+        if request.suspect:
+            self._notify()
+
+    def forget(self, request: InFlightRequest) -> None:
+        """The request has ended."""
+        if request.suspect:
+            self._leave(request)
+            self._notify()
+
+    def _enter(self, request: InFlightRequest) -> None:
+        if request not in self._waiting:
+            bisect.insort(self._waiting, request, key=_order)
+
+    def _leave(self, request: InFlightRequest) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+
+def _order(request: InFlightRequest) -> tuple[int, float]:
+    """What got few tokens before its engine died is the likeliest cause; of several, the last that came."""
+    return request.death_age, -request.arrived

@@ -1,0 +1,250 @@
+"""A request that kills its engine: two engines at most, and no other request with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from engine_client_setting import collect, quiet, request, run, started, until
+from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+
+from app.api.errors import fault_of
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import EngineDeathsError
+
+POISON = 999
+
+Death = Callable[[LoopbackHandle, LoopbackReplica], Coroutine[Any, Any, None]]
+
+
+def members(handle: LoopbackHandle) -> list[str]:
+    return [name for name, replica in handle.replicas.items() if not replica.dead]
+
+
+async def killed(handle: LoopbackHandle, replica: LoopbackReplica) -> None:
+    """The process dies; the controller learns of it later."""
+    replica.kill()
+    await asyncio.sleep(0.2)
+
+
+async def removed_first(handle: LoopbackHandle, replica: LoopbackReplica) -> None:
+    """Serve's router learns of the death before the channel does."""
+    handle.announce(*[name for name in members(handle) if name != replica.name])
+    await asyncio.sleep(0.1)
+    replica.kill()
+
+
+async def removed_at_once(handle: LoopbackHandle, replica: LoopbackReplica) -> None:
+    replica.kill()
+    handle.announce(*members(handle))
+
+
+async def ended_by_itself(handle: LoopbackHandle, replica: LoopbackReplica) -> None:
+    """The engine's thread dies; the calls return before the channel ends."""
+    for attempt in list(replica.hub._attempts.values()):
+        replica.hub._drop(attempt)
+    await asyncio.sleep(0.05)
+    replica.hub.close_all("the engine died: planted")
+    await asyncio.sleep(0.1)
+    replica.kill()
+
+
+@contextlib.asynccontextmanager
+async def fragile(handle: LoopbackHandle, death: Death, after: int = 0) -> AsyncIterator[list[str]]:
+    """Engines that step, and die ``after`` tokens of a poisonous prompt; others replace them."""
+    died: list[str] = []
+
+    async def die(replica: LoopbackReplica) -> None:
+        replica.engine.step = lambda: None  # type: ignore[method-assign]
+        await death(handle, replica)
+        handle.add()
+        handle.announce(*members(handle))
+
+    async def watch() -> None:
+        dying = set()
+        while True:
+            for replica in list(handle.replicas.values()):
+                for name, live in replica.engine.live.items():
+                    poisonous = live.token_ids[0] == POISON
+                    made = replica.engine.made[name].get(0, 0) - live.generated_before
+                    if poisonous and made >= after and replica.name not in died:
+                        died.append(replica.name)
+                        dying.add(asyncio.ensure_future(die(replica)))
+            await asyncio.sleep(0.001)
+
+    watching = asyncio.ensure_future(watch())
+    async with stepping(handle):
+        yield died
+    watching.cancel()
+
+
+async def neighbours_of_poison(
+    handle: LoopbackHandle, client: EngineClient, death: Death, after: int = 0, count: int = 16
+) -> list[str]:
+    """Run a poisonous request amid others, which must all complete; returns the engines that died."""
+    jobs = [asyncio.ensure_future(collect(client, request([index], 800))) for index in range(count)]
+    async with fragile(handle, death, after) as died:
+        await until(lambda: sum(len(replica.engine.live) for replica in handle.replicas.values()) == count)
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineDeathsError, match="2 engines died while they ran this request"):
+            await collect(client, request([POISON], 800, "poison"))
+        assert await asyncio.gather(*jobs) == [expected_tokens([index], 800) for index in range(count)]
+        await until(lambda: quiet(handle, client))
+    return died
+
+
+@pytest.mark.parametrize("death", [killed, removed_first, removed_at_once, ended_by_itself])
+def test_a_poisonous_request_kills_two_engines_and_no_neighbour(death: Death) -> None:
+    async def test() -> None:
+        handle, client = await started(4)
+        assert len(await neighbours_of_poison(handle, client, death)) == 2
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("after", [1, 7, 30])
+def test_what_kills_after_some_tokens_does_so_twice(after: int) -> None:
+    async def test() -> None:
+        handle, client = await started(4)
+        assert len(await neighbours_of_poison(handle, client, removed_at_once, after)) == 2
+        await client.stop()
+
+    run(test)
+
+
+def test_two_engines_are_enough_to_convict() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        assert len(await neighbours_of_poison(handle, client, removed_at_once, count=6)) == 2
+        await client.stop()
+
+    run(test)
+
+
+def test_suspects_run_one_to_a_replica_the_youngest_first() -> None:
+    async def test() -> None:
+        handle, client = await started(3)
+        victim = handle.replicas["replica-0"]
+        jobs = [asyncio.ensure_future(collect(client, request([index], 500))) for index in range(12)]
+        await until(lambda: len(victim.engine.live) == 4)
+        for _ in range(40):
+            handle.step()
+        await client.cordon(["replica-1", "replica-2"], 600)
+        jobs.append(asyncio.ensure_future(collect(client, request([78], 500))))
+        await until(lambda: len(victim.engine.live) == 5)
+        await client.cordon([], 0)
+        await until(lambda: sum(live.num_tokens for live in client._requests) == 480)
+        there = [live.token_ids[0] for live in victim.engine.live.values()]
+        victim.kill()
+        await until(lambda: sum(live.suspect for live in client._requests) == len(there))
+        await asyncio.sleep(2.0)  # no engine steps: nobody is cleared
+        placed = [
+            live.token_ids[0]
+            for replica in handle.replicas.values()
+            if not replica.dead
+            for live in replica.engine.live.values()
+            if live.token_ids[0] in there
+        ]
+        assert len(placed) == 2
+        assert 78 in placed
+        async with stepping(handle):
+            await asyncio.gather(*jobs)
+        assert not any(state.alone for state in handle.fleet.ledger._replicas.values())
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_suspects_do_not_wait_for_ever_to_be_alone() -> None:
+    async def test() -> None:
+        handle, client = await started(2, unavailable_after_s=10.0)
+        victim, other = handle.replicas.values()
+        jobs = [asyncio.ensure_future(collect(client, request([index], 50))) for index in range(8)]
+        await until(lambda: len(victim.engine.live) == 4)
+        victim.kill()
+        await until(lambda: len(other.engine.live) == 5)
+        await asyncio.sleep(4.0)
+        assert len(other.engine.live) == 5
+        await asyncio.sleep(2.0)
+        assert len(other.engine.live) == 8
+        async with stepping(handle):
+            assert await asyncio.gather(*jobs) == [expected_tokens([index], 50) for index in range(8)]
+        await client.stop()
+
+    run(test)
+
+
+def test_a_suspect_whose_client_leaves_makes_room() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        victim, other = handle.replicas.values()
+        jobs = [asyncio.ensure_future(collect(client, request([index], 50))) for index in range(8)]
+        await until(lambda: len(victim.engine.live) == 4)
+        victim.kill()
+        await until(lambda: len(other.engine.live) == 5)
+        for live in [live for live in client._requests if live.suspect]:
+            jobs[live.request.token_ids[0]].cancel()
+        await asyncio.sleep(0.1)
+        assert (len(other.engine.live), client._parts.faults._waiting) == (4, [])
+        async with stepping(handle):
+            await asyncio.gather(*jobs, return_exceptions=True)
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_replica_that_is_ended_after_its_time_to_stop_has_not_died() -> None:
+    async def test() -> None:
+        handle, client = await started(1, drain_timeout_s=5.0)
+        (old,) = handle.replicas.values()
+        job = asyncio.ensure_future(collect(client, request([3], 50)))
+        await until(lambda: bool(old.engine.live))
+        handle.announce()
+        await asyncio.sleep(6.0)
+        old.kill()
+        await until(lambda: not handle.fleet.ledger.routable())
+        assert [(live.deaths, live.suspect) for live in client._requests] == [(0, False)]
+        handle.announce(handle.add().name)
+        async with stepping(handle):
+            assert await job == expected_tokens([3], 50)
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_dies_a_request_ends_well_or_engines_died_under_it_twice(seed: int) -> None:
+    async def test() -> None:
+        rng = random.Random(seed)
+        handle, client = await started(4, unavailable_after_s=20.0)
+        prompts = [[index, seed] for index in range(24)]
+        jobs = [asyncio.ensure_future(collect(client, request(prompt, 400))) for prompt in prompts]
+        async with stepping(handle):
+            for _ in range(6):
+                await asyncio.sleep(rng.random() * 0.1)
+                victim = handle.replicas[rng.choice(members(handle))]
+                handle.add()
+                await rng.choice((killed, removed_at_once, removed_first))(handle, victim)
+                handle.announce(*members(handle))
+            for prompt, outcome in zip(
+                prompts, await asyncio.gather(*jobs, return_exceptions=True), strict=True
+            ):
+                assert isinstance(outcome, EngineDeathsError) or outcome == expected_tokens(prompt, 400)
+            await until(lambda: quiet(handle, client))
+        assert not any(state.alone for state in handle.fleet.ledger._replicas.values())
+        await client.stop()
+
+    run(test)
+
+
+def test_clients_are_told_not_to_send_a_poisonous_request_again() -> None:
+    fault = fault_of(EngineDeathsError("2 engines died"))
+    response = fault.to_response()
+    assert (fault.status, fault.code, response.headers["x-should-retry"]) == (500, "engine_died", "false")
