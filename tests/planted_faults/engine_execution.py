@@ -11,6 +11,7 @@ _RUNNER = ("engine/execution/test_model_runner.py",)
 _REQUEST = ("engine/test_request.py",)
 _ENGINE = ("engine/test_engine.py",)
 _LLM = ("engine/test_llm.py",)
+_RECORDED = ("engine/execution/test_recorded_steps.py",)
 _KERNELS = (
     "kernels/test_cpu_attention.py",
     "kernels/test_cpu_elementwise.py",
@@ -213,5 +214,47 @@ EXECUTION: list[Fault] = [
         "        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences)",
         _LLM,
         "a failed request looks like one that has ended",
+    ),
+    Fault(
+        "engine/execution/recorded_steps.py",
+        "        self._metadata.context_lens[:count] = metadata.context_lens\n",
+        "",
+        _RECORDED,
+        "a replayed step sees the contexts of the recorded one",
+    ),
+    Fault(
+        "engine/execution/recorded_steps.py",
+        "        self._metadata.block_tables[:count, : metadata.block_tables.shape[1]] = metadata.block_tables\n",
+        "",
+        _RECORDED,
+        "a replayed step reads the blocks of others",
+    ),
+    Fault(
+        "engine/execution/recorded_steps.py",
+        "if not possible or not batch.decodes or",
+        "if not possible or",
+        _RECORDED,
+        "a prompt is replayed as if each token were a request",
+    ),
+    Fault(
+        "engine/execution/batch.py",
+        "    decodes = bool(samples.all()) and total == len(chunks) > 0",
+        "    decodes = total == len(chunks) > 0",
+        (*_BATCH, *_RECORDED),
+        "a chunk of one token that does not sample is taken for a decode",
+    ),
+    Fault(
+        "kernels/cpu/calls.py",
+        "        if kept_for_all:",
+        "        if False:",
+        _RECORDED,
+        "the sampled rows of attention and of the residual share a buffer",
+    ),
+    Fault(
+        "kernels/cpu/calls.py",
+        "            self._kept.append(buffer)\n",
+        "            self._buffers.pop(use)\n",
+        _RECORDED,
+        "a recording allocates its buffers anew, and keeps none of them",
     ),
 ]

@@ -33,7 +33,7 @@ def check_every_step(engine: Engine) -> list[tuple[int, bool]]:
         written = pool.clone()
         pool.copy_(before)
         plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows)
-        assert plain.data_ptr() != recorded.data_ptr()
+        assert not plain.numel() or plain.data_ptr() != recorded.data_ptr()
         assert torch.equal(recorded.view(torch.int32), plain.view(torch.int32))
         bits = torch.int16 if pool.element_size() == 2 else torch.int32
         assert torch.equal(written.view(bits), pool.view(bits))
@@ -85,3 +85,22 @@ def test_a_failed_run_leaves_no_recording_open(tiny_models: dict[str, Path]) -> 
     x = torch.ones(2, 8)
     first, second = (kernels.rms_norm(x * scale, torch.ones(8), 1e-6) for scale in (1.0, -1.0))
     assert torch.equal(first, -second)  # results that nobody records have memory of their own
+
+
+def test_one_token_of_a_longer_prompt_is_no_decode(tiny_models: dict[str, Path]) -> None:
+    """With a budget of one token prompts go token by token, and only the last of each samples."""
+    engine = engine_of(tiny_models["Llama"], token_budget=1)
+    steps = check_every_step(engine)
+    run_to_end(engine, make_request("one", [3, 4, 5], max_tokens=3, ignore_eos=True))
+    assert steps == [(1, False), (1, False), (1, True), (1, True), (1, True)]
+
+
+def test_steps_of_a_size_that_was_seen_allocate_no_buffers(tiny_models: dict[str, Path]) -> None:
+    engine = engine_of(tiny_models["Llama"])
+
+    def run(name: str, length: int) -> list[int]:
+        run_to_end(engine, make_request(name, list(range(2, 2 + length)), max_tokens=5, ignore_eos=True))
+        calls = engine.runner.decoder.kernels._calls  # type: ignore[attr-defined]
+        return [buffer.data_ptr() for buffer in calls._buffers.values()]
+
+    assert run("long", 30) == run("as long", 30) == run("shorter", 9)
