@@ -43,6 +43,11 @@ def build(args: dict[str, Any]) -> Application:
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "
             "`serve shutdown`, then `serve deploy serve_config.yaml`"
         )
+    elif serving.haproxy_enabled() and not serving.haproxy_mended():
+        logger.warning(
+            "Serve's HAProxy lets requests run on whose clients have left, and idle connections lock others "
+            "out; set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` prints (docs/deployment.md)"
+        )
     return assemble(options)
 
 

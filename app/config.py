@@ -34,7 +34,7 @@ MAX_REPLICAS = 10_000
 MAX_SCALING_S = 500_000.0
 """Maximum of the times in the scaling policy: Serve's controller must never find one out of range."""
 
-OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
+OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
 """Environment variables that other parts of Quire read."""
 
 ScalingPolicy = Literal["kv_demand", "occupancy"]

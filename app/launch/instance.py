@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from app.launch import serving
+from app.launch import haproxy, serving
 from app.launch.port_block import PortBlock
 
 GRPC_PORTS, INGRESS_PORTS = 10, 150
@@ -58,10 +58,11 @@ class Instance:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _controller_environment(self) -> dict[str, str]:
-        haproxy = self.folder / "ha"
+        files = self.folder / "ha"
         http_low, http_high = self.ports.take_range(INGRESS_PORTS)
         grpc_low, grpc_high = self.ports.take_range(GRPC_PORTS)
         return {
+            **self._wrapper(),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.ports.take()),
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(self.ports.take()),
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_low),
@@ -70,11 +71,18 @@ class Instance:
             "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc_high),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.ports.take()),
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
             # No load balancer stands in front of a server on one machine.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
+
+    def _wrapper(self) -> dict[str, str]:
+        """Have Serve run HAProxy through ``app/launch/haproxy.py``, unless the user names a binary."""
+        script = self.folder / haproxy.NAME
+        if haproxy.BINARY in os.environ or not serving.haproxy_expected() or not haproxy.write_script(script):
+            return {}
+        return {haproxy.BINARY: str(script)}

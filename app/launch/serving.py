@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from app.config import LaunchOptions
+from app.launch import haproxy
 
 APP_NAME = "quire"
 IMPORT_PATH = "app.application:build"
@@ -43,6 +45,13 @@ def haproxy_expected() -> bool:
 def haproxy_enabled(environment: Mapping[str, str] | None = None) -> bool:
     """Whether this process's Serve was started with HAProxy."""
     return (os.environ if environment is None else environment).get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+
+
+def haproxy_mended(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process's Serve runs HAProxy through ``app/launch/haproxy.py``."""
+    return (
+        Path((os.environ if environment is None else environment).get(haproxy.BINARY, "")).name == haproxy.NAME
+    )
 
 
 def deploy_config(args: Mapping[str, Any], launch: LaunchOptions | None = None) -> dict[str, Any]:

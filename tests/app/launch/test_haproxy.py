@@ -1,0 +1,305 @@
+"""HAProxy as Serve runs it, through ``app/launch/haproxy.py``, in front of an ingress of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+
+from app.launch import haproxy, serving
+from app.launch.instance import Instance
+from app.launch.port_block import PortBlock
+
+pytestmark = pytest.mark.skipif(not serving.haproxy_expected(), reason="no HAProxy here")
+
+LIMIT_S = 30.0
+NEIGHBOR = ("127.0.0.2", 0)
+"""Another address of this machine to connect from."""
+
+
+@dataclass
+class Ingress:
+    """Answers to /ready, and to anything else never; notes what it is asked, and which clients leave."""
+
+    answer: bytes = b"own"
+    asked: int = 0
+    left: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = b""
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                path = head.split(b" ")[1]
+                if b"content-length: " in head:
+                    await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+                if path not in (b"/ready", b"/-/healthz"):
+                    self.asked += 1
+                    await reader.read(1)
+                    raise ConnectionError
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self.answer) + self.answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.put_nowait(path)
+        finally:
+            writer.close()
+
+
+@dataclass
+class Setting:
+    """What Serve would have written: HAProxy with one ingress, and another server as its fallback."""
+
+    folder: Path
+    ports: PortBlock
+
+    def __post_init__(self) -> None:
+        self.front, self.back, self.other = (self.ports.take() for _ in range(3))
+        config = HAProxyConfig(
+            http_options=HTTPOptions(host="127.0.0.1", port=self.front),
+            socket_path=str(self.folder / "admin.sock"),
+            metrics_socket_path=str(self.folder / "metrics.sock"),
+            server_state_base=str(self.folder),
+            server_state_file=str(self.folder / "state"),
+            stats_port=self.ports.take(),
+            metrics_port=self.ports.take(),
+            is_head=True,
+            has_received_routes=True,
+        )
+        self.config = self.folder / "haproxy.cfg"
+        backend = BackendConfig(
+            name="http-quire",
+            path_prefix="/",
+            app_name="quire",
+            servers=[ServerConfig("ingress", "127.0.0.1", self.back)],
+            fallback_server=ServerConfig("fallback", "127.0.0.1", self.other),
+        )
+        api = HAProxyApi(config, {backend.name: backend}, config_file_path=str(self.config))
+        api._generate_config_file_internal()
+        self.script = self.folder / haproxy.NAME
+        assert haproxy.write_script(self.script)
+
+    @property
+    def command(self) -> list[str]:
+        """As Serve gives it."""
+        return [str(self.script), "-db", "-f", str(self.config), "-dR"]
+
+    async def open(self) -> asyncio.StreamWriter:
+        return (await asyncio.open_connection("127.0.0.1", self.front))[1]
+
+    async def get(self, path: str = "/ready") -> bytes:
+        """The whole answer; empty if the connection is refused."""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.front)
+        except ConnectionRefusedError:
+            return b""
+        writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % path.encode())
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def until(self, ends_with: bytes) -> bytes:
+        """Ask until the answer ends so."""
+        while not (answer := await self.get()).endswith(ends_with):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return answer
+
+    async def until_refused(self) -> None:
+        while await self.get():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def setting() -> Any:
+    instance = Instance()
+    yield Setting(instance.folder, instance.ports)
+    instance.remove()
+
+
+@contextlib.asynccontextmanager
+async def running(setting: Setting, **environment: str) -> AsyncIterator[None]:
+    environment = {**os.environ, **environment}
+    process = await asyncio.create_subprocess_exec(*setting.command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def run(use: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(use(), LIMIT_S))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def changed(config: str, **environment: str) -> str:
+    return haproxy.changed(config, Path("/503.http"), 40_000, environment)
+
+
+def test_serves_template_gets_every_change(setting: Setting) -> None:
+    before, after = setting.config.read_text().splitlines(), changed(setting.config.read_text()).splitlines()
+    assert sorted(set(after) - set(before)) == sorted(
+        [
+            "    maxconn 16384",
+            "    timeout client 60s",
+            "    timeout http-request 10s",
+            "    errorfile 502 /503.http",
+            "    errorfile 503 /503.http",
+            "    errorfile 504 /503.http",
+            f"    server fallback 127.0.0.1:{setting.other} check backup disabled",
+            "    tcp-request connection track-sc0 src table quire_addresses",
+            "    tcp-request connection reject if { sc0_conn_cur gt 8192 }",
+            "backend quire_addresses",
+            "    stick-table type ipv6 size 100k expire 10m store conn_cur",
+        ]
+    )
+    assert {"    option splice-request", "    option splice-response"} <= set(before) - set(after)
+    assert changed("\n".join(after)) == "\n".join(after), "a second time it changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "most", "each"),
+    [
+        (1_000_000, {}, 16_384, 8_192),
+        (20_000, {}, 9_850, 4_925),
+        (20_000, {"RAY_SERVE_HAPROXY_MAXCONN": "1000"}, 1_000, 500),
+        (1_000_000, {"QUIRE_HAPROXY_CONNECTIONS_PER_ADDRESS": "7"}, 16_384, 7),
+        (100, {}, 1, 0),
+    ],
+)
+def test_connections_follow_the_limit_of_open_files(
+    setting: Setting, files: int, environment: dict[str, str], most: int, each: int
+) -> None:
+    config = haproxy.changed(setting.config.read_text(), Path("/503.http"), files, environment)
+    assert f"    maxconn {most}\n" in config
+    assert f"sc0_conn_cur gt {each} }}" in config
+
+
+def test_a_client_that_leaves_ends_its_request_however_it_was_sent(setting: Setting) -> None:
+    async def use() -> None:
+        ingress = Ingress()
+        async with await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back), running(setting):
+            await setting.until(b"own")
+            for number, sends in enumerate([1, 2, 2, 2, 3, 3]):
+                writer = await setting.open()
+                request = b"POST /%d HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" % number + b"x" * 100
+                for part in {1: [request], 2: [request[:-100], request[-100:]]}.get(
+                    sends, [request[:-100], request[-100:-50], request[-50:]]
+                ):
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0.02)  # else the kernel joins them
+                await until(lambda: ingress.asked > number)  # noqa: B023
+                writer.close()
+                while await ingress.left.get() != b"/%d" % number:
+                    pass  # an idle connection of a health check
+
+    run(use)
+
+
+async def half_a_request(setting: Setting) -> bytes:
+    """What comes back; empty if the connection is refused."""
+    with contextlib.suppress(ConnectionError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", setting.front, local_addr=NEIGHBOR)
+        with contextlib.closing(writer):
+            writer.write(b"GET /health HTTP/1.1\r\nhost")
+            return await reader.read()
+    return b""
+
+
+def test_one_address_cannot_take_all_connections(setting: Setting) -> None:
+    async def use() -> None:
+        ingress = Ingress()
+        limit = {haproxy.PER_ADDRESS: "20"}
+        async with (
+            await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back),
+            running(setting, **limit),
+        ):
+            await setting.until(b"own")
+            ends = [asyncio.create_task(half_a_request(setting)) for _ in range(50)]
+            await until(lambda: sum(end.done() for end in ends) == 30)
+            assert {end.result() for end in ends if end.done()} == {b""}
+            assert (await setting.get()).endswith(b"own")
+            for end in ends:
+                end.cancel()
+
+    run(use)
+
+
+def test_without_an_ingress_clients_are_told_to_try_again(setting: Setting) -> None:
+    """Another server, on the port where Serve's fallback would listen, is not asked."""
+
+    async def use() -> None:
+        other = Ingress(answer=b"other")
+        async with await asyncio.start_server(other.handle, "127.0.0.1", setting.other), running(setting):
+            head, _, body = (await setting.until(b"}")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: 5\r\n" in head
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
+            ingress = Ingress()
+            async with await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back):
+                await setting.until(b"own")
+
+    run(use)
+
+
+PARENT = """
+import subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
+def test_it_dies_with_its_parent_and_lets_answers_end(setting: Setting) -> None:
+    async def use() -> None:
+        ingress = Ingress()
+        async with await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back):
+            command = [sys.executable, "-c", PARENT, *setting.command]
+            parent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            assert parent.stdout is not None
+            process = psutil.Process(int(await parent.stdout.readline()))
+            await setting.until(b"own")
+            writer = await setting.open()
+            writer.write(b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n")
+            await until(lambda: ingress.asked > 0)
+            parent.kill()
+            await parent.wait()
+            await setting.until_refused()
+            assert process.is_running()
+            writer.close()
+            await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+    run(use)
+
+
+def test_users_who_name_a_binary_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = Instance()
+    path = instance.controller_environment()[haproxy.BINARY]
+    assert Path(path).name == haproxy.NAME
+    assert serving.haproxy_mended({haproxy.BINARY: path})
+    instance.remove()
+    monkeypatch.setenv(haproxy.BINARY, "/usr/sbin/haproxy")
+    named = Instance()
+    assert haproxy.BINARY not in named.controller_environment()
+    assert not serving.haproxy_mended()
+    named.remove()
+
+
+def test_it_does_not_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(haproxy.BINARY, "/nowhere/quire-haproxy")
+    assert Path(haproxy.haproxy_binary()).name == "haproxy"
