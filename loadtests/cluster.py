@@ -231,11 +231,11 @@ class LocalCluster:
 
     def ingress_pids(self) -> list[int]:
         """Processes of the ingress replicas."""
-        return self._replica_pids("ingress")
+        return replica_pids(psutil.Process(), "ingress")
 
     def engine_pids(self) -> list[int]:
         """Processes of the engine replicas, stopping ones too."""
-        return self._replica_pids("engine")
+        return replica_pids(psutil.Process(), "engine")
 
     def stop(self) -> None:
         """Everything that was started, processes included."""
@@ -273,10 +273,11 @@ class LocalCluster:
             raise RuntimeError(application.message)
         return bool(application.status == "RUNNING")
 
-    def _replica_pids(self, deployment: str) -> list[int]:
-        title = f":{serving.APP_NAME}:{deployment}"
-        processes = psutil.Process().children(recursive=True)
-        return sorted(process.pid for process in processes if title in _command(process))
+
+def replica_pids(server: psutil.Process, deployment: str) -> list[int]:
+    """Processes of the replicas under ``server``, which has started Ray."""
+    title = f":{serving.APP_NAME}:{deployment}"
+    return sorted(process.pid for process in server.children(recursive=True) if title in _command(process))
 
 
 def _command(process: psutil.Process) -> str:

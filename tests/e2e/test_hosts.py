@@ -1,0 +1,126 @@
+"""One host, several servers, and clients that leave, idle, or find no ingress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from local_cluster import SOON_S, BreakableCluster
+
+from loadtests.client import INSTANCE
+from loadtests.cluster import application, gone, replica_pids, wait_for
+
+ALONE = ("engine_replicas=1", "kv_memory=64MiB", "threads=1", "engine_cpus=1")
+IDLE = 4100
+BODY = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def neighbor(deployed: BreakableCluster) -> Iterator[tuple[psutil.Process, str, str]]:
+    """A second server on this host: process, address, instance."""
+    with application([*ALONE, "served_model_name=neighbor"]) as started:
+        yield started
+
+
+def answer_of(url: str) -> str:
+    """The instance that answers, ``503`` if HAProxy says that none can, or ``refused``."""
+    try:
+        response = httpx.get(f"{url}/v1/models", timeout=30)
+    except httpx.TransportError:
+        return "refused"
+    if response.status_code == 503 and INSTANCE not in response.headers:
+        assert response.headers["retry-after"] == "5"
+        assert response.json()["error"]["code"] == "unavailable"
+        return "503"
+    assert response.status_code == 200
+    return response.headers[INSTANCE]
+
+
+def test_a_server_without_an_ingress_lets_no_other_answer(
+    cluster: BreakableCluster, neighbor: tuple[psutil.Process, str, str]
+) -> None:
+    process, url, instance = neighbor
+    assert answer_of(url) == instance
+    assert answer_of(cluster.url) == cluster.instance
+    seen: dict[str, Counter[str]] = {url: Counter(), cluster.url: Counter()}
+    restarted = threading.Event()
+
+    def poll(address: str) -> None:
+        while not restarted.is_set():
+            seen[address][answer_of(address)] += 1
+
+    polling = [threading.Thread(target=poll, args=(address,)) for address in seen]
+    for thread in polling:
+        thread.start()
+    try:
+        (old,) = replica_pids(process, "ingress")
+        os.kill(old, signal.SIGKILL)
+        wait_for(lambda: gone(old), SOON_S, "the ingress is not killed")
+        wait_for(lambda: seen[url]["503"] > 0, SOON_S, "nobody noticed")
+        after = seen[url][instance]
+        wait_for(lambda: seen[url][instance] > after, SOON_S, "no ingress has come back")
+    finally:
+        restarted.set()
+        for thread in polling:
+            thread.join()
+    assert seen[url].keys() <= {instance, "503", "refused"}
+    assert seen[cluster.url].keys() == {cluster.instance}
+
+
+def test_haproxy_dies_with_its_server(neighbor: tuple[psutil.Process, str, str]) -> None:
+    """The last test of this server: nothing but its processes' own death may end HAProxy."""
+    process, url, _ = neighbor
+    children = process.children(recursive=True)
+    (haproxy,) = (child for child in children if child.name() == "haproxy")
+    for one in [process, *children]:
+        if one.pid != haproxy.pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    wait_for(lambda: gone(haproxy.pid), SOON_S, "HAProxy is left")
+    assert answer_of(url) == "refused"
+
+
+def send_apart(port: int) -> socket.socket:
+    """A request for one whole answer, its body after its headers, as HTTP libraries send it."""
+    body = json.dumps(BODY).encode()
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
+    threading.Event().wait(0.05)  # two packets, not one
+    connection.sendall(body)
+    return connection
+
+
+def test_whole_answers_end_when_their_clients_leave(cluster: BreakableCluster) -> None:
+    clients = [send_apart(cluster.port) for _ in range(6)]
+    live = lambda: sum(state["live_requests"] for state in cluster.inspect())  # noqa: E731
+    wait_for(lambda: live() == 6, SOON_S, "not all requests run")
+    for client in clients:
+        client.close()
+    wait_for(lambda: cluster.health()["live_requests"] == 0, SOON_S, "requests outlive their clients")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    # Far less than the answers that nobody waits for.
+    assert all(state["running"] == 0 for state in cluster.inspect())
+
+
+def test_idle_connections_lock_nobody_out(cluster: BreakableCluster) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 2 * IDLE + 2000:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.ExitStack() as connections:
+        for _ in range(IDLE):
+            half = connections.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
+            half.sendall(b"GET /health HTTP/1.1\r\nhost")
+        assert cluster.health()["status"] == "ok"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
