@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +17,7 @@ HEADERS_WITHIN_S = 1.0
 """Send the headers after this long without an event; until then an error gets its own HTTP status."""
 
 KEEP_ALIVE_S = 15.0
-"""Until the first event, a comment this often keeps proxies from closing the connection."""
+"""After this long without an event, a comment keeps proxies from closing the connection."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,8 +38,9 @@ class EventStream:
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self._events = events
         self._begun = False
-        self._has_events = False
         self._beginning = asyncio.Lock()
+        self._sending = False  # an event, or the end
+        self._sent = -math.inf  # when, on the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _run_while_connected(receive, self._produce(scope, receive, send), lambda: self._wait(send))
@@ -47,10 +49,11 @@ class EventStream:
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
-                    if not self._has_events:
-                        self._has_events = True
+                    self._sending = True
+                    if not self._begun:
                         await self._begin(send)
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await self._send(send, event)
+                    self._sending = False
             except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
                 fault = fault_of(error)
                 if not self._begun:
@@ -58,8 +61,13 @@ class EventStream:
                     return
                 event = b"data: " + fault.to_json().encode() + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sending = True
         await self._begin(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, events: bytes) -> None:
+        await send({"type": "http.response.body", "body": events, "more_body": True})
+        self._sent = asyncio.get_running_loop().time()
 
     async def _begin(self, send: Send) -> None:
         async with self._beginning:  # whoever comes second waits until the headers are out
@@ -67,14 +75,17 @@ class EventStream:
                 self._begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
 
-    async def _wait(self, send: Send) -> float | None:
-        """Called while nothing has come; returns the seconds until the next call."""
-        if self._has_events:
-            return None
-        if self._begun:
-            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-        else:
+    async def _wait(self, send: Send) -> float:
+        """Called after the headers' time, then as this asks: the seconds until the next call."""
+        if not self._begun:
             await self._begin(send)
+            return KEEP_ALIVE_S
+        if self._sending:  # to a client that reads slowly
+            return KEEP_ALIVE_S
+        quiet = asyncio.get_running_loop().time() - self._sent
+        if quiet < KEEP_ALIVE_S:
+            return KEEP_ALIVE_S - quiet
+        await self._send(send, KEEP_ALIVE)
         return KEEP_ALIVE_S
 
 
@@ -98,7 +109,7 @@ class WholeResponse:
 async def _run_while_connected(
     receive: Receive,
     work: Coroutine[Any, Any, None],
-    on_idle: Callable[[], Awaitable[float | None]] | None,
+    on_idle: Callable[[], Awaitable[float]] | None,
 ) -> None:
     """Run ``work`` to its end, or cancel it when the client goes away or this is cancelled.
 

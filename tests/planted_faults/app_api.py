@@ -17,7 +17,7 @@ API: list[Fault] = [
     Fault(
         "app/api/sse.py",
         "                if not self._begun:\n                    await fault",
-        "                if not self._has_events:\n                    await fault",
+        "                if self._sent < 0:\n                    await fault",
         _SSE,
         "an error after the headers and before the first event sends a second response start",
     ),
@@ -30,10 +30,24 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/sse.py",
-        "        if self._has_events:\n            return None\n",
+        "        if quiet < KEEP_ALIVE_S:\n            return KEEP_ALIVE_S - quiet\n",
         "",
         _SSE,
-        "keep-alive comments come between the events of a stream that has begun",
+        "keep-alive comments come soon after an event",
+    ),
+    Fault(
+        "app/api/sse.py",
+        "        if self._sending:  # to a client that reads slowly\n            return KEEP_ALIVE_S\n",
+        "",
+        _SSE,
+        "comments pile up for a client that does not read",
+    ),
+    Fault(
+        "app/api/routes.py",
+        "    return InstanceHeader(api, lambda: get_service().instance)",
+        "    return api",
+        ("app/test_ingress.py",),
+        "an answer does not say which server gave it",
     ),
     Fault(
         "app/api/sse.py",

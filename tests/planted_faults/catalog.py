@@ -6,10 +6,11 @@ from tests.planted_faults.app_api import API
 from tests.planted_faults.app_autoscaling import AUTOSCALING
 from tests.planted_faults.app_channel import CHANNEL
 from tests.planted_faults.app_fleet import FLEET
+from tests.planted_faults.app_launch import LAUNCH
 from tests.planted_faults.app_routing import ROUTING
 from tests.planted_faults.engine_execution import EXECUTION
 from tests.planted_faults.engine_kv import KV
 from tests.planted_faults.engine_scheduling import SCHEDULING
 from tests.planted_faults.fault import Fault
 
-FAULTS: list[Fault] = [*KV, *SCHEDULING, *EXECUTION, *API, *CHANNEL, *ROUTING, *FLEET, *AUTOSCALING]
+FAULTS: list[Fault] = [*KV, *SCHEDULING, *EXECUTION, *API, *CHANNEL, *ROUTING, *FLEET, *AUTOSCALING, *LAUNCH]

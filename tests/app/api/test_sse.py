@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from starlette.responses import Response
+from virtual_time import loop_time, run_virtually
 
 from app.api import sse
 from app.api.sse import EventStream, WholeResponse
@@ -151,29 +152,54 @@ def test_an_error_after_the_headers_and_before_the_first_event_is_an_event(
     asyncio.run(main())
 
 
-def test_no_comment_follows_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "HEADERS_WITHIN_S", 0.01)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+def test_comments_fill_every_silence_and_no_other_time() -> None:
+    """Times are those of the events: a comment each 15 s after what was sent last."""
 
     async def main() -> None:
-        gate, looked = asyncio.Event(), asyncio.Event()
-        events, connection = Events(b"a", gate, b"b"), Connection()
-        stream = EventStream(events.stream())
-        on_idle = stream._wait
+        began = loop_time()
 
-        async def wait(send: Any) -> float | None:
-            seconds = await on_idle(send)
-            looked.set()
-            return seconds
+        async def stream() -> AsyncGenerator[bytes, None]:
+            for name, pause in ((b"a", 0.0), (b"b", 14.0), (b"c", 34.0), (b"d", 2.0)):
+                await asyncio.sleep(pause)
+                yield name
 
-        monkeypatch.setattr(stream, "_wait", wait)
-        running = asyncio.create_task(exchange(stream, connection))
-        await looked.wait()
-        gate.set()
+        connection = Connection()
+        sent = []
+        send = connection.send
+
+        async def send_at(message: Any) -> None:
+            sent.append((round(loop_time() - began), message.get("body")))
+            await send(message)
+
+        connection.send = send_at  # type: ignore[method-assign]
+        await exchange(EventStream(stream()), connection)
+        comment = sse.KEEP_ALIVE
+        assert sent[1:] == [
+            *((0, b"a"), (14, b"b"), (29, comment), (44, comment), (48, b"c"), (50, b"d"), (50, b"")),
+        ]
+
+    run_virtually(main())
+
+
+def test_a_client_that_does_not_read_gets_no_comments() -> None:
+    async def main() -> None:
+        events, connection, reads = Events(b"a", b"b"), Connection(), asyncio.Event()
+        send = connection.send
+
+        async def send_slowly(message: Any) -> None:
+            await send(message)
+            if message.get("body") == b"a":
+                await reads.wait()
+
+        connection.send = send_slowly  # type: ignore[method-assign]
+        running = asyncio.create_task(exchange(EventStream(events.stream()), connection))
+        await asyncio.sleep(4 * sse.KEEP_ALIVE_S)
+        assert connection.body == b"a"
+        reads.set()
         await running
         assert connection.body == b"ab"
 
-    asyncio.run(main())
+    run_virtually(main())
 
 
 @pytest.mark.parametrize("how", ["disconnect", "cancel"])

@@ -1,0 +1,83 @@
+"""Faults in what a server has for itself on its host, and in how HAProxy runs."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_HAPROXY = ("app/launch/test_haproxy.py",)
+_PORTS = ("app/launch/test_port_block.py",)
+_INSTANCE = ("app/launch/test_instance.py",)
+_LAUNCHER = ("app/launch/test_launcher.py",)
+
+LAUNCH: list[Fault] = [
+    Fault(
+        "app/launch/haproxy.py",
+        '        (r"^( *server \\S+ \\S+ check backup)$", r"\\1 disabled"),\n',
+        "",
+        _HAPROXY,
+        "without an ingress another server answers",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        "    if TABLE in config:\n        return config\n",
+        "",
+        _HAPROXY,
+        "a configuration that was changed before is changed again",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        "signal.SIGUSR1)",
+        "signal.SIGKILL)",
+        _HAPROXY,
+        "running answers are cut when the proxy actor ends",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        "    die_with_parent()\n    binary",
+        "    binary",
+        _HAPROXY,
+        "HAProxy outlives its server and keeps the port",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        "(files - OTHER_FILES) // 2)",
+        "files - OTHER_FILES)",
+        _HAPROXY,
+        "HAProxy asks for more files than it may open, and does not start",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        "    os.environ.pop(BINARY, None)  # it names this\n",
+        "",
+        _HAPROXY,
+        "the wrapper runs itself without end",
+    ),
+    Fault(
+        "app/launch/port_block.py",
+        "            self._reservation = reservation\n",
+        "            reservation.close()\n            self._reservation = reservation\n",
+        _PORTS,
+        "two servers draw the same ports",
+    ),
+    Fault(
+        "app/launch/port_block.py",
+        "                    continue  # of some other program",
+        "                    pass",
+        _PORTS,
+        "a port is handed out that another program uses",
+    ),
+    Fault(
+        "app/launch/instance.py",
+        '            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.ports.take()),\n',
+        "",
+        _INSTANCE,
+        "two clusters share the port of Serve's fallback",
+    ),
+    Fault(
+        "app/launch/local_server.py",
+        'health if health.get("instance") == self._instance.name else {}',
+        "health",
+        _LAUNCHER,
+        "another server's answer makes this one seem ready",
+    ),
+]
