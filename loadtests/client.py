@@ -150,15 +150,15 @@ class Outcome:
 
 
 def body_of(outcome: Outcome, **fields: Any) -> dict[str, Any]:
-    """A request for a stream with its usage at the end, greedy unless ``fields`` say otherwise."""
-    return {
+    """A request for a stream with its usage at the end, greedy, unless ``fields`` say otherwise."""
+    body = {
         "model": outcome.model or MODEL,
         "max_tokens": outcome.asked,
         "temperature": 0,
         "stream": True,
-        "stream_options": {"include_usage": True},
         **fields,
     }
+    return {**body, "stream_options": {"include_usage": True}} if body["stream"] else body
 
 
 class Client:
@@ -263,14 +263,18 @@ async def complete_all(url: str, texts: Sequence[str], max_tokens: int, instance
 async def vanish(url: str, count: int, seed: int, instance: str = "") -> int:
     """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream.
 
-    32 are there at once. Returns how many had read some of their stream.
+    A third waits for a whole answer. 32 are there at once. Returns how many had read some of their stream.
     """
     rng = random.Random(seed)
-    plans = [(text, rng.choice((0, 0, 1, 2, 5)), rng.random() * 0.2) for text in prompts(count, seed)]
+    plans = [
+        (text, rng.choice((0, 0, 0, 1, 2, 5)), rng.random() * 0.3, index % 3 > 0)
+        for index, text in enumerate(prompts(count, seed))
+    ]
 
-    async def one(plan: tuple[str, int, float]) -> bool:
-        text, chunks, delay_s = plan
-        how: dict[str, Any] = {"leave_after": chunks} if chunks else {"leave_s": delay_s}
+    async def one(plan: tuple[str, int, float, bool]) -> bool:
+        text, chunks, delay_s, stream = plan
+        how: dict[str, Any] = {"leave_after": chunks} if chunks and stream else {"leave_s": delay_s}
+        how["stream"] = stream
         return bool((await client.complete(text, 200, **how)).events)
 
     async with Client(url, instance) as client:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -224,6 +226,16 @@ class LocalCluster:
             for state in self.inspect()
             for cid, channel in state["channels"].items()
         }
+
+    def connections(self) -> int:
+        """Open connections of clients, by HAProxy's own account."""
+        (path,) = self._instance.folder.glob("ha/*/admin.sock")
+        with socket.socket(socket.AF_UNIX) as admin:
+            admin.connect(str(path))
+            admin.sendall(b"show stat\n")
+            with admin.makefile() as answer:
+                rows = csv.DictReader(answer)
+                return sum(int(row["scur"]) for row in rows if row["# pxname"] == "http_frontend")
 
     def kill(self, pid: int, how: signal.Signals = signal.SIGKILL) -> None:
         """A fault in one of this cluster's processes."""

@@ -87,6 +87,7 @@ def test_a_thousand_clients_vanish(cluster: BreakableCluster) -> None:
     wait_for(lambda: cluster.health()["live_requests"] == 0, SOON_S, "the ingress still has requests")
     assert cluster.channels() == before
     assert set(cluster.health()["booked_tokens"].values()) == {0}
+    wait_for(lambda: cluster.connections() == 0, SOON_S, "connections are left")
 
 
 def test_channel_outlives_its_first_client(cluster: BreakableCluster) -> None:

@@ -188,6 +188,8 @@ def test_all_that_vanish_have_been_there_and_hang_up() -> None:
         assert len(server.bodies) == server.connections == 20
         await server.all_left.wait()
         assert 0 < amid <= 20
+        assert [body["stream"] for body in server.bodies].count(False) == 7
+        assert all(body["stream"] == ("stream_options" in body) for body in server.bodies)
 
     with_server(lambda: Server(ROLE + ONE * 10, hold=True, clients=20), use)
 

@@ -23,7 +23,7 @@ def engine(channels: int) -> dict[str, object]:
 
 
 def test_a_disconnect_may_wait_for_the_step_that_runs() -> None:
-    figures = latency_figures([0.05, 0.07, 0.56], [0.05, 0.05, 0.4])
+    figures = latency_figures([0.05, 0.07, 0.26], [0.05, 0.05, 0.4])
     values = {figure.name: pytest.approx(figure.value) for figure in figures}
     assert values["disconnect to free blocks, median of 3 minus one step"] == 0.02
     assert [figure.holds for figure in figures] == [True, False]
