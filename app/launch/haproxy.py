@@ -21,10 +21,6 @@ BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 HEADERS_WITHIN_S = 10
 """A client that has not sent all headers by then gets a 408."""
 
-SILENT_CLIENT_S = 60
-"""A client that should send its body or read its answer, and does not for this long, is cut off. Waiting for an
-answer is no silence."""
-
 RETRY_AFTER_S = 5
 TOTAL, PER_ADDRESS = "RAY_SERVE_HAPROXY_MAXCONN", "QUIRE_HAPROXY_CONNECTIONS_PER_ADDRESS"
 """Variables that limit clients' connections: all, and those from one address (unless set, half of all)."""
@@ -77,7 +73,7 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
         (r"^( *)maxconn \d+$", rf"\1maxconn {most}"),
         (
             r"^( *)timeout client \d+s$",
-            rf"\1timeout client {SILENT_CLIENT_S}s\n\1timeout http-request {HEADERS_WITHIN_S}s",
+            rf"\g<0>\n\1timeout http-request {HEADERS_WITHIN_S}s",
         ),
         # See main. Without these lines HAProxy sets no files aside for pipes, either.
         (r"^ *option splice-.*\n", ""),

@@ -17,6 +17,10 @@ IMPORT_PATH = "app.application:build"
 LONGEST_STREAM_S = 3600
 """Each change of replicas reloads HAProxy, and a reload ends streams older than this, in seconds."""
 
+SILENT_CLIENT_S = 60
+"""HAProxy cuts a client off that should send its request or read its answer, and does not for this long, in
+seconds. Waiting for an answer is no silence."""
+
 PATIENCE = {
     # By default Ray kills a proxy that takes longer than 5 s to start; on a busy machine it does.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
@@ -25,6 +29,7 @@ PATIENCE = {
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(SILENT_CLIENT_S),
 }
 
 

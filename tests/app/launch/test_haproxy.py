@@ -154,7 +154,6 @@ def test_serves_template_gets_every_change(setting: Setting) -> None:
     assert sorted(set(after) - set(before)) == sorted(
         [
             "    maxconn 16384",
-            "    timeout client 60s",
             "    timeout http-request 10s",
             "    errorfile 502 /503.http",
             "    errorfile 503 /503.http",
