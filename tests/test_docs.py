@@ -17,6 +17,7 @@ FOLDERS = ("app", "engine", "kernels", "loadtests", "tests")
 FOREIGN_MODULES = {"pip", "pytest", "venv"}
 OTHER_SETTINGS = (
     "QUIRE_CACHE",
+    "QUIRE_HAPROXY_",
     "QUIRE_URL",
     "QUIRE_LOAD_",
     "QUIRE_PEERS",
