@@ -9,8 +9,8 @@ VENV ?= .venv
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.txt,constraints.txt)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Of the tests. Each loads torch, and many start two threads of their own.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 4))')
+# Of the tests: one more than cores, as two of them mostly wait for their Ray. Each loads torch.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 

@@ -12,8 +12,10 @@ from leftovers import give_back
 from app.launch.model_store import resolve
 
 END_TO_END = Path(__file__).parent / "e2e"
-OWN_DEPLOYMENT = {"test_autoscaling.py", "test_memory_pressure.py", "test_refusals.py"}
-"""Files of it that deploy the application with other options."""
+OWN_DEPLOYMENT = {"test_memory_pressure.py": 1, "test_autoscaling.py": 2, "test_refusals.py": 2}
+"""Files of it that deploy the application with other options; the first one begins with the usual ones."""
+SECOND_RAY = {*OWN_DEPLOYMENT, "test_routing_faults.py"}
+"""Files that take about half of the time of all: two workers, each with a Ray of its own, share them."""
 
 MUCH = 800_000_000
 """Bytes of this process from which on what the tests before have left is given back."""
@@ -21,13 +23,13 @@ MUCH = 800_000_000
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """With ``--dist loadgroup``, one worker runs a whole file, and one all end-to-end tests on one Ray.
+    """With ``--dist loadgroup``, one worker runs a whole file, and two all end-to-end tests, each on one Ray.
 
     These come first, whatever the order of the others: they take the longest. Among them, those that need
     another deployment come last, so that there are few.
     """
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("e2e" if end_to_end(item) else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(group(item)))
     yield
     items.sort(key=turn)  # stable: the order is otherwise as shuffled
 
@@ -37,11 +39,18 @@ def end_to_end(item: pytest.Item) -> bool:
     return END_TO_END in item.path.parents
 
 
+def group(item: pytest.Item) -> str:
+    """Tests of the same group run on the same worker."""
+    if end_to_end(item):
+        return "second Ray" if item.path.name in SECOND_RAY else "first Ray"
+    return str(item.path)
+
+
 def turn(item: pytest.Item) -> int:
     """Lower ones come first."""
     if end_to_end(item):
-        return int(item.path.name in OWN_DEPLOYMENT)
-    return 2
+        return OWN_DEPLOYMENT.get(item.path.name, 0)
+    return 3
 
 
 @pytest.fixture(scope="module", autouse=True)

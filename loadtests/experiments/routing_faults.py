@@ -53,20 +53,22 @@ class RoutingFaults(Fleet):
         share_s: float = SHARE_S,
         share: float = SHARE,
         after_s: float | None = None,
+        many: int = MANY,
     ) -> None:
-        """``after_s`` is when a cordon moves what runs, if not when it does by itself."""
+        """``many`` engines there are at most; ``after_s`` is when a cordon moves what runs, if not when it does by itself."""
         super().__init__(cluster)
         self._long_s = long_s
         self._share_s = share_s
         self._share = share
         self._after_s = after_s
+        self._many = many
 
     def run(self) -> list[Figure]:
         """Every figure."""
         parts = [
             self.cordoned,
             self.scaled_up,
-            self.one_of_four_killed,
+            self.one_of_many_killed,
             self.two_ingresses,
             self.ingress_killed,
         ]
@@ -106,9 +108,9 @@ class RoutingFaults(Fleet):
         ]
 
     def scaled_up(self) -> list[Figure]:
-        """Two engines become four under a load of different prompts."""
+        """More engines come under a load of different prompts."""
         before = set(self._routed())
-        self.cluster.scale(MANY)
+        self.cluster.scale(self._many)
         measured = False
 
         async def load() -> tuple[list[Sample], list[Outcome]]:
@@ -124,25 +126,25 @@ class RoutingFaults(Fleet):
 
         samples, outcomes = asyncio.run(load())
         new = sorted(set(samples[-1][1]) - before)
-        if len(new) != MANY - FEW:
-            raise RuntimeError(f"expected {MANY - FEW} new replicas, found {new}")
-        what = f"{FEW} to {MANY} engines"
+        if len(new) != self._many - FEW:
+            raise RuntimeError(f"expected {self._many - FEW} new replicas, found {new}")
+        what = f"{FEW} to {self._many} engines"
         reached = seconds_to_share(samples, new, self._share)
         return [
             most(f"{what}: requests that failed", sum(not outcome.complete for outcome in outcomes)),
             most(f"{what}: {self._share:g} of an even share, and no less later", reached, self._share_s, " s"),
         ]
 
-    def one_of_four_killed(self) -> list[Figure]:
-        """SIGKILL of one engine of four amid streams."""
+    def one_of_many_killed(self) -> list[Figure]:
+        """SIGKILL of one engine of several amid streams."""
         texts = prompts(STREAMS)
         expected = self.say(texts, TOKENS)
 
         def kill() -> None:
             self.cluster.kill(max(self.cluster.inspect(), key=lambda state: state["live_requests"])["pid"])
 
-        outcomes, _ = self.while_streaming(texts, TOKENS, MANY, kill)
-        what = f"one of {MANY} killed"
+        outcomes, _ = self.while_streaming(texts, TOKENS, self._many, kill)
+        what = f"one of {self._many} killed"
         return [*stream_figures(what, outcomes, expected), *self.nothing_left(what)]
 
     def two_ingresses(self) -> list[Figure]:
@@ -206,7 +208,7 @@ class RoutingFaults(Fleet):
 
     def _count_shares(self) -> list[Sample]:
         """Attempts by replica, each second from when all engines are routable."""
-        self.cluster.wait_routable(MANY)
+        self.cluster.wait_routable(self._many)
         members = self.cluster.health()["channels"]
         samples: list[Sample] = []
         while not samples or samples[-1][0] - samples[0][0] < self._share_s:

@@ -69,16 +69,13 @@ class Benchmark:
         times = []
         gc.collect()
         gc.disable()
-        try:
-            for number in range(self.warmup + self.rounds):
-                call = self.setup()
-                began = time.perf_counter()
-                call()
-                ended = time.perf_counter()
-                if number >= self.warmup:
-                    times.append(ended - began)
-        finally:
-            gc.enable()
+        for _ in range(self.warmup + self.rounds):
+            call = self.setup()
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        gc.enable()
+        del times[: self.warmup]
         figures = [
             Figure(f"{self.name} {name}", quantile(times, share) * 1e6, " µs", self.bars.get(name), True)
             for name, share in (("p50", 0.5), ("p99", 0.99))

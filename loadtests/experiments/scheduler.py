@@ -129,16 +129,13 @@ class Bench:
             raise RuntimeError(f"a prompt of {len(prompt)} tokens did not end in one step")
 
     def _start(self, load: str, steps: int) -> None:
-        match load:
-            case "mix":
-                for place in range(self._running):  # of all ages, so that they end one by one
-                    self.add(self._text(128), 1 + place * 128 // self._running)
-            case "families":
-                for place in range(self._running // 4):
-                    self.add(self._text(32 + place % 64), steps + 16, n=4)
-            case _:
-                for place in range(self._running):
-                    self.add(self._text(32 + place % 64), steps + 16)
+        if load == "mix":
+            for place in range(self._running):  # of all ages, so that they end one by one
+                self.add(self._text(128), 1 + place * 128 // self._running)
+            return
+        n = 4 if load == "families" else 1
+        for place in range(self._running // n):
+            self.add(self._text(32 + place % 64), steps + 16, n)
 
     def _text(self, length: int) -> list[int]:
         return self._draw.choices(self._vocabulary, k=length)
@@ -148,14 +145,8 @@ class Bench:
         self._made += 1
         request_id = f"request-{self._made}"
         self._live.add(request_id)
-        self.scheduler.add(
-            Request(
-                request_id,
-                prompt,
-                SamplingParams(max_tokens=output, ignore_eos=True, n=n),
-                arrival=float(self._made),
-            )
-        )
+        params = SamplingParams(max_tokens=output, ignore_eos=True, n=n)
+        self.scheduler.add(Request(request_id, prompt, params, arrival=float(self._made)))
 
     def step(self, seconds: list[float] | None = None) -> int:
         """One step; returns how many requests ended."""

@@ -22,7 +22,7 @@ def check(figures: list[Figure]) -> None:
 
 @pytest.fixture
 def faults(cluster: BreakableCluster) -> Iterator[RoutingFaults]:
-    yield RoutingFaults(cluster, long_s=4.0, share_s=6.0, share=0.5, after_s=0.5)
+    yield RoutingFaults(cluster, long_s=4.0, share_s=6.0, share=0.5, after_s=0.5, many=3)
     cluster.cordon([], 0.0)
     cluster.scale(2)
     wait_for(lambda: len(cluster.ingresses()) == 1, 120.0, "the second ingress is still there")
@@ -35,7 +35,7 @@ def test_a_cordoned_replica_gets_nothing_new_and_hands_its_streams_over(faults: 
 
 def test_new_replicas_get_their_share_and_one_that_dies_ends_no_stream(faults: RoutingFaults) -> None:
     check(faults.scaled_up())
-    check(faults.one_of_four_killed())
+    check(faults.one_of_many_killed())
 
 
 def test_two_ingresses_agree_and_one_that_restarts_knows_what_is_cached(faults: RoutingFaults) -> None:

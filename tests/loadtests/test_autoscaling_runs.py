@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
-from loadtests.experiments.autoscaling.comparison import Comparison, Result, one_setting, overview
+from loadtests.experiments.autoscaling.comparison import Comparison, one_setting, overview
 from loadtests.experiments.autoscaling.constants import RATE_OF_ONE
 from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_SWEEP, KvDemand, View
 from loadtests.experiments.autoscaling.runs import Outcome, simulate
@@ -168,7 +168,9 @@ def comparison(load: str, ours: tuple[float, float], **ray: tuple[float, float])
     """Ray's first settings have the given figures (share in time, replica-hours), all others serve nothing."""
     figures = {OURS: ours} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
     figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False))
-    return Comparison(load, {name: Result(name, *both, 0.1, 3.0, 1, 4) for name, both in figures.items()})
+    return Comparison(
+        load, {name: Outcome(name, *both, 3.0, 1, 4, 0.0, 0.0, 0.1, 0.0) for name, both in figures.items()}
+    )
 
 
 def test_ray_s_best_needs_the_fewest_hours_of_those_that_serve_as_ours() -> None:

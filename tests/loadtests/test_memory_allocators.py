@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from loadtests.experiments.memory.allocators import BuddyAllocator, FirstFitAllocator
 
 
@@ -104,11 +102,3 @@ def test_first_fit_keeps_runs_apart_and_loses_none() -> None:
     for start in taken:
         pool.release(start)
     assert pool.allocate(1_000) == 0
-
-
-@pytest.mark.parametrize("allocator", [BuddyAllocator, FirstFitAllocator])
-def test_wrong_sizes_are_refused(allocator: type[BuddyAllocator | FirstFitAllocator]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        allocator(0)
-    with pytest.raises(ValueError, match="at least 1"):
-        allocator(4).allocate(0)

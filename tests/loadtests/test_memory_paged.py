@@ -19,7 +19,6 @@ from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.recovery_runs import run_mode
 from loadtests.experiments.memory.systems import MAX, ORACLE, ORACLE_FIRST_FIT, PAGED, SYSTEMS, simulate
 from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
-from loadtests.findings import Findings, Table
 
 SECOND = StepCost(1.0, 0.0, 0.0, 0.0)
 
@@ -109,7 +108,7 @@ def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
 def test_command_prints_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from loadtests.report import Figure
+    from loadtests.report import Figure, Findings, Table
 
     def part(value: float) -> Findings:
         table = Table("A title", ("a",), (("cell",),), "a note")

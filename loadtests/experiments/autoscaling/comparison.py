@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from loadtests.experiments.autoscaling.policies import OURS, RAY_DEFAULT, RAY_SWEEP
 from loadtests.experiments.autoscaling.runs import Outcome
-from loadtests.findings import Table
+from loadtests.report import Table
 
 TOLERANCE = 0.005
 """A share of requests in time that is lower by at most this counts as the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One policy under one load, over all seeds."""
-
-    policy: str
-    served: float  # share of the requests in time, in the worst run
-    hours: float  # replica-hours, mean
-    ttft_p99: float  # of the worst run
-    moves: float  # changes of the target, mean
-    reversals: int  # of the worst run
-    peak: int  # highest target
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """The results of all policies under one load, by policy."""
+    """All policies under one load, each over all seeds: means of hours and moves, else the worst run."""
 
     load: str
-    results: dict[str, Result]
+    results: dict[str, Outcome]
 
     @property
-    def ours(self) -> Result:
+    def ours(self) -> Outcome:
         """Our policy."""
         return self.results[OURS]
 
@@ -44,13 +31,13 @@ class Comparison:
         return self.results[policy].served >= self.ours.served - TOLERANCE
 
     @property
-    def ray_best(self) -> Result:
+    def ray_best(self) -> Outcome:
         """Of the settings that serve as ours, the cheapest; if none does, the one with the most in time."""
         swept = [self.results[policy] for policy in RAY_SWEEP]
         serving = [one for one in swept if self.serves(one.policy)]
         if serving:
-            return min(serving, key=lambda one: one.hours)
-        return max(swept, key=lambda one: (one.served, -one.hours))
+            return min(serving, key=lambda one: one.replica_hours)
+        return max(swept, key=lambda one: (one.served, -one.replica_hours))
 
     def table(self, title: str) -> Table:
         """Ours, Ray's default and best, and the policies without settings."""
@@ -62,8 +49,8 @@ class Comparison:
         } | {policy: self.results[policy] for policy in others}
         rows = []
         for name, one in shown.items():
-            figures = (f"{100 * one.served:.2f}", f"{one.hours:.2f}", f"{one.ttft_p99:.2f}", f"{one.moves:.0f}")
-            rows.append((name, *figures, f"{one.reversals}"))
+            figures = (100 * one.served, one.replica_hours, one.ttft_p99)
+            rows.append((name, *(f"{one:.2f}" for one in figures), f"{one.moves:.0f}", f"{one.reversals}"))
         header = ("policy", "in time %", "replica-h", "TTFT p99 s", "moves", "reversals")
         return Table(title, header, tuple(rows))
 
@@ -73,14 +60,14 @@ def compared(load: str, runs: Sequence[tuple[str, Outcome]]) -> Comparison:
     results = {}
     for policy in dict.fromkeys(policy for policy, _ in runs):
         some = [outcome for name, outcome in runs if name == policy]
-        results[policy] = Result(
-            policy,
-            min(one.served for one in some),
-            fmean(one.replica_hours for one in some),
-            max(one.ttft_p99 for one in some),
-            fmean(one.moves for one in some),
-            max(one.reversals for one in some),
-            max(one.peak for one in some),
+        results[policy] = replace(
+            some[0],
+            served=min(one.served for one in some),
+            replica_hours=fmean(one.replica_hours for one in some),
+            moves=fmean(one.moves for one in some),
+            reversals=max(one.reversals for one in some),
+            peak=max(one.peak for one in some),
+            ttft_p99=max(one.ttft_p99 for one in some),
         )
     return Comparison(load, results)
 
@@ -90,7 +77,8 @@ def one_setting(comparisons: Sequence[Comparison]) -> str:
 
     def rank(policy: str) -> tuple[int, float]:
         served = sum(one.serves(policy) for one in comparisons)
-        return -served, sum(one.results[policy].hours / one.ours.hours for one in comparisons)
+        hours = sum(one.results[policy].replica_hours / one.ours.replica_hours for one in comparisons)
+        return -served, hours
 
     return min(RAY_SWEEP, key=rank)
 
@@ -99,8 +87,8 @@ def overview(comparisons: Sequence[Comparison]) -> Table:
     """Whether one setting of Ray's fits all loads."""
     fixed = one_setting(comparisons)
 
-    def figures(one: Result) -> str:
-        return f"{100 * one.served:.1f} %, {one.hours:.2f} h"
+    def figures(one: Outcome) -> str:
+        return f"{100 * one.served:.1f} %, {one.replica_hours:.2f} h"
 
     rows = []
     for one in comparisons:

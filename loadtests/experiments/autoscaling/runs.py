@@ -27,7 +27,7 @@ class Outcome:
     policy: str
     served: float  # share of the requests whose first token and pace were within the targets
     replica_hours: float
-    moves: int  # changes of the target while requests came
+    moves: float  # changes of the target while requests came
     reversals: int
     peak: int  # highest target
     most_stopped: float  # largest share of the fleet that one decision stopped, where it was not one replica

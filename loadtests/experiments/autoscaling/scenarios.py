@@ -19,8 +19,7 @@ from loadtests.experiments.autoscaling.comparison import Comparison, compared
 from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_DEFAULT, RAY_SWEEP, ray_name
 from loadtests.experiments.autoscaling.runs import Outcome, simulate
 from loadtests.experiments.autoscaling.workloads import Workload
-from loadtests.findings import Findings
-from loadtests.report import Figure, most
+from loadtests.report import Figure, Findings, most
 
 RAY_LOW, RAY_LOW_QUICK = ray_name(32, 30, 600), ray_name(32, 5, 120)
 """Settings that were fixed before the sweep: the bars hold against them."""
@@ -88,11 +87,11 @@ class _Load:
         runs = [(policies[place // self.seeds], outcome) for place, outcome in enumerate(outcomes)]
         comparison, name = compared(self.title, runs), self.title
         ours, best = comparison.ours, comparison.ray_best
-        hours = ours.hours / comparison.results[self.ray].hours
+        hours = ours.replica_hours / comparison.results[self.ray].replica_hours
         figures = [
             Figure(f"{name}: in time", 100 * ours.served, " %", self.in_time),
             Figure(f"{name}: replica-hours, of {self.ray}'s", hours, "", self.ray_hours, at_most=True),
-            Figure(f"{name}: replica-hours, of Ray's best", ours.hours / best.hours),
+            Figure(f"{name}: replica-hours, of Ray's best", ours.replica_hours / best.replica_hours),
             Figure(f"{name}: Ray's best in time", 100 * best.served, " %"),
         ]
         return Judgement([comparison.table(name)], figures + self.more(comparison), [comparison])
@@ -103,7 +102,7 @@ def _beside_static(compared: Comparison) -> list[Figure]:
     name, ours, static = compared.load, compared.ours, compared.results["static"]
     served = 100 * ours.served / static.served
     # A static fleet of another size costs in proportion.
-    hours = ours.hours / (static.hours * ours.peak / given.MAX_REPLICAS)
+    hours = ours.replica_hours / (static.replica_hours * ours.peak / given.MAX_REPLICAS)
     return [
         Figure(f"{name}: in time, of a static {given.MAX_REPLICAS}'s", served, " %", 95.0),
         most(f"{name}: replica-hours, of a static peak of {ours.peak}", hours, 0.75),

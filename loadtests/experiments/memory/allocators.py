@@ -14,8 +14,6 @@ class BuddyAllocator:
     """
 
     def __init__(self, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"slots is {slots} but must be at least 1")
         self._orders = slots.bit_length()
         self._free: list[set[int]] = [set() for _ in range(self._orders)]
         self._taken: dict[int, int] = {}  # start -> order
@@ -34,8 +32,6 @@ class BuddyAllocator:
 
     def allocate(self, slots: int) -> int | None:
         """Take a run of at least ``slots``; return its first slot, ``None`` if no free run is long enough."""
-        if slots < 1:
-            raise ValueError(f"slots is {slots} but must be at least 1")
         wanted = (slots - 1).bit_length()
         order = next((order for order in range(wanted, self._orders) if self._free[order]), None)
         if order is None:
@@ -66,15 +62,11 @@ class FirstFitAllocator:
     """Hands out the first free run that is long enough, to the slot; free neighbours become one run."""
 
     def __init__(self, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"slots is {slots} but must be at least 1")
         self._free = [(0, slots)]  # start and length, by start
         self._taken: dict[int, int] = {}
 
     def allocate(self, slots: int) -> int | None:
         """Take a run of at least ``slots``; return its first slot, ``None`` if no free run is long enough."""
-        if slots < 1:
-            raise ValueError(f"slots is {slots} but must be at least 1")
         for place, (start, length) in enumerate(self._free):
             if length >= slots:
                 self._free[place : place + 1] = [(start + slots, length - slots)] if length > slots else []

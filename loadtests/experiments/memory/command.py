@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from loadtests.experiments.memory.contiguous_runs import run_saturation
 from loadtests.experiments.memory.recovery_runs import run_recovery
 from loadtests.experiments.memory.sharing_runs import run_beam, run_parallel, run_prefix
-from loadtests.findings import Findings
-from loadtests.report import Figure, finish, parse
+from loadtests.report import Figure, Findings, finish, parse
 
 PARTS: dict[str, Callable[[], Findings]] = {
     "saturation": run_saturation,

@@ -17,8 +17,7 @@ from loadtests.experiments.memory.systems import (
     simulate,
     watched,
 )
-from loadtests.findings import Findings, Table
-from loadtests.report import Figure
+from loadtests.report import Figure, Findings, Table
 
 PARTS = ("tokens", "reserved", "internal", "external")
 _NEAR = 5.0  # percentage points that a baseline's token share may be from the published one

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loadtests.experiments.memory.constants import POOL_SLOTS
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Slots of the KV memory, or shares of it."""
+class Split(NamedTuple):
+    """Slots of the KV memory."""
 
     tokens: float  # hold a token's K and V
     reserved: float  # will hold one of the request that they belong to
     internal: float  # belong to a request that will never use them
     external: float  # belong to nobody who could use them: rounding, and free runs that are too short
 
-    def percent(self) -> tuple[float, float, float, float]:
+    def percent(self) -> tuple[float, ...]:
         """The four parts, in percent of their sum."""
-        whole = (self.tokens + self.reserved + self.internal + self.external) / 100
-        return (self.tokens / whole, self.reserved / whole, self.internal / whole, self.external / whole)
+        return tuple(100 * part / sum(self) for part in self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.systems import watched
 from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
-from loadtests.findings import Findings, Table
-from loadtests.report import Figure
+from loadtests.report import Figure, Findings, Table
 
 MACHINES = {"GPU-like": given.GPU_LIKE, "CPU-like": given.CPU_LIKE}
 _BAR = 1.05

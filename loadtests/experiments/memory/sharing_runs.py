@@ -11,8 +11,7 @@ from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.sharing import SharingMeter
 from loadtests.experiments.memory.systems import ORACLE, ORACLE_FIRST_FIT, simulate, watched
 from loadtests.experiments.simulated_replica import SimulatedReplica
-from loadtests.findings import Findings, Table
-from loadtests.report import Figure
+from loadtests.report import Figure, Findings, Table
 
 _BAR = 99.0  # percent of what perfect sharing saves
 

@@ -11,8 +11,7 @@ from loadtests.experiments.routing.arms import Arm
 from loadtests.experiments.routing.constants import Load, Shape
 from loadtests.experiments.routing.runs import Run, Summary, ttft
 from loadtests.experiments.routing.workloads import Conversations, burst, shared, unshared
-from loadtests.findings import Findings, Table
-from loadtests.report import Figure, most
+from loadtests.report import Figure, Findings, Table, most
 from loadtests.stats import mean
 
 Runs = tuple[str, Arm]
@@ -126,7 +125,8 @@ def _shared(seeds: int) -> Scenario:
     calm = given.SERVED_SHARE * ramp.load.rate
     load = replace(ramp.load, rate=calm, warm_up=given.SERVED_WARM_UP, seconds=given.SERVED_WINDOW)
     served = replace(ramp, name="at a rate that round robin serves", load=load, saturated=False)
-    runs = _seeds(seeds, ramp, tuple(Arm)) + _seeds(seeds, served, (Arm.PREFIX, Arm.ROUND_ROBIN))
+    arms = (Arm.PREFIX, Arm.ORACLE, Arm.ROUND_ROBIN)
+    runs = _seeds(seeds, ramp, arms) + _seeds(seeds, served, (Arm.PREFIX, Arm.ROUND_ROBIN))
     ours, oracle, turns = ((SATURATED, arm) for arm in (Arm.PREFIX, Arm.ORACLE, Arm.ROUND_ROBIN))
     calm_ours, calm_turns = ((served.name, arm) for arm in (Arm.PREFIX, Arm.ROUND_ROBIN))
     measures = (
