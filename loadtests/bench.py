@@ -1,4 +1,4 @@
-"""``make bench``: every measuring command that needs no GPU, with its checks, the short ones first.
+"""``make bench``: every measuring command that needs no GPU, with its checks: 45 minutes on two idle cores.
 
 Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``;
 ``docs/benchmarks.md`` is updated from them.
@@ -6,48 +6,61 @@ Each writes its figures, with machine and commit, to a JSON file of its own unde
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from loadtests.benchmarks_page import write
+from loadtests.report import parse
 
-COMMANDS: dict[str, list[str]] = {
-    "routing_speed": ["loadtests.routing_speed"],
-    "kernels": ["loadtests.kernels"],
-    "scheduler": ["loadtests.scheduler"],
-    "locust": ["loadtests.locust_run"],
-    "http": ["loadtests.throughput", "--http"],
-    "faults": ["loadtests.faults"],
-    "routing_faults": ["loadtests.routing_faults"],
-    "pressure": ["loadtests.recovery", "--http"],
-    "recovery": ["loadtests.recovery"],
-    "autoscale_live": ["loadtests.autoscale_live"],
-    "throughput": ["loadtests.throughput", "--rounds", "1"],
-    "memory": ["loadtests.memory"],
-    "autoscaling": ["loadtests.autoscaling"],
-    "routing": ["loadtests.routing"],
+
+class Command(NamedTuple):
+    """A module with its options, and the minutes that it takes on two idle cores."""
+
+    words: str
+    minutes: float
+    seeds: bool = False  # whether it has the option
+
+
+COMMANDS = {
+    "routing_speed": Command("loadtests.routing_speed", 0.5),
+    "kernels": Command("loadtests.kernels", 1.5),
+    "scheduler": Command("loadtests.scheduler", 1.5),
+    "locust": Command("loadtests.locust_run", 1.5),
+    "http": Command("loadtests.throughput --http", 1.5),
+    "faults": Command("loadtests.faults", 2),
+    "routing_faults": Command("loadtests.routing_faults", 2.5),
+    "pressure": Command("loadtests.recovery --http", 3),
+    "recovery": Command("loadtests.recovery", 2.5),
+    "routing_live": Command("loadtests.routing --live", 3, seeds=True),
+    "autoscale_live": Command("loadtests.autoscale_live", 5.5),
+    "throughput": Command("loadtests.throughput --rounds 1", 3.5),
+    "memory": Command("loadtests.memory", 2.5),
+    "autoscaling": Command("loadtests.autoscaling", 5, seeds=True),
+    "routing": Command("loadtests.routing", 10, seeds=True),
 }
 
 
 def main() -> None:
     """Run the chosen commands; exit non-zero if any check fails."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.bench", description=__doc__)
-    parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))
-    parser.add_argument(
-        "--reports", type=Path, default=Path("loadtests/reports"), help="folder for the JSON files"
-    )
-    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    arguments = parser.parse_args()
+    options = {
+        "--only": (COMMANDS, "commands"),
+        "--seeds": (1, "of the experiments with seeds; 3 to publish"),
+        "--reports": (Path("loadtests/reports"), "folder for the JSON files"),
+        "--page": (Path("docs/benchmarks.md"), "to be updated"),
+    }
+    arguments = parse("bench", __doc__, options)
     arguments.reports.mkdir(parents=True, exist_ok=True)
     ended = {}
     for name in arguments.only:
         out = arguments.reports / f"{name}.json"
         out.unlink(missing_ok=True)  # so that no file is an earlier run's
-        command = [sys.executable, "-m", *COMMANDS[name], "--check", "--json", str(out)]
-        print(f"\n=== {name}: {' '.join(command[1:])}", flush=True)
+        words, minutes, seeds = COMMANDS[name]
+        command = [sys.executable, "-m", *words.split(), "--check", "--json", str(out)]
+        command += ["--seeds", str(arguments.seeds)] if seeds else []
+        print(f"\n=== {name}, about {minutes:g} minutes: {' '.join(command[1:])}", flush=True)
         began = time.monotonic()
         status = subprocess.run(command, check=False).returncode
         verdict = "ok" if status == 0 else f"FAILED ({status})"

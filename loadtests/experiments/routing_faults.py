@@ -55,7 +55,7 @@ class RoutingFaults(Fleet):
         after_s: float | None = None,
         many: int = MANY,
     ) -> None:
-        """``many`` engines there are at most; ``after_s`` is when a cordon moves what runs, if not when it does by itself."""
+        """``after_s`` is when a cordon moves what runs, if not by itself; ``many`` is the most engines."""
         super().__init__(cluster)
         self._long_s = long_s
         self._share_s = share_s

@@ -23,11 +23,14 @@ def test_every_measuring_command_is_run() -> None:
         for path in (ROOT / "loadtests").glob("*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
-    assert {command[0] for command in bench.COMMANDS.values()} == commands - NEED_A_GPU - NOT_MEASURING
+    assert {
+        command.words.split()[0] for command in bench.COMMANDS.values()
+    } == commands - NEED_A_GPU - NOT_MEASURING
 
 
 def test_each_command_leaves_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "COMMANDS", {"good": ["platform"], "bad": ["loadtests.nothing"]})
+    commands = {"good": bench.Command("platform", 1), "bad": bench.Command("loadtests.nothing", 1)}
+    monkeypatch.setattr(bench, "COMMANDS", commands)
     page = tmp_path / "page.md"
     page.write_text("By hand.\n")
     options = ["--only", "good", "bad", "--reports", str(tmp_path), "--page", str(page)]

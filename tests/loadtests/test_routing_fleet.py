@@ -162,7 +162,6 @@ def test_a_scenario_judges_its_runs() -> None:
         "served: prefix",
         "served: least tokens",
         "served: round robin",
-        "served: oracle",
     ]
     lost = findings.figures[-1]
     assert (lost.value, lost.holds) == (3, False)

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--only": (scenarios(None, 1), "parts"),
         "--trace": ("", "Azure's CSV or Mooncake's JSON lines, for a synthetic day"),
         "--times": (TRACE_TIMES, "each of its requests so many times"),
+        "--seeds": (1, "runs of kv-bound; 3 to publish"),
         "--workers": WORKERS,
     }
     arguments = parse("autoscaling", __doc__, options, argv)
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             workloads.trace(trace, arguments.times, 1)
         except ConfigError as error:
             sys.exit(str(error))
-    parts = scenarios(trace, arguments.times)
+    parts = scenarios(trace, arguments.times, arguments.seeds)
     began = time.monotonic()
     every, outcomes = Judgement(), []
     for name in arguments.only:

@@ -161,14 +161,17 @@ def most_stopped(outcomes: Sequence[Outcome]) -> Figure:
     return most(name, share, 10.0, " %")
 
 
-def scenarios(trace: Path | None, times: int) -> dict[str, Scenario]:
-    """All parts, by name; the trace, each of its requests so many times, for the synthetic day."""
+def scenarios(trace: Path | None, times: int, seeds: int = 1) -> dict[str, Scenario]:
+    """All parts, by name; the trace, each of its requests so many times, for the synthetic day.
+
+    ``seeds`` is of the part in which runs differ most between seeds and none has a fixed number.
+    """
     day = partial(_Load, "a day in two hours", workloads.DAY, 2)
     if trace is not None:
         day = partial(_Load, f"{trace.stem} x {times}", partial(workloads.trace, trace, times), 10)
     loads = {
         "recorded": day(1, 97.0, RAY_LOW, 0.80, ("occupancy", "static"), _beside_static),
-        "kv-bound": _Load("long answers: KV-bound", workloads.LONG_DECODE, 2, 3, 99.0, RAY_LOW_QUICK, 0.85),
+        "kv-bound": _Load("long answers: KV-bound", workloads.LONG_DECODE, 2, seeds, 99.0, RAY_LOW_QUICK, 0.85),
         "prefill-bound": _Load("long prompts: prefill-bound", workloads.LONG_PROMPTS, 6, more=_over_occupancy),
         "seat-bound": _Load("short chats: slot-bound", workloads.SHORT_CHAT, 3, 1, 99.0, RAY_LOW, 0.80),
         "step": _Load("three times the rate at once", workloads.STEP_UP),

@@ -144,13 +144,12 @@ def _equal(seeds: int) -> Scenario:
     ramp = _ramp(SATURATED, given.EQUAL, given.RATIO)
     pressed = _ramp("1.3 times the memory, 4 ingresses", given.EQUAL, given.PRESSURE_RATIO, given.INGRESSES)
     runs = _seeds(seeds, ramp, (Arm.PREFIX, Arm.ORACLE, Arm.ROUND_ROBIN))
-    runs += _seeds(seeds, pressed, (Arm.PREFIX, Arm.ORACLE, Arm.APPROXIMATE))
+    runs += _seeds(seeds, pressed, (Arm.PREFIX, Arm.ORACLE))
     ours, turns = ((SATURATED, arm) for arm in (Arm.PREFIX, Arm.ROUND_ROBIN))
-    here, best, tree = ((pressed.name, arm) for arm in (Arm.PREFIX, Arm.ORACLE, Arm.APPROXIMATE))
+    here, best = ((pressed.name, arm) for arm in (Arm.PREFIX, Arm.ORACLE))
     measures = (
         Measure("throughput over round robin", THROUGHPUT, ours, turns, 1.8, unit="x"),
         Measure("under pressure, throughput of the oracle's", THROUGHPUT, here, best, _share(seeds)),
-        Measure("under pressure, throughput over the tree", THROUGHPUT, here, tree, unit="x"),
     )
     title = "The same, all system prompts equally popular as in the published measurements"
     published = "published at 73 %: 8,730 to 14,900 tokens/s with an exact index, 4,300 to 7,000 with none"
@@ -173,8 +172,8 @@ def _pressure(seeds: int) -> Scenario:
 
 def _hot(seeds: int) -> Scenario:
     run = Run(SERVED, VARIED, given.HOT, given.HOT_RUN)
-    arms = (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN, Arm.ORACLE)
-    ours, least, turns, _ = ((SERVED, arm) for arm in arms)
+    arms = (Arm.PREFIX, Arm.LEAST_TOKENS, Arm.ROUND_ROBIN)
+    ours, least, turns = ((SERVED, arm) for arm in arms)
     measures = (
         Measure("TTFT p99, of least tokens'", _p99, ours, least, 1.03, at_most=True),
         Measure("TTFT p99, of round robin's", _p99, ours, turns, 1.03, at_most=True),
@@ -198,8 +197,8 @@ def _unique(seeds: int) -> Scenario:
 
 def _cold(seeds: int) -> Scenario:
     run = Run(SERVED, partial(unshared, cold_share=given.COLD_SHARE), given.COLD_SHORT, given.COLD_RUN)
-    arms = (Arm.PREFIX, Arm.COUNT, Arm.LEAST_TOKENS)
-    ours, count, _ = ((SERVED, arm) for arm in arms)
+    arms = (Arm.PREFIX, Arm.COUNT)
+    ours, count = ((SERVED, arm) for arm in arms)
     p99 = partial(_p99, kind="short")
     measures = (Measure("short prompts' TTFT p99, of counting requests", p99, ours, count, 0.5, at_most=True),)
     title = "One prompt in twenty is cold and has 16,000 to 32,000 tokens"
@@ -228,9 +227,8 @@ def _chat(seeds: int) -> Scenario:
         Measure("follow-ups to the same replica", partial(_mean, "kept"), ours, None, 0.98),
         Measure("share of their tokens cached", partial(_mean, "kept_tokens"), ours, None, 0.94),
     )
-    runs = _seeds(seeds, run, (Arm.PREFIX,)) + _seeds(1, run, (Arm.LEAST_TOKENS,))
     note = f"{run.load.replicas} replicas, {run.load.rate:g} conversations/s"
-    return Scenario("Conversations of eight turns", runs, measures, note)
+    return Scenario("Conversations of eight turns", _seeds(seeds, run, (Arm.PREFIX,)), measures, note)
 
 
 def _scale(seeds: int) -> Scenario:
