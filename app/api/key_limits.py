@@ -1,0 +1,108 @@
+"""What one API key may use: rates, requests at the same time. One set of limits for each ingress replica."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from app.api.errors import ApiError
+from app.api.keys import ApiKey
+
+MINUTE_S = 60.0
+
+
+class TokenBucket:
+    """A rate limit: holds up to ``per_minute`` units and gains as many in a minute, evenly.
+
+    Taking may drive it below zero, since the cost of a request is known only at its end; nothing can be taken
+    until it is positive again.
+    """
+
+    def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = per_minute
+        self._at = clock()
+
+    def level(self) -> float:
+        """What it holds now."""
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE_S)
+        self._at = now
+        return self._level
+
+    def take(self, units: float) -> None:
+        """Take ``units``, whatever it holds."""
+        self._level = self.level() - units
+
+    def wait_s(self, units: float) -> float:
+        """Seconds until it holds ``units``; 0 if it does."""
+        return max(0.0, (units - self.level()) * MINUTE_S / self.per_minute)
+
+
+@dataclass(slots=True)
+class KeyLimits:
+    """The state of one key at one ingress replica, which enforces its even share of the rates."""
+
+    key: ApiKey
+    share: float = 1.0  # of the rates: 1 / number of ingress replicas
+    clock: Callable[[], float] = time.monotonic
+    live: int = 0  # requests
+    requests: TokenBucket | None = field(init=False)
+    tokens: TokenBucket | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        key = self.key
+        self.requests = self._bucket(key.requests_per_minute)
+        self.tokens = self._bucket(key.tokens_per_minute)
+
+    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
+        return None if per_minute is None else TokenBucket(per_minute * self.share, self.clock)
+
+    def admit(self) -> None:
+        """Count a request that begins; call :meth:`release` at its end.
+
+        Raises:
+            ApiError: 429; a limit is reached, with the time after which it is not.
+        """
+        key = self.key
+        if key.concurrent_requests is not None and self.live >= key.concurrent_requests:
+            raise self._refusal(f"{self.live} requests at the same time (concurrent_requests)", 1.0)
+        if self.requests is not None and (wait := self.requests.wait_s(1.0)) > 0:
+            raise self._refusal(f"{key.requests_per_minute} requests a minute (requests_per_minute)", wait)
+        if self.tokens is not None and (wait := self.tokens.wait_s(1.0)) > 0:
+            raise self._refusal(f"{key.tokens_per_minute} tokens a minute (tokens_per_minute)", wait)
+        if self.requests is not None:
+            self.requests.take(1.0)
+        self.live += 1
+
+    def release(self, tokens: int) -> None:
+        """A request has ended; it cost ``tokens``, of prompt and output."""
+        self.live -= 1
+        if self.tokens is not None:
+            self.tokens.take(tokens)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """``x-ratelimit-*`` as OpenAI names them, for the limits that the key has."""
+        found: list[tuple[bytes, bytes]] = []
+        for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket is not None:
+                values = {
+                    "limit": str(math.floor(bucket.per_minute)),
+                    "remaining": str(max(0, math.floor(bucket.level()))),
+                    "reset": f"{bucket.wait_s(bucket.per_minute):.1f}s",
+                }
+                found += [(f"x-ratelimit-{what}-{name}".encode(), v.encode()) for what, v in values.items()]
+        return found
+
+    def _refusal(self, limit: str, wait_s: float) -> ApiError:
+        seconds = max(1, math.ceil(wait_s))
+        return ApiError(
+            429,
+            f"the key {self.key.id!r} has reached its limit of {limit}; try again in {seconds} s",
+            code="rate_limit_exceeded",
+            kind="rate_limit_error",
+            retry_after_s=seconds,
+        )

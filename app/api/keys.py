@@ -1,0 +1,198 @@
+"""API keys: who may use the server, and how much. ``python -m app.api.keys new NAME`` makes one.
+
+A file names the keys, as YAML or JSON::
+
+    keys:
+      - id: alice
+        sha256: 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8
+        requests_per_minute: 600
+        tokens_per_minute: 100000
+        concurrent_requests: 16
+
+Only digests are stored. A key has 256 random bits, so its SHA-256 cannot be searched; no slow hash is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from engine.errors import ConfigError
+
+ENVIRONMENT = "QUIRE_API_KEYS"
+"""Names keys as ``id:sha256`` pairs, separated by commas."""
+
+REREAD_S = 1.0
+"""A changed file takes effect within this time."""
+
+MAX_FILE_BYTES = 4 * 1024 * 1024
+
+logger = logging.getLogger(__name__)
+
+
+class ApiKey(BaseModel):
+    """One key and its limits; ``None`` is no limit. Each ingress replica enforces its even share of a rate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)  # prompt tokens and output tokens
+    concurrent_requests: int | None = Field(default=None, ge=1)
+
+
+class _KeyList(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: tuple[ApiKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRing:
+    """The keys of one moment, by digest."""
+
+    by_digest: Mapping[str, ApiKey]
+
+    def find(self, key: str) -> ApiKey | None:
+        """The entry of a key that a client sent.
+
+        The lookup is by digest: its time says nothing about a key, because nobody can choose a digest.
+        """
+        digest = digest_of(key)
+        found = self.by_digest.get(digest)
+        return found if found is not None and hmac.compare_digest(found.sha256, digest) else None
+
+
+class KeyFile:
+    """The keys of a file and of the environment; a change of the file takes effect without a restart.
+
+    Raises:
+        ConfigError: at construction, if the file is wrong. A wrong change later is logged and has no effect.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        environment: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = None if path is None else Path(path)
+        given = (os.environ if environment is None else environment).get(ENVIRONMENT, "")
+        self._of_environment = _parse_pairs(given)
+        self._clock = clock
+        self._next = clock() + REREAD_S
+        self._version = self._stat()
+        self._ring = self._read()
+
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key: a file or the environment names them, even if it names none."""
+        return self._path is not None or bool(self._of_environment)
+
+    def ring(self) -> KeyRing:
+        """The current keys; asks the file system at most once every ``REREAD_S``."""
+        now = self._clock()
+        if self._path is not None and now >= self._next:
+            self._next = now + REREAD_S
+            version = self._stat()
+            if version != self._version:
+                self._version = version
+                try:
+                    self._ring = self._read()
+                except ConfigError as error:
+                    logger.error("the changed key file has no effect: %s", error)
+                else:
+                    logger.info("%d API keys", len(self._ring.by_digest))
+        return self._ring
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _read(self) -> KeyRing:
+        listed = () if self._path is None else _read_file(self._path)
+        return _ring([*listed, *self._of_environment])
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key, in hex."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _read_file(path: Path) -> tuple[ApiKey, ...]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"the key file {path} exceeds {MAX_FILE_BYTES} bytes")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"the key file {path} cannot be read: {_one_line(error)}") from error
+    try:
+        return _KeyList.model_validate(content).keys
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ConfigError(f"the key file {path} is wrong: {where}: {first['msg']}") from None
+
+
+def _parse_pairs(pairs: str) -> list[ApiKey]:
+    keys = []
+    for pair in filter(None, (part.strip() for part in pairs.split(","))):
+        name, _, digest = pair.partition(":")
+        try:
+            keys.append(ApiKey(id=name, sha256=digest))
+        except ValidationError:
+            raise ConfigError(f"{ENVIRONMENT} must have id:sha256 pairs, separated by commas") from None
+    return keys
+
+
+def _ring(keys: list[ApiKey]) -> KeyRing:
+    for name in ("id", "sha256"):
+        values = [getattr(key, name) for key in keys]
+        twice = next((value for value in values if values.count(value) > 1), None) if len(values) < 50 else None
+        if len(set(values)) < len(values):
+            raise ConfigError(f"two API keys have the same {name}" + (f", {twice}" if twice else ""))
+    return KeyRing({key.sha256: key for key in keys})
+
+
+def _one_line(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", str(error))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a new key and its entry for the file."""
+    parser = argparse.ArgumentParser(prog="python -m app.api.keys", description="Make an API key.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="print a new key and its entry in the key file")
+    new.add_argument("id", help="who gets the key; appears in logs and metrics, never the key itself")
+    parsed = parser.parse_args(arguments)
+    key = f"qk_{secrets.token_urlsafe(32)}"
+    try:
+        entry = ApiKey(id=parsed.id, sha256=digest_of(key))
+    except ValidationError:
+        print("quire: an id has 1 to 64 letters, digits, and . _ -", file=sys.stderr)
+        return 1
+    print(f"key, shown only now: {key}\nentry in the key file:\n  - id: {entry.id}\n    sha256: {entry.sha256}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Limits of a key: rates refill evenly, live requests are counted, refusals say when to try again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.api.errors import ApiError
+from app.api.key_limits import KeyLimits, TokenBucket
+from app.api.keys import ApiKey
+
+DIGEST = "0" * 64
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refusal(limits: KeyLimits) -> tuple[str, int | None]:
+    with pytest.raises(ApiError) as caught:
+        limits.admit()
+    fault = caught.value.fault
+    assert (fault.status, fault.code, fault.type) == (429, "rate_limit_exceeded", "rate_limit_error")
+    return fault.message, fault.retry_after_s
+
+
+def test_requests_per_minute_are_refilled_evenly() -> None:
+    clock = Clock()
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, requests_per_minute=6), 1.0, clock)
+    for _ in range(6):
+        limits.admit()
+    assert refusal(limits) == (
+        "the key 'a' has reached its limit of 6 requests a minute (requests_per_minute); try again in 10 s",
+        10,
+    )
+    clock.now = 10.0
+    limits.admit()
+    refusal(limits)
+
+
+def test_tokens_are_charged_at_the_end_and_may_overdraw() -> None:
+    clock = Clock()
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, tokens_per_minute=60), 1.0, clock)
+    limits.admit()
+    limits.release(90)
+    message, seconds = refusal(limits)
+    assert "60 tokens a minute (tokens_per_minute)" in message
+    assert seconds == 31  # 30 to come back to zero, 1 for one token
+    clock.now = 31.0
+    limits.admit()
+
+
+def test_requests_at_the_same_time_are_counted() -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, concurrent_requests=2))
+    limits.admit()
+    limits.admit()
+    assert "2 requests at the same time (concurrent_requests)" in refusal(limits)[0]
+    limits.release(5)
+    limits.admit()
+
+
+def test_each_ingress_enforces_its_share_and_reports_it() -> None:
+    limits = KeyLimits(
+        ApiKey(id="a", sha256=DIGEST, requests_per_minute=60, tokens_per_minute=100), 0.5, Clock()
+    )
+    limits.admit()
+    limits.release(40)
+    assert dict(limits.headers()) == {
+        b"x-ratelimit-limit-requests": b"30",
+        b"x-ratelimit-remaining-requests": b"29",
+        b"x-ratelimit-reset-requests": b"2.0s",
+        b"x-ratelimit-limit-tokens": b"50",
+        b"x-ratelimit-remaining-tokens": b"10",
+        b"x-ratelimit-reset-tokens": b"48.0s",
+    }
+    assert KeyLimits(ApiKey(id="a", sha256=DIGEST)).headers() == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 500)), max_size=30))
+def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, float]]) -> None:
+    """What is taken only while the level is positive stays within rate × time + one bucket + one overdraft."""
+    clock = Clock()
+    bucket = TokenBucket(60.0, clock)
+    taken = largest = 0.0
+    for passed, units in steps:
+        clock.now += passed
+        if bucket.wait_s(1.0) == 0:
+            bucket.take(units)
+            taken += units
+            largest = max(largest, units)
+        assert taken <= clock.now + 60.0 + largest + 1e-6
+        assert bucket.level() <= 60.0

@@ -1,0 +1,113 @@
+"""API keys: found by digest only, reread when the file changes, wrong files named in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from app.api.keys import ENVIRONMENT, MAX_FILE_BYTES, ApiKey, KeyFile, digest_of, main
+from engine.errors import ConfigError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(path: Path, *keys: dict[str, object]) -> None:
+    path.write_text(json.dumps({"keys": list(keys)}))
+
+
+def test_a_key_is_found_by_its_digest(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n  - id: alice\n    sha256: {digest_of('secret')}\n    requests_per_minute: 5\n")
+    keys = KeyFile(str(path), {})
+    assert keys.required
+    found = keys.ring().find("secret")
+    assert found == ApiKey(id="alice", sha256=digest_of("secret"), requests_per_minute=5)
+    assert keys.ring().find("Secret") is None
+    assert keys.ring().find("") is None
+    assert keys.ring().find(digest_of("secret")) is None
+    assert keys.ring().find("half of a surrogate pair \udce9") is None
+
+
+def test_the_environment_names_keys_by_digest() -> None:
+    keys = KeyFile(None, {ENVIRONMENT: f"a:{digest_of('1')}, b:{digest_of('2')},"})
+    assert keys.required
+    assert [getattr(keys.ring().find(key), "id", None) for key in ("1", "2", "3")] == ["a", "b", None]
+    assert not KeyFile(None, {}).required
+    with pytest.raises(ConfigError, match=f"{ENVIRONMENT} must have id:sha256 pairs"):
+        KeyFile(None, {ENVIRONMENT: "a:secret"})
+
+
+def test_a_changed_file_takes_effect_and_a_wrong_one_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    path = tmp_path / "keys.json"
+    write(path, {"id": "a", "sha256": digest_of("1")})
+    keys = KeyFile(str(path), {}, clock)
+    write(path, {"id": "a", "sha256": digest_of("1")}, {"id": "b", "sha256": digest_of("2")})
+    assert keys.ring().find("2") is None  # the file system is not asked yet
+    clock.now = 1.5
+    assert keys.ring().find("2") is not None
+    path.write_text("keys: [")
+    clock.now = 3.0
+    assert keys.ring().find("2") is not None
+    assert "the changed key file has no effect" in caplog.text
+    path.unlink()
+    clock.now = 4.5
+    assert keys.ring().find("2") is not None
+    write(path)
+    clock.now = 6.0
+    assert keys.ring().find("2") is None
+    assert keys.required  # an empty file lets nobody in
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("keys: [", "cannot be read"),
+        ("\xff", "cannot be read"),
+        ("- a", "the file: Input should be a valid dictionary"),
+        ("keys: 3", "keys: Input should be a valid tuple"),
+        ("keys: [{id: a}]", "keys.0.sha256: Field required"),
+        ("keys: [{id: 'a b', sha256: x}]", "keys.0.id: String should match"),
+        (f"keys: [{{id: a, sha256: '{'0' * 64}', rpm: 3}}]", "keys.0.rpm: Extra inputs are not permitted"),
+        (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: a, sha256: '{'1' * 64}'}}]", "the same id, a"),
+        (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: b, sha256: '{'0' * 64}'}}]", "the same sha256"),
+        ("[" * 5000, "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        KeyFile(str(path), {})
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_missing_or_too_large_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+        KeyFile(str(tmp_path / "none"), {})
+    (tmp_path / "large").write_bytes(b" " * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match=f"exceeds {MAX_FILE_BYTES} bytes"):
+        KeyFile(str(tmp_path / "large"), {})
+
+
+def test_the_command_prints_a_key_and_an_entry_that_admits_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "alice"]) == 0
+    first, _, entry = capsys.readouterr().out.partition("\nentry in the key file:\n")
+    (tmp_path / "keys.yaml").write_text(f"keys:\n{entry}")
+    found = KeyFile(str(tmp_path / "keys.yaml"), {}).ring().find(first.rpartition(" ")[2])
+    assert found is not None
+    assert found.id == "alice"
+    assert main(["new", "not an id"]) == 1
