@@ -34,7 +34,7 @@ MAX_REPLICAS = 10_000
 MAX_SCALING_S = 500_000.0
 """Maximum of the times in the scaling policy: Serve's controller must never find one out of range."""
 
-OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
+OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_KEYS", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
 """Environment variables that other parts of Quire read."""
 
 ScalingPolicy = Literal["kv_demand", "occupancy"]
@@ -127,6 +127,12 @@ class IngressOptions(Group):
     )
     unavailable_after_s: float = option(
         60.0, "Return 503 for a request that has found no engine for this long, in seconds", gt=0
+    )
+    api_keys_file: str | None = option(
+        None,
+        "File with the API keys that clients need, on every node with an ingress; `python -m app.api.keys new "
+        "NAME` makes one. Changes take effect within a second. `auto`: those in `QUIRE_KEYS`; without any, "
+        "everybody may use the server",
     )
     cors_origins: str | None = option(
         None,
@@ -281,6 +287,7 @@ class LaunchOptions(Group):
     """Launch: for `make serve` only. On a cluster, set `http_options` in `serve_config.yaml` instead."""
 
     host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` admits other machines")
+    open_access: bool = option(False, "Allow a `host` that other machines reach although there are no API keys")
     port: int = option(8000, "Port to listen on", ge=1, le=65535)
 
 

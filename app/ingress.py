@@ -11,6 +11,8 @@ import ray
 from ray import serve
 
 from app import config, logs
+from app.api.authentication import Gate
+from app.api.keys import KeyFile
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
@@ -81,6 +83,7 @@ class IngressReplica:
             engine_wait_s=options.replica_wait_s,
             overload=self._overload,
             instance=options.ingress.instance or cluster_instance(),
+            gate=Gate(KeyFile(options.ingress.api_keys_file), options.ingress.ingress_replicas),
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -132,6 +132,17 @@ def fault_of(error: Exception) -> ApiFault:
     return ApiFault(500, "an internal error ended this request; see the log", "server_error", code="internal")
 
 
+def fault_code(error: Exception) -> str:
+    """The code of the answer for ``error``, without logging it."""
+    if isinstance(error, ApiError):
+        return error.fault.code or str(error.fault.status)
+    if isinstance(error, InvalidRequestError):
+        return error.code
+    if isinstance(error, UnavailableError):
+        return "unavailable"
+    return "generation_failed" if isinstance(error, GenerationError) else "internal"
+
+
 def show(value: object) -> str:
     """A client's value for an error message, in JSON's words: short and on one line."""
     if value is None or isinstance(value, bool):

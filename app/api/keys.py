@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.errors import ConfigError
 
-ENVIRONMENT = "QUIRE_API_KEYS"
+ENVIRONMENT = "QUIRE_KEYS"
 """Names keys as ``id:sha256`` pairs, separated by commas."""
 
 REREAD_S = 1.0

@@ -11,12 +11,16 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.authentication import Gate
+from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
 from app.api.errors import ApiFault, model_not_found, overloaded, too_many_live
+from app.api.keys import KeyFile
 from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
 from app.api.openai_types import ChatRequest, CompletionRequest
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.request_body import BodyReader
+from app.api.request_record import RequestRecord
 from app.api.sse import DONE, EventStream, WholeResponse
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.config import IngressOptions
@@ -49,6 +53,7 @@ class OpenAIService:
     the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
     ``num_live`` counts choices, each from its request's arrival to the end of the response. ``overload`` may
     refuse requests before anything is done for them; by default it refuses none. ``instance`` names the server.
+    ``gate`` knows the API keys; by default there are none.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class OpenAIService:
         engine_wait_s: float,
         overload: OverloadControl | None = None,
         instance: str = "",
+        gate: Gate | None = None,
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
@@ -72,6 +78,7 @@ class OpenAIService:
         self.engine_wait_s = engine_wait_s
         self.overload = overload or OverloadControl()
         self.instance = instance
+        self.gate = gate or Gate(KeyFile(None, {}))
 
     def health(self) -> Response:
         """200 while a request would find an engine or wake one; otherwise 503."""
@@ -82,6 +89,13 @@ class OpenAIService:
         body = {"status": state, "instance": self.instance, **status}
         return JSONResponse(body, 200 if ready or asleep else 503)
 
+    def brief_health(self) -> Response:
+        """:meth:`health` for those without a key: nothing of the fleet but whether it can answer."""
+        full = self.health()
+        fields = ("status", "instance", "routable", "asleep")
+        told = {name: value for name, value in json.loads(bytes(full.body)).items() if name in fields}
+        return JSONResponse(told, full.status_code)
+
     def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
 
@@ -89,39 +103,41 @@ class OpenAIService:
         self._check_model(name)
         return JSONResponse(self._model_entry())
 
-    async def completions(self, request: CompletionRequest, tenant: str, request_id: str) -> ASGIApp:
-        """Answer ``POST /v1/completions``; ``tenant`` partitions the prefix cache.
+    async def completions(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
+        """Answer ``POST /v1/completions``.
 
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
         self._check_model(request.options.model)
-        with self._admit(len(request.prompts) * request.options.params.width) as permits:
+        record = RequestRecord(caller, "completions", request.options.stream)
+        with self._admit(record, len(request.prompts) * request.options.params.width) as permits:
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            job = GenerationJob(request.options, prompts, False, tenant, request_id)
-            response = await self._respond(job, limits)
+            job = GenerationJob(request.options, prompts, False, caller.tenant, caller.request_id)
+            response = await self._respond(job, limits, record)
             return _Admitted(response, permits.pop_all())
 
-    async def chat(self, request: ChatRequest, tenant: str, request_id: str) -> ASGIApp:
+    async def chat(self, request: ChatRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
         self._check_model(request.options.model)
-        with self._admit(request.options.params.width) as permits:
+        record = RequestRecord(caller, "chat", request.options.stream)
+        with self._admit(record, request.options.params.width) as permits:
             limits = await self._limits()
-            owner = tenant, request.options.cache_salt
+            owner = caller.tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
-            job = GenerationJob(request.options, [prompt], True, tenant, request_id)
-            response = await self._respond(job, limits)
+            job = GenerationJob(request.options, [prompt], True, caller.tenant, caller.request_id)
+            response = await self._respond(job, limits, record)
             return _Admitted(response, permits.pop_all())
 
-    async def tokenize(self, request: TokenizeRequest, tenant: str) -> Response:
+    async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
         self._check_model(request.model)
         longest = (await self._limits()).max_model_len
         if request.prompt is None:
-            tokens = await self._tokenizer.encode_chat(request.messages, longest, (tenant, ""))
+            tokens = await self._tokenizer.encode_chat(request.messages, longest, (caller.tenant, ""))
         else:
             (tokens,) = await self._tokenizer.encode_texts(
                 [request.prompt], longest, request.add_special_tokens
@@ -151,7 +167,7 @@ class OpenAIService:
             return ApiFault(500, message, "server_error", code="reset_failed").to_response()
         return JSONResponse({"replicas": replicas, "freed_blocks": freed})
 
-    def _admit(self, sequences: int) -> ExitStack:
+    def _admit(self, record: RequestRecord, sequences: int) -> ExitStack:
         """Take permits before the request waits for anything; closing the result releases them."""
         refusal = self.overload.refusal()
         if refusal is not None:
@@ -159,15 +175,18 @@ class OpenAIService:
         limit = self.options.max_live_requests
         if self.num_live + sequences > limit:
             raise too_many_live(self.num_live, limit, self.overload.retry_after_s())
+        if record.caller.limits is not None:
+            record.caller.limits.admit()
         self.num_live += sequences
         permits = ExitStack()
         permits.callback(self._release, sequences)
+        permits.callback(record.end)
         return permits
 
     def _release(self, sequences: int) -> None:
         self.num_live -= sequences
 
-    async def _respond(self, job: GenerationJob, limits: FleetLimits) -> ASGIApp:
+    async def _respond(self, job: GenerationJob, limits: FleetLimits, record: RequestRecord) -> ASGIApp:
         if job.prompt_tokens <= INLINE_TOKENS:
             _check_prompts(job, limits)
         else:
@@ -175,27 +194,33 @@ class OpenAIService:
         prefix = "chatcmpl" if job.chat else "cmpl"
         envelope = Envelope(f"{prefix}-{job.request_id}", int(time.time()), self._model)
         return (
-            EventStream(self._events(job, envelope))
+            EventStream(self._events(job, envelope, record))
             if job.options.stream
-            else WholeResponse(self._whole(job, envelope))
+            else WholeResponse(self._whole(job, envelope, record))
         )
 
-    async def _whole(self, job: GenerationJob, envelope: Envelope) -> Response:
+    async def _whole(self, job: GenerationJob, envelope: Envelope, record: RequestRecord) -> Response:
         outputs = [_Collected() for _ in range(job.num_choices)]
-        async with aclosing(self._text_deltas(job)) as arriving:
-            async for delta in arriving:
-                outputs[delta.index].add(delta)
-        usage = Usage(
-            job.prompt_tokens,
-            sum(output.num_tokens for output in outputs),
-            sum(output.cached_tokens for output in outputs[:: job.options.params.n]),
-        )
+        with record.running():
+            try:
+                async with aclosing(self._text_deltas(job)) as arriving:
+                    async for delta in arriving:
+                        outputs[delta.index].add(delta)
+                        record.token(delta.finish_reason)
+            finally:
+                record.usage = Usage(
+                    job.prompt_tokens,
+                    sum(output.num_tokens for output in outputs),
+                    sum(output.cached_tokens for output in outputs[:: job.options.params.n]),
+                )
         envelope = envelope.of({output.fingerprint for output in outputs})
         results = [Output("".join(output.texts), output.finish_reason) for output in outputs]
-        body = (chat_body if job.chat else completion_body)(envelope, results, usage)
+        body = (chat_body if job.chat else completion_body)(envelope, results, record.usage)
         return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
-    async def _events(self, job: GenerationJob, envelope: Envelope) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, job: GenerationJob, envelope: Envelope, record: RequestRecord
+    ) -> AsyncGenerator[bytes, None]:
         options = job.options
 
         def writer_of(fingerprints: Collection[str]) -> ChunkWriter:
@@ -210,21 +235,24 @@ class OpenAIService:
         n = options.params.n
         generated = [0] * job.num_choices
         cached = [0] * len(job.prompts)
-        usage = Usage(job.prompt_tokens)
+        usage = record.usage
+        usage.prompt_tokens = job.prompt_tokens
         begun = not job.chat
-        async with aclosing(self._text_deltas(job)) as arriving:
-            async for delta in arriving:
-                prompt = delta.index // n
-                usage.completion_tokens += delta.num_tokens - generated[delta.index]
-                usage.cached_tokens += delta.cached_tokens - cached[prompt]
-                generated[delta.index] = delta.num_tokens
-                cached[prompt] = delta.cached_tokens
-                writer = writers.get(delta.fingerprint)
-                if writer is None:
-                    writer = writers[delta.fingerprint] = writer_of({delta.fingerprint})
-                opening = b"" if begun else b"".join(map(writer.role, range(n)))
-                begun = True
-                yield opening + writer.text(delta.index, delta.text, delta.finish_reason, usage)
+        with record.running():
+            async with aclosing(self._text_deltas(job)) as arriving:
+                async for delta in arriving:
+                    prompt = delta.index // n
+                    usage.completion_tokens += delta.num_tokens - generated[delta.index]
+                    usage.cached_tokens += delta.cached_tokens - cached[prompt]
+                    generated[delta.index] = delta.num_tokens
+                    cached[prompt] = delta.cached_tokens
+                    record.token(delta.finish_reason)
+                    writer = writers.get(delta.fingerprint)
+                    if writer is None:
+                        writer = writers[delta.fingerprint] = writer_of({delta.fingerprint})
+                    opening = b"" if begun else b"".join(map(writer.role, range(n)))
+                    begun = True
+                    yield opening + writer.text(delta.index, delta.text, delta.finish_reason, usage)
         yield writer_of(writers).usage(usage) + DONE
 
     def _text_deltas(self, job: GenerationJob) -> AsyncGenerator[TextDelta, None]:

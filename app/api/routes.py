@@ -16,10 +16,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from app.api.authentication import Authentication
+from app.api.caller import Caller
 from app.api.cors import CrossOrigin
 from app.api.errors import ERROR_HANDLERS
 from app.api.home import home_page
 from app.api.instance import InstanceHeader
+from app.api.key_limits import KeyLimits
 from app.api.openai_service import OpenAIService
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_id import request_id_of
@@ -28,7 +31,9 @@ from app.api.tokenization import parse_detokenize, parse_tokenize
 
 
 async def health(request: Request) -> Response:
-    return _service(request).health()
+    service = _service(request)
+    known = not service.gate.keys.required or request.state.key_limits is not None
+    return service.health() if known else service.brief_health()
 
 
 async def list_models(request: Request) -> Response:
@@ -42,13 +47,13 @@ async def get_model(request: Request) -> Response:
 async def completions(request: Request) -> ASGIApp:
     service = _service(request)
     asked = await service.bodies.read(request, parse_completion)
-    return await service.completions(asked, _tenant(request), request_id_of(request.headers))
+    return await service.completions(asked, _caller(request))
 
 
 async def chat_completions(request: Request) -> ASGIApp:
     service = _service(request)
     asked = await service.bodies.read(request, parse_chat)
-    return await service.chat(asked, _tenant(request), request_id_of(request.headers))
+    return await service.chat(asked, _caller(request))
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -61,7 +66,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     service = _service(request)
-    return await service.tokenize(await service.bodies.read(request, parse_tokenize), _tenant(request))
+    return await service.tokenize(await service.bodies.read(request, parse_tokenize), _caller(request))
 
 
 async def detokenize(request: Request) -> Response:
@@ -99,7 +104,11 @@ def make_api(get_service: Callable[[], OpenAIService]) -> ASGIApp:
             Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
         ],
         exception_handlers=ERROR_HANDLERS,
-        middleware=[Middleware(CrossOrigin, origins=lambda: get_service().options.cors_origins)],
+        middleware=[
+            # A preflight request carries no key.
+            Middleware(CrossOrigin, origins=lambda: get_service().options.cors_origins),
+            Middleware(Authentication, gate=lambda: get_service().gate),
+        ],
     )
     api.state.get_service = get_service
     return InstanceHeader(api, lambda: get_service().instance)
@@ -110,5 +119,9 @@ def _service(request: Request) -> OpenAIService:
     return service
 
 
-def _tenant(request: Request) -> str:
-    return tenant_of(request.headers, _service(request).options.tenant_header)
+def _caller(request: Request) -> Caller:
+    limits: KeyLimits | None = request.state.key_limits
+    tenant = tenant_of(
+        request.headers, _service(request).options.tenant_header, "" if limits is None else limits.key.id
+    )
+    return Caller(tenant, request_id_of(request.headers), limits)

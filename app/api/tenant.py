@@ -13,14 +13,16 @@ from starlette.datastructures import Headers
 DIGEST_BYTES = 16
 
 
-def tenant_of(headers: Headers, name: str | None) -> str:
-    """The tenant's key: BLAKE2b-128, in hex, of the header's value; empty without the header or without a name.
+def tenant_of(headers: Headers, name: str | None, key: str = "") -> str:
+    """The tenant: BLAKE2b-128, in hex, of the API key's id and the header's value; empty if there are neither.
 
     Only the digest is used from here on, because the value may be a credential. If the header occurs several
     times, all values count, so that adding one cannot reach another tenant's blocks.
     """
     values = headers.getlist(name) if name else []
-    if not values:
+    if not values and not key:
         return ""
-    # No header value contains a NUL.
-    return hashlib.blake2b("\0".join(values).encode("latin-1"), digest_size=DIGEST_BYTES).hexdigest()
+    # No header value and no id of a key contains a NUL.
+    text = "\0".join([key, *values] if key else values)
+    person = b"key" if key else b""
+    return hashlib.blake2b(text.encode("latin-1"), digest_size=DIGEST_BYTES, person=person).hexdigest()

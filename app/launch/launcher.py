@@ -9,6 +9,7 @@ from typing import Any
 
 from app import config
 from app.launch import model_store, serving
+from app.launch.access import check_access
 from app.launch.instance import Instance
 from app.launch.local_server import LocalServer
 from app.launch.preflight import check_memory, check_port
@@ -33,6 +34,7 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         raise ConfigError(
             f"cannot serve on {host}: Serve's HAProxy reaches replicas over IPv4 only; choose another host"
         )
+    args |= check_access(options)
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.service.model))
     if fit.pool is not None:

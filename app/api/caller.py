@@ -1,0 +1,16 @@
+"""Who sends a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.api.key_limits import KeyLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """``tenant`` partitions the prefix cache; ``request_id`` need not be unique; without keys no ``limits``."""
+
+    tenant: str
+    request_id: str
+    limits: KeyLimits | None = None

@@ -1,0 +1,138 @@
+"""One line in the log for each request, with its end and its cost; its key is charged, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from local_server import COUNT, MODEL, LocalServer
+
+from app.api.authentication import Gate
+from app.api.caller import Caller
+from app.api.errors import ApiError
+from app.api.key_limits import KeyLimits
+from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
+from app.api.request_record import RequestRecord
+from app.fleet.generation import GenerationError, UnavailableError
+from app.logs import FIELDS
+from engine.errors import InvalidRequestError
+
+
+def ended(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the lines so far."""
+    return [getattr(record, FIELDS) for record in caplog.records if record.message == "request ended"]
+
+
+@pytest.fixture
+def records(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, logger="app.api.request_record"):
+        yield caplog
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_complete_request_is_logged_with_its_usage(
+    http: httpx.Client, records: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    http.post("/v1/completions", json={**COUNT, "stream": stream}, headers={"x-request-id": "trace-7"}).read()
+    (fields,) = wait_for(records, 1)
+    assert fields["request_id"] == "trace-7"
+    assert (fields["route"], fields["stream"], fields["outcome"]) == ("completions", stream, "ok")
+    assert (fields["output_tokens"], fields["finish"]) == (8, "length")
+    assert 0 < fields["first_token_ms"] <= fields["total_ms"]
+    assert "key" not in fields
+
+
+def test_a_refused_request_and_one_whose_client_left_are_logged(
+    server: LocalServer, http: httpx.Client, records: pytest.LogCaptureFixture
+) -> None:
+    assert http.post("/v1/completions", json={"prompt": [1] * 600}).status_code == 400
+    (refused,) = wait_for(records, 1)
+    assert (refused["outcome"], refused["output_tokens"]) == ("refused", 0)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        body = b'{"prompt": "one, two,", "max_tokens": 300, "ignore_eos": true, "stream": true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        connection.sendall(head + body)
+        connection.recv(1000)
+    left = wait_for(records, 2)[1]
+    assert left["outcome"] == "disconnected"
+    assert left["output_tokens"] < 300
+
+
+def wait_for(records: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
+    """The lines, once there are ``count``; a line follows the end of the response."""
+    deadline = time.monotonic() + 60
+    while len(ended(records)) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return ended(records)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "ok"),
+        (asyncio.CancelledError(), "disconnected"),
+        (GeneratorExit(), "disconnected"),
+        (UnavailableError("none"), "unavailable"),
+        (GenerationError("failed"), "generation_failed"),
+        (InvalidRequestError("wrong", "prompt", "kv_pool_exceeded"), "kv_pool_exceeded"),
+        (ApiError(429, "wait", code="overloaded"), "overloaded"),
+        (ZeroDivisionError(), "internal"),
+    ],
+)
+def test_the_outcome_tells_how_the_work_ended(error: BaseException | None, outcome: str) -> None:
+    record = RequestRecord(Caller("", "r"), "chat", False)
+    assert record.outcome == "refused"
+    expected = nullcontext() if error is None else pytest.raises(type(error))
+    with expected, record.running():
+        if error is not None:
+            raise error
+    assert record.outcome == outcome
+
+
+def test_the_key_is_charged_for_prompt_and_output() -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256="0" * 64, tokens_per_minute=100))
+    record = RequestRecord(Caller("", "r", limits), "chat", False)
+    limits.admit()
+    record.usage.prompt_tokens, record.usage.completion_tokens = 30, 12
+    record.end()
+    assert limits.live == 0
+    assert dict(limits.headers())[b"x-ratelimit-remaining-tokens"] == b"58"
+
+
+def test_keys_guard_the_service_and_divide_its_cache(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two keys with the same prompt share nothing; limits hold; /health tells strangers little."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        f"keys:\n  - {{id: a, sha256: {digest_of('key-a')}, requests_per_minute: 2}}\n"
+        f"  - {{id: b, sha256: {digest_of('key-b')}}}\n"
+    )
+    monkeypatch.setattr(server.service, "gate", Gate(KeyFile(str(path), {ENVIRONMENT: ""})))
+    body = {"model": MODEL, "prompt": list(range(1000, 1100)), "max_tokens": 1}
+
+    def ask(key: str) -> httpx.Response:
+        return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+    assert http.post("/v1/completions", json=body).status_code == 401
+    usages = [ask(key).json()["usage"] for key in ("key-a", "key-a", "key-b")]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert (cached[0], cached[2]) == (0, 0)
+    assert cached[1] > 0
+    limited = ask("key-a")
+    assert limited.status_code == 429
+    assert limited.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(limited.headers["retry-after"]) >= 1
+    assert limited.headers["x-ratelimit-limit-requests"] == "2"
+    assert ask("key-b").status_code == 200
+    assert set(http.get("/health").json()) <= {"status", "instance", "routable", "asleep"}
+    assert "live_requests" in http.get("/health", headers={"x-api-key": "key-b"}).json()
