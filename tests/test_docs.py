@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("app", "engine", "kernels", "loadtests", "tests")
 FOREIGN_MODULES = {"pip", "pytest", "venv"}
-OTHER_SETTINGS = ("QUIRE_KEYS", 
+OTHER_SETTINGS = (
+    "QUIRE_KEYS",
     "QUIRE_CACHE",
     "QUIRE_HAPROXY_",
     "QUIRE_URL",
