@@ -83,6 +83,18 @@ class PackedLinear(ABC):
     out_features: int
 
 
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """How to draw from each of ``R`` rows; all tensors are on the CPU."""
+
+    temperature: Tensor  # float32 [R], above 0
+    min_p: Tensor  # float32 [R]; 0 keeps all
+    top_k: Tensor  # int64 [R]; 0 keeps all
+    top_p: Tensor  # float64 [R]; 1 keeps all
+    num_draws: Tensor  # int64 [R]
+    keys: Tensor  # int64, of all draws, row after row
+
+
 class Recording(ABC):
     """What one run asked of the device, to be done again with new contents of the same tensors."""
 
@@ -99,6 +111,9 @@ class Kernels(ABC):
     """
 
     name: str
+    draws = False
+    """Whether :meth:`draw` is there; the engine's sampler does it in torch otherwise."""
+
     own_threads = False
     """Whether nothing that takes long runs on torch's threads."""
 
@@ -203,6 +218,13 @@ class Kernels(ABC):
         a window to ``max(0, p - sliding_window + 1)..p``. Scores and softmax are in float32. Returns
         ``[T, num_heads, head_dim]``, contiguous, in ``q.dtype``.
         """
+
+    def draw(self, logits: Tensor, best: Tensor, options: DrawOptions) -> Tensor:
+        """Draw tokens from ``logits`` ``[R, vocab]``, float32; ``best`` ``[R]`` has each row's largest logit.
+
+        Returns int64, as many as there are keys. ``engine.execution.sampler`` defines what is drawn.
+        """
+        raise NotImplementedError(f"{self.name} kernels draw no tokens")
 
 
 def kv_pool_shape(

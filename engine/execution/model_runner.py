@@ -95,7 +95,7 @@ class ModelRunner:
             min(config.max_num_seqs, config.token_budget or config.max_num_seqs),
             -(-self.max_model_len // config.block_size),
         )
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.decoder.kernels)
         self.eos_token_ids = self.model.eos_token_ids
         self.on_logits: LogitsHook | None = None
         self._probe_cache = KVCache(self.model, 1, 1, self.dtype, self.device)

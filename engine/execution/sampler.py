@@ -7,6 +7,7 @@ The draw takes two exact steps (the group's probability times the token's within
 is cut into ``GROUPS_OF`` interleaved groups, a race of exponentials (the Gumbel-max trick) chooses a group by
 its summed weight, then a token within it. So a row costs some hundred random numbers instead of one per
 token of the vocabulary. The sums of the draw are explicit trees, so its bits do not depend on the other rows;
+kernels that draw follow the same steps, and differ in the last bit of a weight at most;
 on a GPU top-p goes by torch's running sums, whose order of additions may depend on the number of rows.
 """
 
@@ -25,11 +26,16 @@ from engine.execution.logprobs import likeliest, log_normalisers, logprobs_of, n
 from engine.execution.random import draw_key, exponential
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
+from kernels.interface import DrawOptions, Kernels
 
 GROUPS_OF = 64
 """Tokens of one group; a power of two."""
 
 _FIRST_CUT, _LAST_CUT = 2.0**-6, 2.0**-30  # weights; the most likely token has 1
+
+_SMALL_K = 256  # from a larger one on, top-k sorts a whole row
+
+_MOST = 2**31 - 1  # a larger top-k means the same
 
 _SORTED_AT_ONCE = 1 << 22  # weights: what sorting them takes stays near 100 MB
 
@@ -64,7 +70,10 @@ class SampleRow:
 
 
 class Sampler:
-    """Stateless; one for each model runner."""
+    """Stateless; one for each model runner. ``kernels`` draw if they can; otherwise torch does, more slowly."""
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels if kernels is not None and kernels.draws else None
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int | Candidates]:
         """Choose from each row of ``logits`` (float32 ``[S, vocab]``, overwritten).
@@ -77,9 +86,9 @@ class Sampler:
         """
         several = [index for index, row in enumerate(rows) if not row.plain]
         if not several:
-            return [*_choose(logits, rows)]
+            return [*self._choose(logits, rows)]
         normalisers = log_normalisers(logits if len(several) == len(rows) else logits[several])
-        chosen = iter(_choose(logits, rows))
+        chosen = iter(self._choose(logits, rows))
         draws = [[next(chosen) for _ in range(1 + len(row.extra_seeds))] for row in rows]
         searching = [index for index in several if rows[index].best]
         if searching:
@@ -95,35 +104,36 @@ class Sampler:
             outcomes[index] = Candidates(tuple(draws[index]), logprobs)
         return outcomes
 
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``; masks the forbidden ones.
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``; masks the forbidden ones.
-
-    A row that asks for its ``best`` gets the likeliest one.
-    """
-    for index, row in enumerate(rows):
-        if row.forbidden:
-            logits[index, list(row.forbidden)] = -math.inf
-    best = _argmax(logits)
-    random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
-    best_logits = logits.gather(1, best[:, None])
-    if not torch.isfinite(best_logits).all():
-        raise no_finite_maximum()
-    draws = _draws_of(rows)
-    if draws is not None:
-        best = best[torch.tensor(draws, device=best.device)]
-    if not random:
-        return _ints(best)
-    drawn = [rows[index] for index in random]
-    if len(random) == len(rows):
-        return _ints(_draw(logits, best_logits, drawn))
-    chosen = torch.tensor(random, device=logits.device)
-    places = chosen
-    if draws is not None:
+        A row that asks for its ``best`` gets the likeliest one.
+        """
+        for index, row in enumerate(rows):
+            if row.forbidden:
+                logits[index, list(row.forbidden)] = -math.inf
+        best = _argmax(logits)
+        random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
+        best_logits = logits.gather(1, best[:, None])
+        if not torch.isfinite(best_logits).all():
+            raise no_finite_maximum()
+        draws = _draws_of(rows)
+        if draws is not None:
+            best = best[torch.tensor(draws, device=best.device)]
+        if not random:
+            return _ints(best)
         wanted = set(random)
-        places = torch.tensor([i for i, row in enumerate(draws) if row in wanted], device=logits.device)
-    best[places] = _draw(logits[chosen], best_logits[chosen], drawn)
-    return _ints(best)
+        if self._kernels is not None:
+            drawn = self._kernels.draw(logits, best_logits, _draw_options(rows, wanted))
+        else:
+            some = slice(None) if len(random) == len(rows) else random
+            drawn = _draw(logits[some], best_logits[some], [rows[index] for index in random])
+        if len(random) == len(rows):
+            return _ints(drawn)
+        owners = range(len(rows)) if draws is None else draws
+        places = [place for place, row in enumerate(owners) if row in wanted]
+        best[torch.tensor(places, device=best.device)] = drawn
+        return _ints(best)
 
 
 def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
@@ -131,6 +141,21 @@ def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
     if not any(row.extra_seeds for row in rows):
         return None
     return [index for index, row in enumerate(rows) for _ in range(1 + len(row.extra_seeds))]
+
+
+def _draw_options(rows: Sequence[SampleRow], random: set[int]) -> DrawOptions:
+    """For the kernels, which draw nothing from the rows that are not ``random``."""
+    params = [row.params for row in rows]
+    seeds = [(row.seed, *row.extra_seeds) if i in random else () for i, row in enumerate(rows)]
+    keys = [draw_key(seed, row.position) for row, own in zip(rows, seeds, strict=True) for seed in own]
+    return DrawOptions(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        top_k=torch.tensor([min(p.top_k, _MOST) for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        num_draws=torch.tensor([len(own) for own in seeds], dtype=torch.int64),
+        keys=torch.tensor(keys, dtype=torch.int64),
+    )
 
 
 def _draw(logits: Tensor, best: Tensor, rows: list[SampleRow]) -> Tensor:
@@ -182,14 +207,11 @@ def _filter(weights: Tensor, rows: list[SampleRow]) -> None:
     if not filtered:
         return
     thresholds = [row.params.min_p for row in rows]
-    width = weights.shape[1]
-    largest_k = max(min(rows[i].params.top_k, width) for i in filtered)
-    if largest_k:
-        limited = [i for i in filtered if rows[i].params.top_k]
-        top = (weights if len(limited) == len(rows) else weights[limited]).topk(largest_k).values
-        places = torch.tensor([[min(rows[i].params.top_k, width) - 1] for i in limited], device=weights.device)
-        for i, value in zip(limited, top.gather(1, places)[:, 0].tolist(), strict=True):
-            thresholds[i] = max(thresholds[i], value)
+    limited = [i for i in filtered if 0 < rows[i].params.top_k < weights.shape[1]]
+    for i, value in zip(
+        limited, _largest(weights, limited, [rows[i].params.top_k for i in limited]), strict=True
+    ):
+        thresholds[i] = max(thresholds[i], value)
     nucleus = [i for i in filtered if rows[i].params.top_p < 1.0]
     if weights.device.type == "cpu":
         found = [_nucleus_threshold(weights[i].numpy(), thresholds[i], rows[i].params.top_p) for i in nucleus]
@@ -199,6 +221,29 @@ def _filter(weights: Tensor, rows: list[SampleRow]) -> None:
         thresholds[i] = max(thresholds[i], value)
     least = torch.tensor(thresholds, dtype=torch.float32, device=weights.device)
     weights.masked_fill_(weights < least[:, None], 0.0)
+
+
+def _largest(weights: Tensor, rows: Sequence[int], ks: Sequence[int]) -> list[float]:
+    """The ``ks[j]``-th largest weight of row ``rows[j]``.
+
+    Rows with a small ``k`` are worked out together, the others one by one: theirs would cost all rows as much.
+    """
+    found: dict[int, float] = {}
+    small = [(row, k) for row, k in zip(rows, ks, strict=True) if k <= _SMALL_K]
+    if small:
+        some = [row for row, _ in small]
+        top = (weights if len(some) == len(weights) else weights[some]).topk(max(k for _, k in small)).values
+        places = torch.tensor([[k - 1] for _, k in small], device=weights.device)
+        found.update(zip(some, top.gather(1, places)[:, 0].tolist(), strict=True))
+    for row, k in zip(rows, ks, strict=True):
+        if k <= _SMALL_K:
+            continue
+        place = weights.shape[1] - k
+        if weights.device.type == "cpu":
+            found[row] = float(np.partition(weights[row].numpy(), place)[place])
+        else:
+            found[row] = float(weights[row].sort().values[place])
+    return [found[row] for row in rows]
 
 
 def _nucleus_threshold(weights: NDArray[np.float32], threshold: float, top_p: float) -> float:

@@ -52,6 +52,7 @@ _OTHERS: dict[str, tuple[list[type], type | None]] = {
     "quire_linear_bf16_in_pairs": ([], _INT),
     "quire_linear_pack": ([_POINTER, _POINTER, _LONG, _INT], None),
     "quire_replay": ([_POINTER, _LONG], _LONG),
+    "quire_draw": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 8, _INT], _INT),
 }
 _RETURN_STATUS = ("quire_linear", "quire_attention")
 

@@ -13,6 +13,7 @@ from kernels.interface import (
     Activation,
     AttentionMetadata,
     AttentionOptions,
+    DrawOptions,
     HeadLayout,
     Kernels,
     PackedLinear,
@@ -34,6 +35,7 @@ class CpuKernels(Kernels):
     """
 
     name = "cpu"
+    draws = True
 
     def __init__(self, num_threads: int = 1) -> None:
         if num_threads < 1:
@@ -186,3 +188,17 @@ class CpuKernels(Kernels):
         if failed:
             raise MemoryError(f"no memory for the attention of {shape[0]} tokens")
         return out
+
+    def draw(self, logits: Tensor, best: Tensor, options: DrawOptions) -> Tensor:
+        rows, vocab = logits.shape
+        tokens = torch.empty(options.keys.shape, dtype=torch.int64)
+        failed = self._calls(
+            "quire_draw",
+            *(logits.data_ptr(), logits.stride(0), rows, vocab, best.data_ptr()),
+            *(options.temperature.data_ptr(), options.min_p.data_ptr()),
+            *(options.top_k.data_ptr(), options.top_p.data_ptr()),
+            *(options.num_draws.data_ptr(), options.keys.data_ptr(), tokens.data_ptr(), self.num_threads),
+        )
+        if failed:
+            raise MemoryError(f"no memory to draw from {rows} rows of {vocab} logits")
+        return tokens

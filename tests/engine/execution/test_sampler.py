@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from engine.execution.random import draw_key, exponential
 from engine.execution.sampler import GROUPS_OF, Sampler, SampleRow
 from engine.sampling_params import SamplingParams
 from engine.seeds import request_seed
+from kernels.cpu import CpuKernels
 
 DRAWS = 8_000
 
@@ -23,10 +25,18 @@ KNOWN_DRAW = 0.06886300212498425
 KNOWN_SEED = 8281872861307171038
 
 
-def sample_many(logits: torch.Tensor, params: SamplingParams, draws: int = DRAWS, seed: int = 7) -> np.ndarray:
+@pytest.fixture(params=["torch", "cpu"])
+def chooser(request: pytest.FixtureRequest) -> Sampler:
+    """The sampler in torch, and the one that draws with the C++ kernel."""
+    return Sampler() if request.param == "torch" else Sampler(CpuKernels(2))
+
+
+def sample_many(
+    chooser: Sampler, logits: torch.Tensor, params: SamplingParams, draws: int = DRAWS, seed: int = 7
+) -> np.ndarray:
     """Tokens of ``draws`` consecutive positions of one sequence whose logits never change."""
     rows = [SampleRow(params, seed, position) for position in range(draws)]
-    return np.array(Sampler().sample(logits.repeat(draws, 1), rows))
+    return np.array(chooser.sample(logits.repeat(draws, 1), rows))
 
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
@@ -65,10 +75,10 @@ PARAMS = [
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("vocab", [50, 300])
-def test_draws_follow_the_defined_distribution(params: SamplingParams, vocab: int) -> None:
+def test_draws_follow_the_defined_distribution(chooser: Sampler, params: SamplingParams, vocab: int) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     expected = probabilities(logits, params)
-    counts = np.bincount(sample_many(logits, params), minlength=vocab)
+    counts = np.bincount(sample_many(chooser, logits, params), minlength=vocab)
     assert counts[expected == 0].sum() == 0
     often = expected * DRAWS >= 5
     rest_expected = DRAWS * expected[~often].sum()
@@ -79,7 +89,7 @@ def test_draws_follow_the_defined_distribution(params: SamplingParams, vocab: in
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_filters_keep_exactly_the_defined_set(seed: int) -> None:
+def test_filters_keep_exactly_the_defined_set(chooser: Sampler, seed: int) -> None:
     """With near-equal logits every kept token is drawn soon, so the drawn set is the kept set."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.rand(60, generator=generator) * 0.5
@@ -90,67 +100,67 @@ def test_filters_keep_exactly_the_defined_set(seed: int) -> None:
         SamplingParams(top_k=30, top_p=0.5, min_p=0.7, temperature=0.8 + 0.2 * seed),
     ):
         kept = set(np.nonzero(probabilities(logits, params))[0].tolist())
-        assert set(sample_many(logits, params, draws=2000).tolist()) == kept
+        assert set(sample_many(chooser, logits, params, draws=2000).tolist()) == kept
 
 
-def test_top_p_of_a_large_vocabulary_matches_a_full_sort() -> None:
+def test_top_p_of_a_large_vocabulary_matches_a_full_sort(chooser: Sampler) -> None:
     """The shortcut that leaves out unlikely tokens must not change the nucleus."""
     logits = torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * 3
     for top_p in (0.05, 0.5, 0.9, 0.999):
         for top_k in (0, 100):
             params = SamplingParams(top_p=top_p, top_k=top_k)
             kept = probabilities(logits, params) > 0
-            assert kept[sample_many(logits, params, draws=100)].all()
+            assert kept[sample_many(chooser, logits, params, draws=100)].all()
             # the least likely token of the nucleus can be drawn: alone with all others forbidden it is not lost
             last = int(np.where(kept, probabilities(logits, params), 2.0).argmin())
             lifted = torch.where(torch.from_numpy(kept), logits, torch.tensor(-1e4))
             lifted[last] = logits.max()
-            assert last in sample_many(lifted, SamplingParams(), draws=100) or kept.sum() > 2000
+            assert last in sample_many(chooser, lifted, SamplingParams(), draws=100) or kept.sum() > 2000
 
 
-def test_ties_with_the_last_kept_token_are_kept() -> None:
+def test_ties_with_the_last_kept_token_are_kept(chooser: Sampler) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
-    assert set(sample_many(logits, SamplingParams(top_k=2), 500).tolist()) == {1, 2, 3}
+    assert set(sample_many(chooser, logits, SamplingParams(top_k=2), 500).tolist()) == {1, 2, 3}
 
 
-def test_greedy_takes_the_lowest_id_on_ties() -> None:
+def test_greedy_takes_the_lowest_id_on_ties(chooser: Sampler) -> None:
     logits = torch.zeros(2, 1000)
     logits[0, [400, 700]] = 5.0
     rows = [SampleRow(SamplingParams(temperature=t), 0, 0) for t in (0.0, 9e-6)]
-    assert Sampler().sample(logits, rows) == [400, 0]
+    assert chooser.sample(logits, rows) == [400, 0]
 
 
-def test_tiny_and_large_temperatures_do_not_overflow() -> None:
+def test_tiny_and_large_temperatures_do_not_overflow(chooser: Sampler) -> None:
     logits = torch.tensor([[3e4, -3e4, 2.9e4, 0.0]]).repeat(2, 1)
     rows = [SampleRow(SamplingParams(temperature=t), 1, 2) for t in (1e-5, 2.0)]
-    assert Sampler().sample(logits, rows) == [0, 0]
+    assert chooser.sample(logits, rows) == [0, 0]
 
 
-def test_each_row_heeds_its_own_forbidden_tokens() -> None:
+def test_each_row_heeds_its_own_forbidden_tokens(chooser: Sampler) -> None:
     logits = torch.tensor([[9.0, 5.0, 1.0]]).repeat(3, 1)
     greedy = SamplingParams(temperature=0.0)
     rows = [SampleRow(greedy, 0, 0, forbidden=forbidden) for forbidden in ((), (0,), (0, 1))]
-    assert Sampler().sample(logits, rows) == [0, 1, 2]
+    assert chooser.sample(logits, rows) == [0, 1, 2]
 
 
-def test_forbidden_tokens_are_never_chosen() -> None:
+def test_forbidden_tokens_are_never_chosen(chooser: Sampler) -> None:
     logits = torch.tensor([[5.0, 4.0, -1.0]])
     for temperature in (0.0, 1.0):
         rows = [SampleRow(SamplingParams(temperature=temperature), 3, 1, forbidden=(0, 1))]
-        assert Sampler().sample(logits.clone(), rows) == [2]
+        assert chooser.sample(logits.clone(), rows) == [2]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+def test_logits_that_are_not_finite_are_an_error(chooser: Sampler, bad: float) -> None:
     logits = torch.tensor([[0.0, bad, 1.0]])
     with pytest.raises(QuireError, match="finite"):
-        Sampler().sample(logits, [SampleRow(SamplingParams(), 0, 0)])
+        chooser.sample(logits, [SampleRow(SamplingParams(), 0, 0)])
     with pytest.raises(QuireError, match="finite"):
-        Sampler().sample(torch.zeros(1, 3), [SampleRow(SamplingParams(), 0, 0, forbidden=(0, 1, 2))])
+        chooser.sample(torch.zeros(1, 3), [SampleRow(SamplingParams(), 0, 0, forbidden=(0, 1, 2))])
 
 
 @pytest.mark.parametrize("vocab", [97, 1000, 49_152])
-def test_a_row_depends_on_no_other_row(vocab: int) -> None:
+def test_a_row_depends_on_no_other_row(chooser: Sampler, vocab: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(33, vocab, generator=generator) * 2
     rows = [
@@ -165,16 +175,63 @@ def test_a_row_depends_on_no_other_row(vocab: int) -> None:
         )
         for index in range(33)
     ]
-    together = Sampler().sample(logits.clone(), rows)
-    alone = [Sampler().sample(logits[index : index + 1].clone(), [row])[0] for index, row in enumerate(rows)]
-    backwards = Sampler().sample(logits.flip(0), rows[::-1])[::-1]
+    together = chooser.sample(logits.clone(), rows)
+    alone = [chooser.sample(logits[index : index + 1].clone(), [row])[0] for index, row in enumerate(rows)]
+    backwards = chooser.sample(logits.flip(0), rows[::-1])[::-1]
     assert together == alone == backwards
 
 
-def test_a_draw_depends_on_seed_and_position() -> None:
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 300, 5_000])
+def test_the_kernel_draws_what_torch_draws(vocab: int) -> None:
+    choices = random.Random(vocab)
+    generator = torch.Generator().manual_seed(vocab)
+    for _ in range(30):
+        logits = torch.randn(9, vocab, generator=generator) * choices.choice([0.1, 1.0, 3.0, 10.0])
+        if choices.random() < 0.3:
+            logits = logits.mul(2).round()  # ties
+        rows = [
+            SampleRow(
+                SamplingParams(
+                    temperature=choices.choice([0.0, 1e-3, 0.7, 1.0, 2.0]),
+                    top_k=choices.choice([0, 0, 1, 5, 300, max(vocab - 1, 0), vocab, 10**12]),
+                    top_p=choices.choice([1.0, 1.0, 0.999999, 0.9, 0.5, 1e-9]),
+                    min_p=choices.choice([0.0, 0.0, 1e-30, 0.05, 1.0]),
+                ),
+                seed=choices.getrandbits(62),
+                position=choices.randrange(10_000),
+                forbidden=(0,) if vocab > 1 and choices.random() < 0.2 else (),
+                extra_seeds=tuple(range(choices.choice([0, 0, 3]))),
+                best=choices.choice([0, 0, 0, 2]),
+            )
+            for _ in range(9)
+        ]
+        expected = Sampler().sample(logits.clone(), rows)
+        for threads in (1, 2):
+            assert Sampler(CpuKernels(threads)).sample(logits.clone(), rows) == expected
+
+
+def test_the_kth_largest_weight_is_exact_for_any_k() -> None:
+    weights = torch.rand(4, 1000, generator=torch.Generator().manual_seed(0))
+    ordered = weights.sort(dim=1, descending=True).values
+    for ks in ([1, 256, 257, 999], [1000, 2, 500, 3]):
+        expected = [float(ordered[row, k - 1]) for row, k in enumerate(ks)]
+        assert sampler._largest(weights, [0, 1, 2, 3], ks) == expected
+
+
+def test_one_row_with_a_large_top_k_makes_no_other_row_work_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, k: sizes.append((len(self), k)) or topk(self, k))
+    large = [SampleRow(SamplingParams(top_k=k), 0, 0) for k in (999, 1000, 5000)]
+    small = [SampleRow(SamplingParams(top_k=7), 0, 0)] * 29
+    Sampler().sample(torch.randn(32, 1000), [*large, *small])
+    assert sizes == [(29, 7)]
+
+
+def test_a_draw_depends_on_seed_and_position(chooser: Sampler) -> None:
     logits = torch.zeros(1, 5000)
     draws = [
-        Sampler().sample(logits.clone(), [SampleRow(SamplingParams(), seed, position)])[0]
+        chooser.sample(logits.clone(), [SampleRow(SamplingParams(), seed, position)])[0]
         for seed in (-(2**63), -1, 0, 1, 2**63 - 1)
         for position in (0, 1, 2, 131_071)
     ]

@@ -1,0 +1,221 @@
+// Draws a token from a row of logits: temperature, min-p, top-k, top-p, and the race of exponentials, one row a part.
+//
+// The definition is engine/execution/sampler.py, and the steps are the same: weights relative to the likeliest
+// token, one threshold from the three filters, sums over interleaved groups as an explicit tree, then the
+// counter-based races. A row costs about the same whatever it asks for, and no row costs another anything.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "functions.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t GROUPS_OF = 64;             // tokens of a group
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
+constexpr uint64_t GROUP_CANDIDATES = 1ull << 32;  // candidates of the group draws begin above every token id
+constexpr float FIRST_CUT = 1.0f / 64, LAST_CUT = 1.0f / (1 << 30);
+constexpr int64_t CHECKED = 4 * LANES;        // weights that are compared with a cut at once
+
+// exp(x) for x <= 0, to about one unit in the last place; 0 where the result would not be a normal number.
+static inline vf exp_negative(vf x) {
+    const vi tiny = bit_cast<vi>(x < splat(-87.33f));
+    x = max(x, splat(-87.33f));
+    const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the lowest bits
+    const vf shifted = fma(x, splat(1.442695040888963f), shift), n = shifted - shift;
+    const vf part = fma(n, splat(-1.42860682e-6f), fma(n, splat(-0.693145751953125f), x));
+    vf y = splat(1.98527617612853646e-4f);
+    y = fma(y, part, splat(1.39304355252534151e-3f));
+    y = fma(y, part, splat(8.33336077630519867e-3f));
+    y = fma(y, part, splat(4.16664853692054749e-2f));
+    y = fma(y, part, splat(1.66666671633720398e-1f));
+    y = fma(y, part, splat(0.5f));
+    y = fma(part * part, y, part) + splat(1.0f);
+    return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & ~tiny);
+}
+
+// A standard exponential number, above 0; engine/execution/random.py has the formula.
+static double exponential(uint64_t key, uint64_t candidate) {
+    uint64_t z = key + (candidate + 1) * GOLDEN;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z ^= z >> 31;
+    return -std::log((static_cast<double>(z >> 12) + 0.5) * 0x1p-52);
+}
+
+struct Row {
+    const float* logits;
+    float best, temperature, min_p;
+    int64_t top_k;  // 0: no such filter
+    double top_p;   // 1: no such filter
+};
+
+typedef double vd __attribute__((vector_size(LANES * 8)));
+
+// Lists of weights end with zeros up to a multiple of CHECKED, and no cut is 0.
+using Weights = std::vector<float>;
+
+// Work space of one thread.
+struct Space {
+    Weights weights, likely, sums;
+};
+
+static double sum_above(const Weights& weights, float cut) {
+    vd sums[4] = {};
+    const vf least = splat(cut);
+    for (size_t i = 0; i < weights.size(); i += CHECKED)
+        for (int j = 0; j < 4; ++j) {
+            const vf value = load(&weights[i + j * LANES]);
+            sums[j] += __builtin_convertvector(value >= least ? value : splat(0.0f), vd);
+        }
+    const vd sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    double total = 0.0;
+    for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
+    return total;
+}
+
+static int64_t count_above(const Weights& weights, float cut) {
+    vi counts{};
+    const vf least = splat(cut);
+    for (size_t i = 0; i < weights.size(); i += LANES) counts -= bit_cast<vi>(load(&weights[i]) >= least);
+    int64_t total = 0;
+    for (int lane = 0; lane < LANES; ++lane) total += counts[lane];
+    return total;
+}
+
+// The weights of `row`, followed by zeros up to a multiple of CHECKED.
+static void fill_weights(const Row& row, int64_t vocab, Weights& weights) {
+    weights.resize((vocab + CHECKED - 1) / CHECKED * CHECKED);
+    const vf best = splat(row.best), temperature = splat(row.temperature);
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES)
+        store(&weights[i], exp_negative((load(row.logits + i) - best) / temperature));
+    std::fill(weights.begin() + i, weights.end(), 0.0f);
+    if (i < vocab) {
+        const int rest = static_cast<int>(vocab - i);
+        store_some(&weights[i], exp_negative((load_some(row.logits + i, rest) - best) / temperature), rest);
+    }
+}
+
+// The weights of at least `cut`.
+static void collect(const Weights& weights, float cut, Weights& found) {
+    found.resize(weights.size() + CHECKED);
+    int64_t count = 0;
+    for (size_t i = 0; i < weights.size(); i += CHECKED) {
+        const float* w = &weights[i];
+        const vf most = max(max(load(w), load(w + LANES)), max(load(w + 2 * LANES), load(w + 3 * LANES)));
+        if (max(most) < cut) continue;
+        for (int64_t j = 0; j < CHECKED; ++j) {  // no branch: it would be guessed wrong half of the time
+            found[count] = w[j];
+            count += w[j] >= cut;
+        }
+    }
+    const int64_t padded = (count + CHECKED - 1) / CHECKED * CHECKED;
+    std::fill(found.begin() + count, found.begin() + padded, 0.0f);
+    found.resize(padded);
+}
+
+// The largest number with which enough(weights, number) holds; `least`, or the least normal number, if none does.
+// Few weights are looked at closely, because most of a vocabulary is far below any cut that matters.
+template <class Enough>
+static float largest_cut(const Weights& weights, float least, Weights& likely, const Enough& enough) {
+    float low = FIRST_CUT;
+    while (low >= LAST_CUT && !enough(weights, low)) low /= 4;
+    low = std::max(low >= LAST_CUT ? low : std::numeric_limits<float>::min(), least);
+    collect(weights, low, likely);
+    // Numbers above 0 are in the order of their bits.
+    uint32_t enough_bits = bit_cast<uint32_t>(low), few_bits = bit_cast<uint32_t>(1.0f) + 1;
+    while (few_bits - enough_bits > 1) {
+        const uint32_t middle = enough_bits + (few_bits - enough_bits) / 2;
+        (enough(likely, bit_cast<float>(middle)) ? enough_bits : few_bits) = middle;
+    }
+    return bit_cast<float>(enough_bits);
+}
+
+// The least weight that the filters of `row` keep; 0 keeps all.
+static float threshold_of(const Row& row, int64_t vocab, Space& space) {
+    const Weights& weights = space.weights;
+    float threshold = row.min_p;
+    if (row.top_k > 0 && row.top_k < vocab) {
+        const auto enough = [&](const Weights& some, float cut) { return count_above(some, cut) >= row.top_k; };
+        threshold = std::max(threshold, largest_cut(weights, threshold, space.likely, enough));
+    }
+    if (row.top_p < 1.0) {
+        const double wanted = row.top_p * sum_above(weights, threshold);
+        const auto enough = [&](const Weights& some, float cut) { return sum_above(some, cut) >= wanted; };
+        threshold = std::max(threshold, largest_cut(weights, threshold, space.likely, enough));
+    }
+    return threshold;
+}
+
+// Zeroes what lies below `threshold`, and sums up the groups: group = id % groups, always the same additions.
+static void group_sums(int64_t groups, float threshold, Space& space) {
+    auto& w = space.weights;
+    const vf least = splat(threshold);
+    for (size_t i = 0; i < w.size(); i += LANES) {
+        const vf value = load(&w[i]);
+        store(&w[i], value < least ? splat(0.0f) : value);
+    }
+    w.resize(GROUPS_OF * groups + LANES, 0.0f);  // what lies past the vocabulary is zero
+    space.sums.resize(groups + LANES);
+    for (int64_t g = 0; g < groups; g += LANES) {
+        vf sum[GROUPS_OF];
+        for (int64_t j = 0; j < GROUPS_OF; ++j) sum[j] = load(&w[g + j * groups]);
+        for (int64_t half = GROUPS_OF / 2; half > 0; half /= 2)
+            for (int64_t j = 0; j < half; ++j) sum[j] = sum[j] + sum[j + half];
+        store(&space.sums[g], sum[0]);
+    }
+}
+
+static int64_t draw(uint64_t key, int64_t groups, const Space& space) {
+    const double infinite = std::numeric_limits<double>::infinity();
+    double first = infinite;
+    int64_t group = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+        if (space.sums[g] == 0.0f) continue;
+        const double time = exponential(key, g + GROUP_CANDIDATES) / space.sums[g];
+        if (time < first) first = time, group = g;
+    }
+    int64_t token = group;
+    first = infinite;
+    for (int64_t id = group; id < GROUPS_OF * groups; id += groups) {
+        if (space.weights[id] == 0.0f) continue;
+        const double time = exponential(key, id) / space.weights[id];
+        if (time < first) first = time, token = id;
+    }
+    return token;
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+extern "C" {
+
+// Draws num_draws[r] tokens for each of `rows` rows of logits [rows, vocab], which start `stride` apart. `best` has
+// each row's largest logit, `keys` the keys of all draws, row after row; `tokens` takes their tokens. Returns 1 if
+// there is no memory.
+int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const float* best,
+               const float* temperature, const float* min_p, const int64_t* top_k, const double* top_p,
+               const int64_t* num_draws, const int64_t* keys, int64_t* tokens, int num_threads) {
+    return status_of([=] {
+        std::vector<int64_t> first(rows + 1);
+        for (int64_t r = 0; r < rows; ++r) first[r + 1] = first[r] + num_draws[r];
+        const int64_t groups = (vocab + GROUPS_OF - 1) / GROUPS_OF;
+        parallel_for(rows, rows, num_threads, [&](int64_t r) {
+            thread_local Space space;
+            const Row row{logits + r * stride, best[r], temperature[r], min_p[r], top_k[r], top_p[r]};
+            fill_weights(row, vocab, space.weights);
+            group_sums(groups, threshold_of(row, vocab, space), space);
+            for (int64_t d = first[r]; d < first[r + 1]; ++d)
+                tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, space);
+        });
+    });
+}
+}
