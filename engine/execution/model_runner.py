@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -65,8 +66,7 @@ class ModelRunner:
                 f"the model in {folder} does not fit the memory of {self.device}: {format_bytes(free)} of "
                 f"{format_bytes(total)} are free; choose a smaller model or dtype, or another device"
             ) from error
-        if self.device.type == "cpu" and kernels.own_threads:
-            torch.set_num_threads(1)  # its few small operations are not worth a second pool on the same cores
+        self._one_torch_thread = self.device.type == "cpu" and kernels.own_threads
         self.model: ModelConfig = self.decoder.config
         self.dtype: torch.dtype = self.decoder.dtype
         self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
@@ -142,6 +142,10 @@ class ModelRunner:
         Running the same chunks again writes the same keys and values and chooses the same tokens, so a step
         that failed half-way may be repeated in parts.
         """
+        with _one_torch_thread() if self._one_torch_thread else contextlib.nullcontext():
+            return self._run(chunks)
+
+    def _run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[int | Candidates]:
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
         logits = self._steps.forward(batch)
@@ -237,6 +241,17 @@ class ModelRunner:
         width = 4 * model.hidden_size + 3 * model.intermediate_size
         width += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return tokens * width * self.dtype.itemsize + 4 * rows * model.vocab_size * 4
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Torch's few small operations of a step are not worth a second pool that spins on the kernels' cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -47,13 +47,3 @@ def test_absent_peers_are_left_out_by_name(
     said = capsys.readouterr().err
     assert "vLLM is left out" in said
     assert "llama.cpp" in said
-
-
-def test_a_peer_does_not_inherit_how_our_threads_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    code = "import os, sys\nfor line in sys.stdin: print(int('OMP_WAIT_POLICY' in os.environ), flush=True)"
-    peer = PeerProcess("asked", [sys.executable, "-c", code], {}, tmp_path / "log")
-    try:
-        assert peer(WORKLOAD, []) == 0
-    finally:
-        peer.stop()

@@ -38,7 +38,7 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=clean_environment() | environment,
+                env=os.environ | environment,
                 text=True,
             )
 
@@ -62,11 +62,6 @@ class PeerProcess:
         """End the process."""
         self._process.kill()
         self._process.communicate()
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's, without what ``import engine`` sets for its own threads: it makes others' wake late."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
 
 
 def environment_of(peers: Path, name: str) -> Path | None:

@@ -104,3 +104,18 @@ def test_steps_of_a_size_that_was_seen_allocate_no_buffers(tiny_models: dict[str
         return [buffer.data_ptr() for buffer in calls._buffers.values()]
 
     assert run("long", 30) == run("as long", 30) == run("shorter", 9)
+
+
+def test_a_step_leaves_torch_its_threads(tiny_models: dict[str, Path]) -> None:
+    """While it runs there is one, where the kernels have their own; the process may use torch otherwise."""
+    engine = engine_of(tiny_models["Llama"], num_threads=2)
+    before = torch.get_num_threads()
+    seen: set[int] = set()
+    engine.runner.on_logits = lambda _sequences, _logits: seen.add(torch.get_num_threads())
+    try:
+        torch.set_num_threads(3)
+        run_to_end(engine, make_request("one", [3, 4], max_tokens=2, ignore_eos=True))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == ({1} if engine.runner.decoder.kernels.own_threads else {3})
