@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <type_traits>
 
 #include "functions.h"
 #include "pool.h"
@@ -33,7 +34,7 @@ static float inverse_rms(const T* x, int64_t size, float eps) {
     vf even{}, odd{};
     int64_t i = 0;
     for (; i + UNIT <= size; i += UNIT) {
-        const vf a = load(x + i), b = load(x + i + LANES);
+        const vf a = load_part<0>(x + i), b = load_part<1>(x + i);
         even = fma(a, a, even);
         odd = fma(b, b, odd);
     }
@@ -49,6 +50,11 @@ template <class T, class W>
 static void norm_row(const T* x, const W* weight, T* y, int64_t size, float eps) {
     const vf inverse = splat(inverse_rms(x, size, eps));
     int64_t i = 0;
+    if constexpr (std::is_same_v<T, W>) {
+        for (; i + UNIT <= size; i += UNIT)
+            store_unit(y + i, rounded<W>(load_part<0>(x + i) * inverse) * load_part<0>(weight + i),
+                       rounded<W>(load_part<1>(x + i) * inverse) * load_part<1>(weight + i));
+    }
     for (; i + LANES <= size; i += LANES) store(y + i, rounded<W>(load(x + i) * inverse) * load(weight + i));
     if (i < size) {
         const int rest = static_cast<int>(size - i);
@@ -66,7 +72,11 @@ static void rms_norm(const T* x, int64_t x_stride, const W* weight, T* y, int64_
 // onto += from
 template <class T>
 static void add_row(const T* from, T* onto, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) {
+    int64_t i = 0;
+    for (; i + UNIT <= size; i += UNIT)
+        store_unit(onto + i, load_part<0>(onto + i) + load_part<0>(from + i),
+                   load_part<1>(onto + i) + load_part<1>(from + i));
+    for (; i < size; i += LANES) {
         const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
         store_some(onto + i, load_some(onto + i, n) + load_some(from + i, n), n);
     }
@@ -115,16 +125,24 @@ struct GeluTanh {  // 1 + tanh(u) = 2 sigmoid(2 u), u = sqrt(2 / pi) * (gate + 0
 };
 
 template <class Activation, class T>
+static inline vf activated(vf gate, vf up) {
+    const vf power = Activation::power(gate), most = splat(128.0f);
+    return rounded<T>(gate / (splat(1.0f) + exp2(power > most ? most : power))) * up;
+}
+
+template <class Activation, class T>
 static void activate_mul(const T* gate_up, int64_t stride, T* y, int64_t rows, int64_t size, int num_threads) {
     for_rows(rows, threads_for(rows * size, num_threads), [=](int64_t r) {
         const T* gate = gate_up + r * stride;
         const T* up = gate + size;
-        for (int64_t i = 0; i < size; i += LANES) {
+        T* to = y + r * size;
+        int64_t i = 0;
+        for (; i + UNIT <= size; i += UNIT)
+            store_unit(to + i, activated<Activation, T>(load_part<0>(gate + i), load_part<0>(up + i)),
+                       activated<Activation, T>(load_part<1>(gate + i), load_part<1>(up + i)));
+        for (; i < size; i += LANES) {
             const int n = size - i < LANES ? static_cast<int>(size - i) : LANES;
-            const vf g = load_some(gate + i, n);
-            const vf power = Activation::power(g), most = splat(128.0f);
-            const vf active = g / (splat(1.0f) + exp2(power > most ? most : power));
-            store_some(y + r * size + i, rounded<T>(active) * load_some(up + i, n), n);
+            store_some(to + i, activated<Activation, T>(load_some(gate + i, n), load_some(up + i, n)), n);
         }
     });
 }
