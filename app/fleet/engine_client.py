@@ -27,7 +27,6 @@ from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
-from engine.errors import QuireError
 
 OPENING_S = 1.0
 """How long the limits of the first replica wait for those of others that open their channels meanwhile."""
@@ -124,6 +123,8 @@ class EngineClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield each sequence's tokens in order, none lost or doubled; the last delta of all is ``final``.
 
+        Tokens that have come since the last delta was read are in one.
+
         Closing or canceling the generator aborts the request on the engine.
 
         Raises:
@@ -151,8 +152,6 @@ class EngineClient:
         try:
             while True:
                 delta = await in_flight.deltas.get()
-                if isinstance(delta, QuireError):
-                    raise delta
                 yield delta
                 if delta.final:
                     return
@@ -264,13 +263,16 @@ class EngineClient:
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """See ``ChannelEvents``."""
         stale = []
+        running, ledger, faults = self._parts.attempts.running, self._ledger, self._parts.faults
+        profile = ledger.profile(route.replica)
+        model = None if profile is None else profile.model
         for record in records:
-            request = self._parts.attempts.running.get(record.attempt)
+            request = running.get(record.attempt)
             if request is None or request.ended or request.interrupt.is_set():
                 if request is None and not record.final:
                     stale.append(record.attempt)
                 continue
-            booking = self._ledger.booking(record.attempt)
+            booking = ledger.booking(record.attempt)
             if booking is None or booking.route != route:
                 continue
             if not request.continues(record):
@@ -285,10 +287,10 @@ class EngineClient:
             if record.token_ids:
                 if request.cached_tokens is None and request.block_keys:
                     self._predictions.count(booking.cached, record.cached_tokens)
-                self._ledger.first_token(record.attempt)
-            profile = self._ledger.profile(route.replica)
-            request.accept(record, None if profile is None else profile.model)
-            self._parts.faults.received(record.attempt, request)
+                if not booking.prefilled:
+                    ledger.first_token(record.attempt)
+            request.accept(record, model)
+            faults.received(record.attempt, request)
         return stale
 
     def on_kv(self, route: Route, section: KvSection) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.channel import wire
+from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from app.routing.requirement import Requirement
 from app.routing.routing_meta import RoutingMeta
@@ -41,7 +42,7 @@ class InFlightRequest:
     cached_tokens: int | None = None
     ended: bool = False
     complete: bool = False  # the final record has arrived
-    deltas: asyncio.Queue[Delta | QuireError] = field(default_factory=asyncio.Queue)
+    deltas: DeltaQueue = field(default_factory=DeltaQueue)
     interrupt: asyncio.Event = field(default_factory=asyncio.Event)
     deaths: int = 0
     failures: int = 0
@@ -186,7 +187,7 @@ class InFlightRequest:
         if record.final and not all(self.finished):
             self.fail(GenerationError("the engine ended the request before all of its sequences"))
             return
-        self.deltas.put_nowait(
+        self.deltas.put(
             Delta(
                 tuple(record.token_ids),
                 record.end.value if record.end is not None else None,
@@ -205,7 +206,7 @@ class InFlightRequest:
         """End the request with an error, unless it has ended."""
         if not self.ended:
             self.ended = True
-            self.deltas.put_nowait(error)
+            self.deltas.fail(error)
             self.interrupt.set()
 
     def on_runner_done(self, runner: asyncio.Task[None]) -> None:

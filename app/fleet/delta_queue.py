@@ -1,0 +1,63 @@
+"""The deltas of one request that wait for its reader."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from app.fleet.generation import Delta
+from engine.errors import QuireError
+
+
+class DeltaQueue:
+    """Deltas of one sequence that pile up are read as one: a late or slow reader gets few large ones.
+
+    One reader; used on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Delta]] = {}  # by sequence
+        self._error: QuireError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        """Append a delta of its sequence; a final one is read after all others."""
+        earlier = self._waiting.get(delta.sequence)
+        if earlier is None:
+            self._waiting[delta.sequence] = [delta]
+        else:
+            earlier.append(delta)
+            if delta.final:
+                self._waiting[delta.sequence] = self._waiting.pop(delta.sequence)
+        self._wake()
+
+    def fail(self, error: QuireError) -> None:
+        """Once all deltas are read, ``get`` raises."""
+        self._error = error
+        self._wake()
+
+    async def get(self) -> Delta:
+        """All that waits of the sequence that has waited longest.
+
+        Raises:
+            QuireError: that of ``fail``.
+        """
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return _joined(self._waiting.pop(next(iter(self._waiting))))
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+    return dataclasses.replace(last, token_ids=token_ids, index=deltas[0].index)
