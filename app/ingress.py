@@ -73,6 +73,7 @@ class IngressReplica:
             max_wait_s=options.max_wait_s,
             max_replicas=scaling.reachable_replicas,
             startup_s=scaling.startup_grace_s,
+            backlog_s=self._client.lag_s,
             metrics=OverloadMetrics(options.service.model_name),
         )
         self.service = OpenAIService(

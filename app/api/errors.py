@@ -70,7 +70,17 @@ class ApiError(QuireError):
 
 
 def overloaded(refusal: Refusal) -> ApiError:
-    """429 while the expected wait is too long even with the maximum number of engines."""
+    """429 while the expected wait is too long even with all engines, or the ingress does not keep up."""
+    if refusal.behind:
+        return ApiError(
+            429,
+            f"this front end is {refusal.wait_s:.1f} s behind with the streams that it has, above the limit of "
+            f"{refusal.limit_s:g} s; try again in {refusal.retry_after_s} s, or run more of them "
+            "(ingress_replicas)",
+            code="overloaded",
+            kind="rate_limit_error",
+            retry_after_s=refusal.retry_after_s,
+        )
     options = "max_wait_s"
     if refusal.startup_s:
         options = f"max_wait_s, plus startup_s={refusal.startup_s:g} while replicas may be starting"

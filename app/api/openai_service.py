@@ -81,11 +81,12 @@ class OpenAIService:
         self.gate = gate or Gate(KeyFile(None, {}))
 
     def health(self) -> Response:
-        """200 while a request would find an engine or wake one; otherwise 503."""
+        """200 while a request would find an engine or wake one, even if it is refused for now; else 503."""
         status = self._engines.status()
         ready = self._engines.limits() is not None and bool(status.get("routable"))
         asleep = bool(status.get("asleep"))
-        state = "ok" if ready else "asleep" if asleep else "unavailable"
+        working = "overloaded" if self.overload.refusing else "ok"
+        state = working if ready else "asleep" if asleep else "unavailable"
         body = {"status": state, "instance": self.instance, **status}
         return JSONResponse(body, 200 if ready or asleep else 503)
 

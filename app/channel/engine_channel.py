@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from app.channel import wire
@@ -11,6 +12,9 @@ from app.channel.wire_sections import Section
 from app.routing.load import LoadReport
 from engine.errors import QuireError
 from engine.kv.kv_events import KvBatch
+
+LOAD_S = 0.3
+"""A load that differs little from the last one leaves with the next tokens, or after this long."""
 
 MAX_UNACKNOWLEDGED = 512
 """Maximum number of unacknowledged frames; beyond it tokens accumulate here, in one record per sequence."""
@@ -49,7 +53,7 @@ class EngineChannel:
     lapsed: bool = False  # closed because no beat came
     kv: KvOutbox = field(default_factory=KvOutbox)
     load: LoadReport | None = None  # not sent yet
-    last_load: LoadReport | None = None
+    last_load: LoadReport | None = None  # that was sent
     last_received: int = 0  # highest attempt that the engine has received
     flush: asyncio.TimerHandle | None = None  # sends KV events and load that no token takes along
     fetch: asyncio.Task[None] | None = None  # of a snapshot of the prefix cache
@@ -66,15 +70,26 @@ class EngineChannel:
         return records
 
     def offer(self, load: LoadReport, batch: KvBatch | None) -> None:
-        """Queue the load and KV events of one step; they leave with the next tokens, or after ``FLUSH_S``."""
+        """Queue the load and KV events of one step.
+
+        They leave with the next tokens, or after ``FLUSH_S``; a load that says little new after ``LOAD_S``.
+        """
+        delay = math.inf
+        self.load = None
         if load != self.last_load:
-            self.load = self.last_load = load
+            self.load = load
+            delay = FLUSH_S if self.last_load is None or load.differs_much(self.last_load) else LOAD_S
         if batch is not None:
             self.kv.add(batch)
             if self.kv.urgent or self.kv.wanted:
                 self.wake.set()
-        if (self.kv or self.load is not None) and self.flush is None:
-            self.flush = asyncio.get_running_loop().call_later(FLUSH_S, self.wake.set)
+        if self.kv:
+            delay = FLUSH_S
+        loop = asyncio.get_running_loop()
+        if delay < math.inf and (self.flush is None or self.flush.when() > loop.time() + delay):
+            if self.flush is not None:
+                self.flush.cancel()
+            self.flush = loop.call_later(delay, self.wake.set)
 
     def stop(self) -> None:
         """Cancel its timer and task."""
@@ -93,7 +108,7 @@ class EngineChannel:
         sections: list[Section] = list(self.kv.take())
         if self.load is not None:
             sections.append(self.load)
-            self.load = None
+            self.last_load, self.load = self.load, None
         if self.kv:
             self.wake.set()
         return sections

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from app.channel.silence import Silence
 from app.fleet.faults import Faults
 from app.fleet.generation import GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
+from app.fleet.resubmission_budget import ResubmissionBudget
 from app.fleet.scale_from_zero import ReplicaWaiter
 from app.routing.fleet import NotAcceptedError
 from app.routing.ledger import NoRouteError
@@ -69,6 +71,7 @@ class AttemptRunner:
         policy: Policy,
         unavailable_after_s: float,
         on_attempt_ended: Callable[[], None],
+        num_live: Callable[[], int],
         why_unavailable: Callable[[], str] = lambda: "",
     ) -> None:
         # The first options() makes Serve create the router, which reports its members.
@@ -85,18 +88,23 @@ class AttemptRunner:
         self._numbers = itertools.count(1)
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
-        self.resubmitted = 0  # attempts that were not their request's first
+        self.budget = ResubmissionBudget(num_live, asyncio.get_running_loop().time)
 
     async def run(self, request: InFlightRequest) -> None:
         """Make attempts until the request has ended."""
         for count in range(1, MAX_ATTEMPTS + 1):
+            if request.ended:
+                return
+            if count == 1:
+                self.budget.submitted()
+            elif not request.moving:  # moves that are planned have a pace of their own
+                await self.budget.take()
             if request.ended or not await self._wait_for_replica(request):
                 return
             if not request.block_keys:  # not earlier: the first channel to open says how they are made
                 request.block_keys = await self._block_keys(request.request)
             if request.ended:
                 return
-            self.resubmitted += count > 1
             failure = await self._attempt(request, next(self._numbers))
             if failure is not None and not request.ended:
                 if failure.fault:
@@ -107,7 +115,7 @@ class AttemptRunner:
                     request.num_tokens,
                     failure.reason,
                 )
-                await asyncio.sleep(min(0.05 * count, 1.0))
+                await asyncio.sleep(min(0.05 * count, 1.0) * random.uniform(0.5, 1.5))
         request.fail(UnavailableError(f"no engine replica completed the request in {MAX_ATTEMPTS} attempts"))
 
     async def _wait_for_replica(self, request: InFlightRequest) -> bool:

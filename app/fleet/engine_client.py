@@ -100,6 +100,7 @@ class EngineClient:
                 self._policy,
                 self._unavailable_after_s,
                 on_attempt_ended=self._settle,
+                num_live=lambda: len(self._requests),
                 why_unavailable=self._why_unavailable,
             )
             drainer = Drainer(channels.fleet, attempts.running, channels.leaving)
@@ -164,6 +165,10 @@ class EngineClient:
 
     # ---- the deployment
 
+    def lag_s(self) -> float:
+        """For how long what the channels have reported has waited for this process's loop."""
+        return 0.0 if self._running is None else self._running.channels.relay.lag_s
+
     def limits(self) -> FleetLimits | None:
         """The replicas' limits, from their first frames; ``None`` until one has answered."""
         return self._limits.current()
@@ -214,7 +219,8 @@ class EngineClient:
             "booked_tokens": self._ledger.load(),
             "asleep": self._waiter.asleep(self._parts.channels.num_members),
             "stalled": self._ledger.stalled(),
-            "resubmitted": self._parts.attempts.resubmitted,
+            "resubmitted": self._parts.attempts.budget.resubmitted,
+            "resubmissions_waiting": self._parts.attempts.budget.waiting,
             "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
             "foreign": sorted(self._foreign),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),

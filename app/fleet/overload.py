@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.autoscaling.fault_counter import FaultCounter
+from app.fleet.loop_lag import BEHIND_S, LoopLag
 from app.metrics import OverloadMetrics
 from app.routing.waiting import ExpectedWait
 
@@ -35,13 +36,15 @@ logger = logging.getLogger(__name__)
 class Refusal(NamedTuple):
     """Why a request is refused: ``wait_s``, the expected wait with all replicas, exceeds ``limit_s``.
 
-    ``startup_s`` is the part of the limit that allows for replicas to start.
+    ``startup_s`` is the part of the limit that allows for replicas to start. With ``behind`` the ingress itself
+    does not keep up: ``wait_s`` is its lag.
     """
 
     wait_s: float
     limit_s: float
     retry_after_s: int
     startup_s: float = 0.0
+    behind: bool = False
 
 
 class OverloadControl:
@@ -50,7 +53,8 @@ class OverloadControl:
     ``expected`` returns how long a new request would wait now, and on how many replicas; if it returns ``None``
     or raises, requests are admitted. With an infinite ``max_wait_s`` none is refused. While there are fewer
     than ``max_replicas``, the wait is scaled to that number and may be ``startup_s`` longer, since the others
-    may be starting. ``clock`` is in monotonic seconds.
+    may be starting. ``backlog_s`` returns how long what the engines have sent has waited here; an ingress that
+    does not keep up takes no new requests, whatever ``max_wait_s`` is. ``clock`` is in monotonic seconds.
 
     An *overload* begins when the wait has exceeded the limit for ``max_wait_s`` without a break, and ends when
     it has been within the limit for as long. During an overload requests are refused while the wait exceeds the
@@ -64,6 +68,7 @@ class OverloadControl:
         max_wait_s: float = math.inf,
         max_replicas: int = 1,
         startup_s: float = 0.0,
+        backlog_s: Callable[[], float] = lambda: 0.0,
         metrics: OverloadMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -72,6 +77,8 @@ class OverloadControl:
         self._max_wait_s = max_wait_s
         self._max_replicas = max_replicas
         self._startup_s = startup_s
+        self._backlog_s = backlog_s
+        self._lag = LoopLag()
         self._metrics = metrics
         self._clock = clock
         self._rng = rng or random.Random()
@@ -89,12 +96,35 @@ class OverloadControl:
 
     def refusal(self) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it."""
+        if self._lag.behind:
+            self._refused += 1
+            retry_after_s = 1 + math.ceil(min(self._lag.seconds, LONGEST_BASE_S))
+            return Refusal(
+                self._lag.seconds, BEHIND_S, retry_after_s + self._rng.randint(0, retry_after_s), behind=True
+            )
         if self._clock() - self._looked_at >= EVERY_S:
             self.update()
         if not (self._overloaded and self._over):
             return None
         self._refused += 1
         return Refusal(self._scaled_s, self._limit_s, self.retry_after_s(), self._granted_s)
+
+    @property
+    def refusing(self) -> bool:
+        """Whether a new request would be refused now."""
+        return self._lag.behind or (self._overloaded and self._over)
+
+    def look_at_lag(self, late_s: float) -> None:
+        """Judge whether this process keeps up; its loop is ``late_s`` late now."""
+        was_behind = self._lag.behind
+        self._lag.look(self._clock(), max(late_s, self._backlog_s()))
+        if self._lag.behind is not was_behind:
+            logger.warning(
+                "this ingress is %.1f s behind, the limit is %.1f s: %s",
+                self._lag.seconds,
+                BEHIND_S,
+                "it takes no new requests" if self._lag.behind else "it keeps up again",
+            )
 
     def retry_after_s(self) -> int:
         """Whole seconds until the wait should be within the limit, or over if there is no limit; at least 1.
@@ -147,7 +177,9 @@ class OverloadControl:
                 self.update()
             if self._metrics is not None:
                 self._metrics.update(self._wait_s or 0.0, self._refused)
+            due = self._clock() + WATCH_S
             await asyncio.sleep(WATCH_S)
+            self.look_at_lag(max(self._clock() - due, 0.0))
 
     def inspect(self) -> dict[str, Any]:
         """For tests and debugging: ``faults`` above 0 are a defect; ``expected_wait_s`` is not scaled."""
@@ -155,7 +187,9 @@ class OverloadControl:
             "expected_wait_s": self._wait_s,
             "limit_s": self._limit_s,
             "overloaded": self._overloaded,
-            "refusing": self._overloaded and self._over,
+            "refusing": self.refusing,
+            "lag_s": self._lag.seconds,
+            "behind": self._lag.behind,
             "refused": self._refused,
             "faults": self._faults.count,
         }

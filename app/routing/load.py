@@ -15,6 +15,8 @@ from typing import Any, Final, get_type_hints
 
 from engine.scheduling.load_report import EngineLoad
 
+MUCH_TOKENS = 512
+
 PREFILL_RATE = 5000.0
 """Tokens/s of a replica of which nothing is known, in a fleet of which nothing is known."""
 
@@ -33,6 +35,16 @@ class LoadReport(EngineLoad):
     block_size: int
     acknowledged: int
     stalled_s: float = 0.0
+
+    def differs_much(self, other: LoadReport) -> bool:
+        """Whether routing should know at once that ``other`` is out of date."""
+        return (
+            self.acknowledged != other.acknowledged
+            or (self.waiting == 0) is not (other.waiting == 0)
+            or (self.running == 0) is not (other.running == 0)
+            or abs(self.waiting_tokens - other.waiting_tokens) > max(MUCH_TOKENS, other.waiting_tokens // 4)
+            or abs(self.free + self.evictable - other.free - other.evictable) > other.num_blocks // 16
+        )
 
 
 _NAMES: Final = tuple(field.name for field in fields(LoadReport))

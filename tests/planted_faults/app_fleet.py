@@ -14,7 +14,53 @@ _UNLIKE = ("app/fleet/test_unlike_replicas.py",)
 _FAULTS = ("app/fleet/test_faults.py", "app/fleet/test_engine_client_routes.py")
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
+_QUEUE = ("app/fleet/test_delta_queue.py",)
+_BUDGET = ("app/fleet/test_resubmission_budget.py",)
+_LAG = ("app/fleet/test_loop_lag.py",)
+
 FLEET: list[Fault] = [
+    Fault(
+        "app/fleet/delta_queue.py",
+        "            if delta.final:\n",
+        "            if False:\n",
+        _QUEUE,
+        "a final delta is read before those of other sequences",
+    ),
+    Fault(
+        "app/fleet/delta_queue.py",
+        "index=deltas[0].index",
+        "index=last.index",
+        _QUEUE,
+        "joined tokens have the offset of the last one",
+    ),
+    Fault(
+        "app/fleet/resubmission_budget.py",
+        "        if self._spent + 1.0 > size:",
+        "        if False:",
+        _BUDGET,
+        "requests are sent again without bound",
+    ),
+    Fault(
+        "app/fleet/resubmission_budget.py",
+        "size * past / REFILL_S",
+        "0.0 * past",
+        _BUDGET,
+        "a budget that is spent never comes back",
+    ),
+    Fault(
+        "app/fleet/loop_lag.py",
+        "        elif now - self._since >= HOLD_S:",
+        "        else:",
+        _LAG,
+        "a single pause makes an ingress refuse requests",
+    ),
+    Fault(
+        "app/fleet/overload.py",
+        "max(late_s, self._backlog_s())",
+        "late_s",
+        _LAG,
+        "frames that wait unread refuse nobody",
+    ),
     Fault(
         "app/channel/channel_set.py",
         "        return since is None or self._loop.time() - since < drain_timeout_s",

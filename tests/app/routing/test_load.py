@@ -13,13 +13,13 @@ from app.routing.load import PREFILL_RATE, WIRE, LoadReport, average, pack, sane
 from engine.scheduling.load_report import EngineLoad
 
 NAMES = [field.name for field in fields(LoadReport)]
-FLOATS = {"prefill_rate", "step_seconds"}
+FLOATS = {"prefill_rate", "step_seconds", "stalled_s"}
 DISTINCT = LoadReport(**{name: number + (0.5 if name in FLOATS else 0) for number, name in enumerate(NAMES, 1)})
 
 
-def test_a_report_has_all_that_the_engine_says_and_three_fields_of_its_own() -> None:
+def test_a_report_has_all_that_the_engine_says_and_four_fields_of_its_own() -> None:
     of_engine = {field.name for field in fields(EngineLoad)}
-    assert set(NAMES) - of_engine == {"num_blocks", "block_size", "acknowledged"}
+    assert set(NAMES) - of_engine == {"num_blocks", "block_size", "acknowledged", "stalled_s"}
     assert of_engine < set(NAMES)
 
 

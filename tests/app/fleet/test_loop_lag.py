@@ -1,0 +1,68 @@
+"""An ingress that does not keep up takes no new requests, until it does."""
+
+from __future__ import annotations
+
+import random
+
+from app.fleet.loop_lag import BEHIND_S, CAUGHT_UP_S, HOLD_S, LoopLag
+from app.fleet.overload import OverloadControl
+
+EVERY_S = 0.25
+
+
+class Ingress:
+    """An overload control that is looked at four times a second of its own clock."""
+
+    def __init__(self) -> None:
+        self.now, self.backlog_s = 1000.0, 0.0
+        self.control = OverloadControl(
+            backlog_s=lambda: self.backlog_s, clock=lambda: self.now, rng=random.Random(1)
+        )
+
+    def pass_time(self, seconds: float, late_s: float = 0.0) -> None:
+        for _ in range(round(seconds / EVERY_S)):
+            self.now += EVERY_S
+            self.control.look_at_lag(late_s)
+
+
+def test_a_loop_that_is_late_for_a_while_refuses_until_it_keeps_up() -> None:
+    ingress = Ingress()
+    ingress.pass_time(HOLD_S, late_s=BEHIND_S + 0.1)
+    assert ingress.control.refusal() is None
+    ingress.pass_time(EVERY_S, late_s=2.3)
+    refusal = ingress.control.refusal()
+    assert refusal is not None
+    assert refusal.behind
+    assert (refusal.wait_s, refusal.limit_s) == (2.3, BEHIND_S)
+    assert 4 <= refusal.retry_after_s <= 8
+    assert ingress.control.refusing
+    ingress.pass_time(10.0, late_s=CAUGHT_UP_S + 0.1)
+    assert ingress.control.refusing
+    ingress.pass_time(HOLD_S + EVERY_S)
+    assert ingress.control.refusal() is None
+    assert ingress.control.inspect()["refused"] == 1
+
+
+def test_frames_that_wait_unread_count_as_well() -> None:
+    ingress = Ingress()
+    ingress.backlog_s = 3.0
+    ingress.pass_time(HOLD_S + EVERY_S)
+    refusal = ingress.control.refusal()
+    assert refusal is not None
+    assert refusal.wait_s == 3.0
+
+
+def test_a_single_pause_however_long_refuses_nobody() -> None:
+    ingress = Ingress()
+    for _ in range(5):
+        ingress.now += 60.0
+        ingress.control.look_at_lag(60.0)
+        ingress.pass_time(2.0)
+        assert not ingress.control.refusing
+
+
+def test_lag_between_the_bounds_changes_nothing() -> None:
+    lag = LoopLag()
+    for step in range(100):
+        lag.look(step * EVERY_S, (BEHIND_S + CAUGHT_UP_S) / 2)
+        assert not lag.behind
