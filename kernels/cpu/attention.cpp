@@ -17,7 +17,13 @@
 namespace quire {
 namespace {
 
-constexpr int64_t ITEM_ROWS = 96;          // query rows of an item, for a KV head: enough to repay a widened tile
+// Query rows of an item, for a KV head: enough to repay a tile that is widened, or laid out in pairs.
+template <class T>
+constexpr int64_t ITEM_ROWS = 96;
+#if defined(QUIRE_BF16_ATTENTION)
+template <>
+constexpr int64_t ITEM_ROWS<bf16> = 192;
+#endif
 constexpr int64_t DIRECT_ROWS = 6;         // up to here widening in registers is cheaper than a widened copy
 constexpr int64_t WORTH_THREADS = 400000;  // multiply-adds that repay a second thread
 constexpr float LOG2_E = 1.44269504088896341f;  // the softmax is taken in powers of two, and so are scores
@@ -329,14 +335,14 @@ static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q,
 
 // ---- all items ----------------------------------------------------------------------------------------------
 
-// Cuts the step into items, those of one (request, queries, heads) and its splits next to each other.
-static std::vector<Item> cut(const Call& call, bool by_split, bool by_head) {
+// Cuts the step into items of up to `item_rows` rows, those of one (request, queries, heads) and its splits next to each other.
+static std::vector<Item> cut(const Call& call, int64_t item_rows, bool by_split, bool by_head) {
     std::vector<Item> items;
     const int64_t group = call.group();
     for (int64_t r = 0; r < call.num_requests; ++r) {
         const int64_t num_queries = call.query_start[r + 1] - call.query_start[r];
         const int64_t start = call.context_lens[r] - num_queries;
-        const int64_t step = std::max<int64_t>(1, ITEM_ROWS / group);
+        const int64_t step = std::max<int64_t>(1, item_rows / group);
         for (int64_t first = 0; first < num_queries; first += step) {
             const int64_t count = std::min(step, num_queries - first);
             const int64_t position = start + first, end = position + count;
@@ -422,12 +428,12 @@ static void attend(const Call& call, const T* q, const T* kv, T* out, int num_th
     }
     if (work < WORTH_THREADS) num_threads = 1;
     // Finer items only where there are too few to keep the threads busy; the bits are the same either way.
-    std::vector<Item> items = cut(call, false, false);
+    std::vector<Item> items = cut(call, ITEM_ROWS<T>, false, false);
     const size_t enough = 4 * static_cast<size_t>(num_threads);
-    if (num_threads > 1 && items.size() < enough) items = cut(call, false, true);
+    if (num_threads > 1 && items.size() < enough) items = cut(call, ITEM_ROWS<T>, false, true);
     std::vector<float> partials;
     if (num_threads > 1 && items.size() < enough && longest > SPLIT) {
-        items = cut(call, true, true);
+        items = cut(call, ITEM_ROWS<T>, true, true);
         const int64_t floats = call.padded_dim() + 2, group = call.group();
         int64_t rows = 0;
         for (const Item& item : items) rows += item.num_queries * item.num_heads * group;
