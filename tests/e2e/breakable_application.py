@@ -1,28 +1,69 @@
-"""The application with more methods on its engine replicas: ways to break them from inside."""
+"""The application with engine replicas that can be broken from inside, or be unlike each other."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 from ray.serve import Application
 
 from app import application, config
+from app.channel import wire
+from app.config import AppConfig
 from app.replica import EngineReplica
+
+POISON = 4711
+"""An engine dies of a prompt that begins with this token."""
+
+DIES_AFTER_S = 0.2
+
+POOLS = "pools.json"
+"""In the model's folder: the blocks of each replica, in the order in which they start."""
 
 
 class BreakableReplica(EngineReplica):
     """Dies or gets stuck on request."""
 
+    def __init__(self, options: AppConfig) -> None:
+        pools = Path(options.service.model) / POOLS
+        if pools.is_file():
+            engine = dataclasses.replace(options.engine, num_blocks=_take(pools))
+            options = options.model_copy(update={"engine": engine})
+        super().__init__(options)
+
+    async def generate(self, cid: str, payload: bytes, *, meta: dict[str, int]) -> dict[str, Any]:
+        """Run one attempt, and die if it is of a poisonous request."""
+        if wire.unpack_submission(payload).token_ids[0] == POISON:
+            self._loop.call_later(DIES_AFTER_S, self._break)
+        return await super().generate(cid, payload, meta=meta)
+
     async def break_engine(self, *, target: str) -> None:
         """Make the engine's loop raise, as a bug in it would."""
-        self._engine._inbox.put(object())  # type: ignore[arg-type]
+        self._break()
 
     async def stick_engine(self, *, target: str) -> None:
         """Make the engine's next step never end."""
         engine = self._engine._engine
         assert engine is not None
         engine.step = threading.Event().wait  # type: ignore[assignment]
+
+    def _break(self) -> None:
+        self._engine._inbox.put(object())  # type: ignore[arg-type]
+
+
+def _take(pools: Path) -> int:
+    """The first size that no other replica has taken; the last one for all beyond."""
+    sizes: list[int] = json.loads(pools.read_text())
+    for place in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            pools.with_suffix(f".{place}").touch(exist_ok=False)
+            return sizes[min(place, len(sizes) - 1)]
+    raise AssertionError
 
 
 def build(args: dict[str, Any]) -> Application:

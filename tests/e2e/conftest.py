@@ -10,18 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from local_cluster import BreakableCluster
-
-OPTIONS = {
-    "dtype": "float32",  # moved requests then give the same text to the letter
-    "kv_memory": "256MiB",
-    "engine_cpus": 1,
-    "threads": 1,
-    "engine_replicas": 2,
-    "check_invariants": True,
-    "tenant_header": "x-tenant",
-    "admin_routes": True,
-}
+from local_cluster import OPTIONS, BreakableCluster
 
 
 @pytest.fixture(scope="session")

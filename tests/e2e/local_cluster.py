@@ -10,6 +10,18 @@ from ray import serve
 from app.launch import serving
 from loadtests.cluster import LocalCluster
 
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",  # moved requests then give the same text to the letter
+    "kv_memory": "256MiB",
+    "engine_cpus": 1,
+    "threads": 1,
+    "engine_replicas": 2,
+    "check_invariants": True,
+    "tenant_header": "x-tenant",
+    "admin_routes": True,
+}
+"""Of most tests' application."""
+
 SOON_S = 60.0
 """Until which something must have come about, however busy the machine is; usually it takes a second."""
 

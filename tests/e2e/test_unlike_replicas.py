@@ -1,0 +1,143 @@
+"""Replicas that die of a request, of other weights, and of other pools, under real Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from breakable_application import POISON, POOLS
+from local_cluster import OPTIONS, SOON_S, BreakableCluster
+from model_checkpoints import save_tiny
+
+from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
+from loadtests.client import MODEL, Client, Outcome
+from loadtests.cluster import gone, wait_for
+
+NEIGHBOURS = 16
+STREAMS = 5
+SHORT, LONG = 16, 1200  # tokens
+CONTEXT = 4096
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "manifest.json")
+
+
+def tiny_model(folder: Path, tokenizer: Path, seed: int) -> Path:
+    """A small random model with the bundled tokenizer, slow enough that its streams outlast a redeploy."""
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8}
+    save_tiny(folder, "Llama", seed, vocab_size=49152, max_position_embeddings=CONTEXT, **sizes)
+    for file in tokenizer.iterdir():
+        if file.name not in MODEL_FILES:
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def old_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("old"), bundled_model, 1)
+
+
+@pytest.fixture(scope="module")
+def new_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("new"), bundled_model, 2)
+
+
+def options(model: Path, **changes: Any) -> dict[str, Any]:
+    return {**OPTIONS, "model": str(model), "served_model_name": MODEL, "max_model_len": CONTEXT, **changes}
+
+
+def fingerprints(outcome: Outcome) -> set[str]:
+    return {event["system_fingerprint"] for event in outcome.events if "system_fingerprint" in event}
+
+
+def fingerprint(model: Path) -> str:
+    return ModelIdentity(model_revision(model), "torch.float32", tokenizer_digest(model)).fingerprint
+
+
+async def streams(cluster: BreakableCluster, count: int, tokens: int) -> list[Outcome]:
+    async with Client(cluster.url, cluster.instance) as client:
+        return await asyncio.gather(*(client.complete([1000 + i, 20, 30], tokens) for i in range(count)))
+
+
+def test_a_poisonous_request_kills_two_engines_and_no_neighbour(
+    bare_cluster: BreakableCluster, old_model: Path
+) -> None:
+    cluster = bare_cluster
+    cluster.ensure(**options(old_model, engine_replicas=4, kv_memory="128MiB"))
+    cluster.wait_routable(4)
+    undisturbed = asyncio.run(streams(cluster, NEIGHBOURS, LONG))
+    before = cluster.engine_pids()
+
+    async def poisoned() -> tuple[list[Outcome], Outcome]:
+        neighbours = asyncio.ensure_future(streams(cluster, NEIGHBOURS, LONG))
+        busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBOURS  # noqa: E731
+        await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbours run")
+        async with Client(cluster.url, cluster.instance) as client:
+            poison = await client.complete([POISON, 20, 30], LONG)
+        return await neighbours, poison
+
+    neighbours, poison = asyncio.run(poisoned())
+    assert [error["code"] for error in poison.errors] == ["engine_died"]
+    assert [(one.fault, one.text) for one in neighbours] == [("", one.text) for one in undisturbed]
+    wait_for(lambda: sum(map(gone, before)) == 2, SOON_S, "Serve keeps replicas without an engine")
+    cluster.wait_routable(4)
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    assert sum(map(gone, before)) == 2
+
+
+def test_a_redeploy_with_other_weights_mixes_no_answer(
+    bare_cluster: BreakableCluster, old_model: Path, new_model: Path
+) -> None:
+    cluster = bare_cluster
+    cluster.ensure(**options(old_model))
+    cluster.wait_routable(2)
+    undisturbed = asyncio.run(streams(cluster, STREAMS, LONG))
+    short: list[Outcome] = []
+
+    async def redeploy() -> list[Outcome]:
+        long = asyncio.ensure_future(streams(cluster, STREAMS, LONG))
+        busy = lambda: sum(state["running"] for state in cluster.inspect()) == STREAMS  # noqa: E731
+        await asyncio.to_thread(wait_for, busy, SOON_S, "not all streams run")
+        deployed = asyncio.ensure_future(asyncio.to_thread(lambda: cluster.deploy(**options(new_model))))
+        while not (deployed.done() and long.done()):
+            short.extend(await streams(cluster, 1, SHORT))
+            await asyncio.sleep(0.2)
+        await deployed
+        return await long
+
+    long = asyncio.run(redeploy())
+    old, new = fingerprint(old_model), fingerprint(new_model)
+    assert old != new
+    assert [(one.fault, one.text) for one in long] == [("", one.text) for one in undisturbed]
+    assert [fingerprints(one) for one in [*undisturbed, *long]] == [{old}] * (2 * STREAMS)
+    (wanted,) = asyncio.run(streams(cluster, 1, SHORT))
+    assert (wanted.fault, fingerprints(wanted)) == ("", {new})
+    answers = {old: undisturbed[0].text, new: wanted.text}
+    assert not undisturbed[0].text.startswith(wanted.text)
+    for one in short:
+        if one.fault:  # while no ingress answers
+            assert one.status in (0, 503), one.fault
+            continue
+        (which,) = fingerprints(one)
+        assert answers[which].startswith(one.text)
+
+
+def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(
+    bare_cluster: BreakableCluster, old_model: Path, tmp_path: Path
+) -> None:
+    cluster = bare_cluster
+    model = Path(shutil.copytree(old_model, tmp_path / "model"))
+    (model / POOLS).write_text(json.dumps([64, 200]))
+    cluster.deploy(**options(model))
+
+    async def ask(prompt: int, count: int) -> list[Outcome]:
+        async with Client(cluster.url, cluster.instance) as client:
+            return await asyncio.gather(*(client.complete([5] * prompt, 4) for _ in range(count)))
+
+    outcomes = asyncio.run(ask(94 * 16 - 10, 6))
+    assert [one.fault for one in outcomes] == [""] * 6
+    (refused,) = asyncio.run(ask(201 * 16, 1))
+    assert (refused.status, [error["code"] for error in refused.errors]) == (400, ["kv_pool_exceeded"])
+    cluster.wait_routable(2)
