@@ -51,6 +51,8 @@ _BACKLOG_TARGET = 0.25
 """Of the TTFT target: the backlog of each replica that the fleet aims at."""
 _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
+_STRAGGLERS = 0.1
+"""Share of the replicas, at least one, whose slow steps are their own: a larger fleet would not help."""
 _MOST_ADDED = 4
 """Replicas that one decision may add even where that is more than double."""
 
@@ -69,7 +71,7 @@ class _Load:
     slots: float  # sequence slots of one replica; 0 if unknown
     prefill_rate: float  # tokens/s of one replica
     step_s: float  # mean
-    slowest_step_s: float
+    slow: bool  # steps take too long, and not just on a straggler
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
 
 def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
     stats: Collection[ReplicaStats] = snapshot.replicas.values()
-    held = growth = sequences = backlog = largest = slots = pool = rate = steps = slowest = 0.0
-    num_with_slots = 0
+    held = growth = sequences = backlog = largest = slots = pool = rate = steps = 0.0
+    num_with_slots = num_slow = 0
     for replica in stats:
         held += replica.referenced_blocks + replica.waiting_blocks
         growth += replica.growth_blocks
@@ -129,7 +131,7 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         pool += replica.num_blocks
         rate += replica.prefill_rate
         steps += replica.step_seconds
-        slowest = max(slowest, replica.step_seconds)
+        num_slow += replica.step_seconds > config.tpot_target_s
         if replica.max_running:  # unknown for replicas of an earlier version
             slots += replica.max_running
             num_with_slots += 1
@@ -151,7 +153,7 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         slots=slots / max(num_with_slots, 1),
         prefill_rate=rate / reporting,
         step_s=steps / reporting,
-        slowest_step_s=slowest,
+        slow=num_slow == reporting or num_slow > max(1.0, _STRAGGLERS * reporting),
     )
 
 
@@ -246,6 +248,6 @@ def _held_by(now: float, config: ScalingConfig, state: ScalingState, load: _Load
         return "scaled up lately"
     if now - state.last_preemption < state.window_s(config):
         return "preemptions"
-    if load.slowest_step_s > config.tpot_target_s:
+    if load.slow:
         return "slow steps"
     return ""

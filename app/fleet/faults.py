@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from app.fleet.generation import EngineDeathsError, GenerationError
 from app.fleet.in_flight import InFlightRequest
@@ -80,8 +81,12 @@ class Faults:
         if not request.suspect:
             return bool(ledger.routable(self._fleet.members, request.requirement()))
         self._enter(request)
-        if self._waiting[0] is not request:
-            return False
+        for other in self._waiting:
+            if other is request:
+                break
+            # One whose model has no replica at present holds up no others.
+            if ledger.routable(self._fleet.members, replace(other.requirement(), alone=False)):
+                return False
         for attempt in [attempt for attempt in self._placing if ledger.booking(attempt) is not None]:
             del self._placing[attempt]
         return len(ledger.routable(self._fleet.members, request.requirement())) > len(self._placing)

@@ -193,7 +193,7 @@ class LoopbackHandle:
     def __init__(self, replicas: int) -> None:
         self.deployment_id = SimpleNamespace(app_name=f"loopback-{next(_names)}", name="engine")
         self.fleet = fleet.get_fleet(self.deployment_id.app_name)
-        self.fleet.cordon = TimedSet(loop_time)
+        self.fleet.cordon, self.fleet.likely_victims = TimedSet(loop_time), TimedSet(loop_time)
         self.replicas: dict[str, LoopbackReplica] = {}
         self.channel = SimpleNamespace(remote=self._channel)
         self.generate = SimpleNamespace(remote=self._generate)
@@ -234,7 +234,8 @@ class LoopbackHandle:
         async def route_and_run() -> Any:
             await asyncio.sleep(0)  # the router has a loop of its own
             members = self.fleet.eligible(self.fleet.members, meta.requirement)
-            booking = self.fleet.ledger.book(replace(meta, keys=(), sequences=1), members)
+            likely_victims = self.fleet.likely_victims.names()
+            booking = self.fleet.ledger.book(replace(meta, keys=(), sequences=1), members, likely_victims)
             replica = self.replicas[booking.route.replica]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")

@@ -40,6 +40,13 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
+        "num_slow > max(1.0, _STRAGGLERS * reporting)",
+        "num_slow > 0",
+        _DEMAND,
+        "one straggler holds the fleet for ever",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
         "    if later <= earlier or high - low <= config.trend_sigmas * deviation:",
         "    if later <= earlier:",
         _DEMAND,

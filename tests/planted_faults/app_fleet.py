@@ -11,6 +11,7 @@ _CLIENT = (
     "app/fleet/test_engine_client_sequences.py",
 )
 _UNLIKE = ("app/fleet/test_unlike_replicas.py",)
+_DRAIN = ("app/fleet/test_drain.py",)
 _FAULTS = ("app/fleet/test_faults.py", "app/fleet/test_engine_client_routes.py")
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
@@ -130,6 +131,27 @@ FLEET: list[Fault] = [
         "return Requirement(len(self.request.token_ids), self.request.params, None)",
         _UNLIKE,
         "a request that moves goes on with another model",
+    ),
+    Fault(
+        "app/fleet/drain.py",
+        "            if work and work + tokens > limit:",
+        "            if False:",
+        _DRAIN,
+        "a leaving replica gives away all its streams at once",
+    ),
+    Fault(
+        "app/fleet/drain.py",
+        " and now - since < PATIENCE_S",
+        "",
+        _DRAIN,
+        "a request that gets nowhere keeps a replica from stopping",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "            replicas = [state for state in replicas if state.replica not in likely_victims] or replicas\n",
+        "",
+        _DRAIN,
+        "streams move to replicas that stop next",
     ),
     Fault(
         "app/fleet/drain.py",

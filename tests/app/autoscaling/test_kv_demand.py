@@ -210,15 +210,15 @@ def test_stops_a_tenth_at_most_and_waits_in_between() -> None:
         ({"running": 4, "started": 0}, "replicas start"),
         ({"drop": 1}, "reports missing"),
         ({"preempt": True}, "preemptions"),
-        ({"step_seconds": 0.06}, "slow steps"),
+        ({"slow": 2}, "slow steps"),
     ],
 )
 def test_what_holds_a_fleet_that_could_be_smaller(change: dict[str, Any], held: str) -> None:
     config, state, decision = ScalingConfig(), ScalingState(), None
     for second in range(600):
         reports = {place: stats(10.0) for place in range(6)}
-        if "step_seconds" in change:
-            reports[0] = stats(10.0, step_seconds=change["step_seconds"])
+        for place in range(change.get("slow", 0)):
+            reports[place] = stats(10.0, step_seconds=0.06)
         if "preempt" in change:
             reports[0] = stats(10.0, preemptions=float(second // 100))
         if "drop" in change:
@@ -231,6 +231,19 @@ def test_what_holds_a_fleet_that_could_be_smaller(change: dict[str, Any], held: 
         assert decision.target == 6
     assert decision is not None
     assert decision.held_by == held
+
+
+@pytest.mark.parametrize(
+    ("fleet", "slow", "held"), [(2, 1, False), (2, 2, True), (40, 4, False), (40, 5, True)]
+)
+def test_stragglers_hold_no_fleet_for_ever(fleet: int, slow: int, held: bool) -> None:
+    config, state, target = ScalingConfig(), ScalingState(), fleet
+    for second in range(600):
+        reports = [stats(1.0, step_seconds=0.06 if place < slow else 0.01) for place in range(target)]
+        target = min(target, decide(snapshot(float(second), target, *reports), config, state).target)
+        if target < fleet:
+            break
+    assert (target == fleet) is held
 
 
 def test_a_fleet_that_cannot_reach_its_target_shrinks_all_the_same() -> None:

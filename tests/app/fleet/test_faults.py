@@ -180,6 +180,38 @@ def test_suspects_do_not_wait_for_ever_to_be_alone() -> None:
     run(test)
 
 
+def test_a_suspect_without_a_replica_of_its_model_holds_up_no_other() -> None:
+    async def test() -> None:
+        handle, client = await started(1, unavailable_after_s=60.0)
+        (first,) = handle.replicas.values()
+        young = asyncio.ensure_future(collect(client, request([3], 50)))
+        await until(lambda: bool(first.engine.live))
+        for _ in range(3):
+            handle.step()
+        await until(lambda: [live.num_tokens for live in client._requests] == [3])
+        other = handle.add(weights=500)
+        await until(lambda: len(handle.fleet.ledger.routable()) == 2)
+        await client.cordon([first.name], 600, after_s=600)
+        old = asyncio.ensure_future(collect(client, request([4], 50)))
+        await until(lambda: bool(other.engine.live))
+        for _ in range(9):
+            other.engine.step()
+        await until(lambda: sorted(live.num_tokens for live in client._requests) == [3, 9])
+        await client.cordon([], 0)
+        first.kill()
+        other.kill()
+        handle.announce(handle.add(weights=500).name)
+        async with stepping(handle):
+            assert await old == expected_tokens([4], 50, weights=500)
+            assert not young.done()
+            handle.add()
+            handle.announce(*members(handle))
+            assert await young == expected_tokens([3], 50)
+        await client.stop()
+
+    run(test)
+
+
 def test_a_suspect_whose_client_leaves_makes_room() -> None:
     async def test() -> None:
         handle, client = await started(2)
