@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from engine.kv.prefix_node import PrefixNode
+from engine.scheduling.fair_queue import Account
 from engine.scheduling.preemption import FreedBlocks, grow, preempt
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.prefill import begin_prefills
+from engine.scheduling.sequence import Order, Sequence, SequenceState
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 from engine.scheduling.swapping import swap_in
 
 _MAX_DEFERRED = 32  # waiting sequences passed over in one step because the step computes their next block
+_MAX_WITHOUT_TOKENS = 256  # waiting sequences passed over in one step in search of shorter ones
 
 
 def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
@@ -19,77 +24,138 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
     can overtake, for lack of slots or blocks; sequences left for lack of tokens do not count, nor those that
     are passed over.
     """
-    pool, waiting, reserve = state.pool, state.waiting, state.reserve
-    position = misses = deferred = 0
-    withheld = 0  # blocks for preempted sequences that were passed over: later ones must leave them
-    reserved: int | None = None  # blocks for the growth of running sequences; a bound until ``exact``
-    exact = False
+    waiting, shares = state.waiting, state.shares
+    position = misses = deferred = without_tokens = 0
+    room = _Room(state, plan)
     referenced_in_hit: dict[PrefixNode, int] = {}
     passed: list[Sequence] = []
+    if not shares.begun:
+        begin_prefills(state, plan.budget_left, 0)
     while position < len(waiting) and plan.budget_left > 0 and state.num_seqs < state.max_num_seqs:
         sequence = waiting[position]
         if not _may_start(sequence):
             position += 1
             continue
-        needed = blocks_needed(state, sequence, referenced_in_hit)
-        if is_next_block_scheduled(state, sequence, plan):
-            deferred += 1
-            if deferred > _MAX_DEFERRED:
+        # Where tokens are scarce, many are looked at: what was found of their prefixes last must do.
+        tokens = not shares.limited or shares.allowed(sequence, _prefill_tokens(state, sequence))
+        if tokens:
+            needed = blocks_needed(state, sequence, referenced_in_hit)
+            if is_next_block_scheduled(state, sequence, plan):
+                deferred += 1
+                if deferred > _MAX_DEFERRED:
+                    return 0
+            elif room.fits(sequence, needed):
+                tokens = shares.allowed(sequence, _prefill_tokens(state, sequence))
+                if tokens:
+                    _start(state, position, plan, tokens)
+                    room.started(sequence)
+                    referenced_in_hit.clear()
+                    for other in passed:
+                        other.overtakes += 1
+                    continue
+            else:
+                misses += 1
+                if misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:
+                    return len(waiting) - position
+                passed.append(sequence)
+        if not tokens:
+            without_tokens += 1
+            if without_tokens > _MAX_WITHOUT_TOKENS or sequence.overtakes >= state.max_overtakes:
                 return 0
-        else:
-            fits = (
-                state.num_seqs + sequence.num_seqs <= state.max_num_seqs
-                and needed + withheld <= pool.num_available
-            )
-            if fits and plan.chunks:  # while nothing runs, nothing is reserved
-                if reserved is None:
-                    reserved = reserve.upper_bound(plan.prefilling, state.num_seqs)
-                if not exact and needed + reserved + withheld > pool.num_available:
-                    reserved, exact = reserve.blocks(state.running), True
-                fits = needed + reserved + withheld <= pool.num_available
-            if fits or not state.running:
-                _start(state, position, plan)
-                referenced_in_hit.clear()
-                if reserved is not None:
-                    reserved += reserve.blocks([sequence])
-                for other in passed:
-                    other.overtakes += 1
-                continue
-            misses += 1
-            if misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:
-                return len(waiting) - position
-            passed.append(sequence)
         if sequence.state is not SequenceState.WAITING:
-            withheld += _blocks_in_all(state, sequence)
+            room.withheld += _blocks_in_all(state, sequence)
         position += 1
     return len(waiting) - position if state.num_seqs >= state.max_num_seqs else 0
 
 
-def preempt_for_priority(state: SchedulerState, plan: StepPlan) -> None:
-    """Preempt running sequences of lower priority for the first waiting one, if that lets it in."""
+class _Room:
+    """The slots and blocks that are left for waiting sequences in one step."""
+
+    def __init__(self, state: SchedulerState, plan: StepPlan) -> None:
+        self._state = state
+        self._plan = plan
+        self.withheld = 0  # blocks for preempted sequences that were passed over: later ones must leave them
+        self._reserved: int | None = None  # blocks for the growth of running sequences; a bound until exact
+        self._exact = False
+
+    def fits(self, sequence: Sequence, needed: int) -> bool:
+        """Whether a sequence that needs so many blocks can start. While nothing runs, the first one can."""
+        state, reserve = self._state, self._state.reserve
+        if not state.running:
+            return True
+        left = state.pool.num_available - needed - self.withheld
+        if state.num_seqs + sequence.num_seqs > state.max_num_seqs or left < 0:
+            return False
+        if not self._plan.chunks:  # those that run are held beams
+            return True
+        if sequence.order < state.running[-1].order:
+            return reserve.blocks(running_before(state, sequence)) <= left
+        if self._reserved is None:
+            self._reserved = reserve_bound(state, self._plan)
+        if not self._exact and self._reserved > left:
+            self._reserved, self._exact = reserve.blocks(state.running), True
+        return self._reserved <= left
+
+    def started(self, sequence: Sequence) -> None:
+        """A sequence has started, and will grow like the others."""
+        if self._reserved is not None:
+            self._reserved += self._state.reserve.blocks([sequence])
+
+
+def reserve_bound(state: SchedulerState, plan: StepPlan) -> int:
+    """At least the blocks that are kept for all running sequences; quick to compute."""
+    prefilling = [*plan.prefilling, *state.shares.held_back]
+    return state.reserve.upper_bound(prefilling, state.num_seqs)
+
+
+def preempt_for_first(state: SchedulerState, plan: StepPlan) -> None:
+    """Preempt running sequences that the first waiting one outranks, last ones first, if that lets it in."""
     running, pool = state.running, state.pool
+    if not running or running[-1].order < state.waiting[0].order:
+        return
     first = _first_startable(state)
-    if first is None or not running or not _outranks(first, running[-1]):
+    if first is None:
+        return
+    lost: dict[Account, float] = {}  # work of the victims
+    behind = running[len(running_before(state, first)) :]
+    if not any(_outranks(first, victim, lost) for victim in behind):
         return
     needed = blocks_needed(state, first)
     freed = FreedBlocks(pool, state.index.blocks(first.node))
-    reserved = state.reserve.blocks(running)
+    reserved = state.reserve.blocks(running_before(state, first))
     num_seqs = state.num_seqs
-    victims = 0
-    while (
-        num_seqs + first.num_seqs > state.max_num_seqs or needed + reserved > pool.num_available + freed.count
-    ):
-        if victims == len(running):
+    victims: list[int] = []  # positions, the last one first
+
+    def fits() -> bool:
+        return (
+            num_seqs + first.num_seqs <= state.max_num_seqs
+            and needed + reserved <= pool.num_available + freed.count
+        )
+
+    for position in range(len(running) - 1, -1, -1):
+        victim = running[position]
+        if fits() or victim.order < first.order:
             break
-        victim = running[-1 - victims]
-        if not _outranks(first, victim):
-            return
-        freed.add(victim.block_table)
-        reserved -= state.reserve.blocks([victim])
-        num_seqs -= victim.num_seqs
-        victims += 1
-    for _ in range(victims):
-        preempt(state, len(running) - 1, plan)
+        if _outranks(first, victim, lost):
+            freed.add(victim.block_table)
+            num_seqs -= victim.num_seqs
+            account = victim.ticket.account
+            lost[account] = lost.get(account, 0.0) + victim.work
+            victims.append(position)
+    if fits() or len(victims) == len(running):  # alone it runs in any case
+        for position in victims:
+            preempt(state, position, plan)
+
+
+def first_that_fits(state: SchedulerState) -> Sequence | None:
+    """The first waiting sequence, if it comes before one that runs and there is room for it."""
+    first = _first_startable(state)
+    if first is None or not state.running or state.running[-1].order < first.order:
+        return None
+    if state.num_seqs + first.num_seqs > state.max_num_seqs:
+        return None
+    needed = blocks_needed(state, first) + state.reserve.blocks(running_before(state, first))
+    return first if needed <= state.pool.num_available else None
 
 
 def preempt_held_beams(state: SchedulerState, plan: StepPlan) -> None:
@@ -160,8 +226,8 @@ def is_next_block_scheduled(state: SchedulerState, sequence: Sequence, plan: Ste
     )
 
 
-def _start(state: SchedulerState, position: int, plan: StepPlan) -> None:
-    """Run a waiting sequence that fits: reuse its prefix or swap it in, then add its first chunk."""
+def _start(state: SchedulerState, position: int, plan: StepPlan, tokens: int) -> None:
+    """Run a waiting sequence that fits: reuse its prefix or swap it in, then add its first ``tokens``."""
     sequence = state.start(position)
     found = state.block_tables.reuse_prefix(sequence)
     if sequence.state is SequenceState.SWAPPING_IN:
@@ -171,8 +237,19 @@ def _start(state: SchedulerState, position: int, plan: StepPlan) -> None:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             plan.admitted.append(sequence)
+    if not sequence.ticket.begun:
+        state.fair.begin(sequence.ticket, sequence.remaining)
     state.recoveries.resumed(sequence, found)
-    plan.add(sequence, grow(state, sequence, min(sequence.remaining, plan.budget_left), plan))
+    state.shares.take(sequence, sequence.remaining, tokens)
+    plan.add(sequence, grow(state, sequence, tokens, plan))
+
+
+def _prefill_tokens(state: SchedulerState, sequence: Sequence) -> int:
+    """Tokens that a waiting sequence would have to compute, by what was found of its prefix last."""
+    if sequence.host_table:
+        return sequence.remaining
+    depth = sequence.node.depth if sequence.node is not None else 0
+    return len(sequence.token_ids) - depth * state.pool.block_size
 
 
 def _blocks_in_all(state: SchedulerState, sequence: Sequence) -> int:
@@ -185,7 +262,13 @@ def _blocks_in_all(state: SchedulerState, sequence: Sequence) -> int:
     return blocks + sequence.num_seqs - 1
 
 
+def running_before(state: SchedulerState, sequence: Sequence) -> list[Sequence]:
+    """Running sequences that come before one that waits; the others give way to it when blocks run out."""
+    return state.running[: bisect_left(state.running, sequence.order, key=_order)]
+
+
 def _first_startable(state: SchedulerState) -> Sequence | None:
+    """The first waiting sequence that could run if there were room for it."""
     return next(filter(_may_start, state.waiting), None)
 
 
@@ -194,5 +277,21 @@ def _may_start(sequence: Sequence) -> bool:
     return sequence.candidates is None and sequence.state is not SequenceState.SWAPPING_OUT
 
 
-def _outranks(waiting: Sequence, running: Sequence) -> bool:
-    return waiting.priority < running.priority and waiting.order < running.order
+def _outranks(waiting: Sequence, running: Sequence, lost: dict[Account, float]) -> bool:
+    """Whether a waiting sequence may take the place of one that runs and comes after it.
+
+    Either its priority is better, or another tenant, after what that one has ``lost``, would still have more in
+    service than its own; as much, if its own has nothing. So tenants never take places from each other in turn.
+    """
+    if waiting.priority < running.priority:
+        return True
+    account, other = waiting.ticket.account, running.ticket.account
+    if account is other or account.level is not other.level:
+        return False
+    own = account.in_service + waiting.work
+    others = other.in_service - lost.get(other, 0.0) - running.work
+    return own < others or (own == others and not account.in_service)
+
+
+def _order(sequence: Sequence) -> Order:
+    return sequence.order

@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection
 
 from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, Request, check
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.fair_queue import Ticket
+from engine.scheduling.sequence import Sequence, order_of
 from engine.scheduling.sequence_groups import SequenceGroups
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.workload_stats import WorkloadStats
 from engine.seeds import sequence_seed
 
 
@@ -19,6 +21,7 @@ class Intake:
         self,
         state: SchedulerState,
         groups: SequenceGroups,
+        workload: WorkloadStats,
         *,
         eos_token_ids: Collection[int],
         model_key: tuple[object, ...],
@@ -28,6 +31,7 @@ class Intake:
     ) -> None:
         self._state = state
         self._groups = groups
+        self._workload = workload
         self._eos = frozenset(eos_token_ids)
         self._model_key = model_key
         self._limits = limits
@@ -52,11 +56,12 @@ class Intake:
             outputs = {number: output for number, output in enumerate(request.outputs) if output is not None}
         else:
             outputs = {0: ()}
-        arrival = request.arrival or self._clock()
+        ticket = self._ticket(request, tuple(outputs), max_total_tokens)
         sequences = [
-            self._sequence(request, number, output, arrival, seed, max_total_tokens)
+            self._sequence(request, number, output, ticket, seed, max_total_tokens)
             for number, output in outputs.items()
         ]
+        sequences[0].work = ticket.work
         params = request.params
         if params.width > 1 or params.use_beam_search:
             group = self._groups.open(sequences, seed)
@@ -68,12 +73,30 @@ class Intake:
         for sequence in sequences:
             self._state.queue(sequence)
 
+    def _ticket(self, request: Request, numbers: tuple[int, ...], max_total_tokens: int) -> Ticket:
+        """The place of a request among those of its tenant and of others."""
+        priority, arrival = float(request.priority), request.arrival or self._clock()
+        if self._priority_aging is not None:
+            priority, arrival = 0.0, arrival + self._priority_aging * request.priority
+        ticket, moved = self._state.fair.enter(
+            request.request_id,
+            numbers,
+            tenant=request.tenant,
+            priority=priority,
+            arrival=arrival,
+            work=self._workload.expected_work(request, max_total_tokens),
+            oldest=self._state.oldest_start(priority),
+        )
+        for other in moved:
+            self._state.requeue(other)
+        return ticket
+
     def _sequence(
         self,
         request: Request,
         number: int,
         output: tuple[int, ...],
-        arrival: float,
+        ticket: Ticket,
         seed: int,
         max_total_tokens: int,
     ) -> Sequence:
@@ -86,22 +109,21 @@ class Intake:
         # Parts at fixed places: an adapter's name can never pass for a tenant or a salt.
         parts = (namespace.adapter, namespace.tenant, namespace.salt)
         root = (self._model_key, self._limits.block_size, *parts)
-        first, second = float(request.priority), arrival
-        if self._priority_aging is not None:
-            first, second = 0.0, arrival + self._priority_aging * request.priority
         return Sequence(
             request.request_id,
             token_ids,
             params,
             request.priority,
+            ticket,
             root=root,
-            order=(first, second, request.request_id, number),
+            order=order_of(ticket, number),
             end_token_ids=end_token_ids,
             output_start=len(request.token_ids) - request.generated_before,
             num_prompt_tokens=len(token_ids),
             max_total_tokens=max_total_tokens,
             number=number,
             seed=sequence_seed(seed, number),
+            charged_from=len(token_ids),
         )
 
     def _max_total_tokens(self, request: Request) -> int:

@@ -11,11 +11,17 @@ from engine.kv.block_pool import BlockPool, InvariantError
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta
-from engine.scheduling.admission import admit_waiting, preempt_for_priority, preempt_held_beams
+from engine.scheduling.admission import (
+    admit_waiting,
+    first_that_fits,
+    preempt_for_first,
+    preempt_held_beams,
+)
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.intake import Intake
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.preemption import grow
+from engine.scheduling.prefill import begin_prefills, lengthen_held_back
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.scheduling.sequence import ScheduledChunk, Sequence, SequenceState
@@ -32,10 +38,12 @@ class Scheduler:
     ``commit(plan, outcomes)``. There is no prefill or decode phase: each sequence has ``computed`` tokens and a
     step brings it nearer to the end of ``token_ids``.
 
-    Guarantees, within one priority and with order meaning (priority, arrival, id, sequence), kept for life:
+    Guarantees, within one priority and with order meaning (priority, start in the fair queue, arrival, id,
+    sequence), kept from the first run on:
 
     - a request that fits the pool alone ends; one that can never fit is refused by :meth:`add`;
-    - blocks are taken from the last running sequence in order; the first is never preempted for a younger one;
+    - blocks are taken from the last running sequence in order; the first is never preempted for a later one;
+    - tenants that always have requests waiting get equal work; see ``engine/scheduling/fair_queue.py``;
     - while preempted sequences wait, those behind them take only blocks that they do not need;
     - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
 
@@ -44,8 +52,8 @@ class Scheduler:
         max_num_seqs: most running sequences; never above ``token_budget``, so that all can decode in each step.
         token_budget: most tokens in one step.
         model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
-        priority_aging: seconds of waiting that are worth one level of priority; ``None`` makes priority
-            absolute, so that better ones can delay worse ones without bound.
+        priority_aging: seconds of waiting that are worth one level of priority, within a tenant; ``None`` makes
+            priority absolute, so that better ones can delay worse ones without bound.
         look_ahead: waiting sequences that do not fit and are passed over in one step.
         max_overtakes: admissions past a waiting sequence after which nothing passes it.
         clock: monotonic seconds; stamps requests that bring no ``arrival``.
@@ -96,6 +104,7 @@ class Scheduler:
         self._intake = Intake(
             self.state,
             self._groups,
+            self._workload,
             eos_token_ids=eos_token_ids,
             model_key=model_key,
             limits=limits,
@@ -124,17 +133,20 @@ class Scheduler:
         """
         state = self.state
         state.settle_swaps()
+        state.shares.reset()
         plan = self._uncommitted = StepPlan(state.token_budget)
         if state.waiting:
-            preempt_for_priority(state, plan)
+            preempt_for_first(state, plan)
         _continue_running(state, plan)
         state.reserve.adapt(plan.out_of_blocks)
         if not plan.out_of_blocks:
             state.num_blocked = 0
             if state.waiting:
-                if not plan.chunks:
+                if not plan.chunks and not state.shares.held_back:
                     preempt_held_beams(state, plan)
                 state.num_blocked = admit_waiting(state, plan)
+            if state.shares.limited:
+                _share_rest(state, plan)
         plan.num_blocked = state.num_blocked
         for sequence in plan.admitted:
             self._workload.admitted(sequence, state.prefix_caching)
@@ -294,13 +306,22 @@ class Scheduler:
             self.check()
 
 
+def _share_rest(state: SchedulerState, plan: StepPlan) -> None:
+    """Tokens that the shares left over go by the order alone, so that none is idle."""
+    if plan.budget_left > 0:
+        lengthen_held_back(state, plan)
+    if plan.budget_left > 0 and state.waiting:
+        state.shares.lift(plan.budget_left)
+        state.num_blocked = admit_waiting(state, plan)
+
+
 def _continue_running(state: SchedulerState, plan: StepPlan) -> None:
-    """Give each running sequence its tokens, oldest first; prefills share the tokens that no decode needs.
+    """Give each running sequence its tokens, in order; prefills share the tokens that no decode needs.
 
     Blocks are taken from the end of the order, so once a sequence was preempted itself, none is left behind it.
     """
-    running, chunks = state.running, plan.chunks
-    prefill_budget: int | None = None
+    running, chunks, shares = state.running, plan.chunks, state.shares
+    next_to_start: Sequence | None = None
     for position, sequence in enumerate(running):
         computed = sequence.computed
         length = len(sequence.token_ids) - computed
@@ -313,14 +334,21 @@ def _continue_running(state: SchedulerState, plan: StepPlan) -> None:
             chunk.start = computed
             chunks.append(chunk)
             continue
-        if prefill_budget is None:
-            decodes = sum(later.remaining == 1 for later in running[position + 1 :])
-            prefill_budget = plan.budget_left - decodes
-        length = min(length, prefill_budget)
-        if length <= 0:  # no budget, or a held beam, which has nothing to compute
+        if length == 0:  # a held beam, which has nothing to compute
             continue
-        length = grow(state, sequence, length, plan)
+        if not shares.begun:
+            later = len(running) - position
+            decodes = sum(other.remaining == 1 for other in running[position + 1 :])
+            begin_prefills(state, plan.budget_left - decodes, later - decodes)
+            next_to_start = first_that_fits(state)
+        if next_to_start is not None and next_to_start.order < sequence.order:
+            shares.hold_back(sequence)
+            continue
+        allowed = shares.allowed(sequence, length)
+        shares.take(sequence, length, allowed)
+        if allowed == 0:
+            continue
+        length = grow(state, sequence, allowed, plan)
         if length == 0:
             return
-        prefill_budget -= length
         plan.add(sequence, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Protocol
@@ -11,10 +12,12 @@ from engine.kv.host_pool import HostPool
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import FinishReason
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.fair_queue import OUTPUT_WEIGHT, FairQueue, Ticket
 from engine.scheduling.growth_reserve import GrowthReserve
+from engine.scheduling.prefill_shares import PrefillShares
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.recovery_tracker import RecoveryTracker
-from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState
+from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState, order_of
 
 _HAS_HOST_BLOCKS = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPED, SequenceState.SWAPPING_IN)
 
@@ -59,6 +62,8 @@ class SchedulerState:
         self.max_overtakes = max_overtakes
         self.block_tables = BlockTables(pool, index)
         self.reserve = GrowthReserve(pool)
+        self.fair = FairQueue()
+        self.shares = PrefillShares()
         self.recoveries = RecoveryTracker(pool, host, recovery)
 
         self.sequences: dict[tuple[str, int], Sequence] = {}  # by their keys
@@ -75,8 +80,16 @@ class SchedulerState:
 
     def queue(self, sequence: Sequence) -> None:
         """Take in a sequence that waits; its state says for what."""
-        self.sequences[sequence.key] = sequence
+        self._add(sequence)
         self._wait(sequence)
+
+    def requeue(self, ticket: Ticket) -> None:
+        """The start of a request that has not run yet has changed."""
+        for number in ticket.numbers:
+            sequence = self.sequences[ticket.request_id, number]
+            del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
+            sequence.order = order_of(ticket, number)
+            insort(self.waiting, sequence, key=_order)
 
     def start(self, position: int) -> Sequence:
         """Let the waiting sequence at ``position`` run; it has no blocks yet."""
@@ -110,9 +123,7 @@ class SchedulerState:
     def _preempt(self, position: int) -> Sequence:
         """Stop a running sequence, which keeps its place in the order; the caller says what it waits for."""
         sequence = self.running.pop(position)
-        self.num_seqs -= sequence.num_seqs
-        self.running_limit -= sequence.max_total_tokens
-        self.block_tables.release(sequence)
+        self._stop(sequence)
         self.num_preemptions += 1
         sequence.num_preemptions += 1
         return sequence
@@ -140,8 +151,9 @@ class SchedulerState:
             list(parent.token_ids),
             parent.params,
             parent.priority,
+            parent.ticket,
             root=parent.root,
-            order=(*parent.order[:3], number),
+            order=(*parent.order[:4], number),
             end_token_ids=parent.end_token_ids,
             output_start=parent.output_start,
             num_prompt_tokens=parent.num_prompt_tokens,
@@ -152,11 +164,12 @@ class SchedulerState:
             node=parent.node,
             cached_tokens=parent.cached_tokens,
             logprob=parent.logprob,
+            charged_from=len(parent.token_ids),
         )
         if parent.state is SequenceState.RUNNING and self.num_seqs < self.max_num_seqs:
             self.block_tables.fork(parent, child)
             child.state = SequenceState.RUNNING
-            self.sequences[child.key] = child
+            self._add(child)
             self._run(child)
             return child
         # Forks come when a step is committed: the sequences that it swapped out have settled.
@@ -175,20 +188,32 @@ class SchedulerState:
         self.recoveries.abandon(sequence)
         if sequence.state in RUNS:
             del self.running[bisect_left(self.running, sequence.order, key=_order)]
-            self.num_seqs -= sequence.num_seqs
-            self.running_limit -= sequence.max_total_tokens
-            self.block_tables.release(sequence)
+            self._stop(sequence)
         else:
             del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
             self._count_waiting(sequence, -1)
         if sequence.host_table:
             self._release_host_blocks(sequence)
         del self.sequences[sequence.key]
+        ticket = sequence.ticket
+        ticket.done += OUTPUT_WEIGHT * (len(sequence.token_ids) - sequence.charged_from)
+        ticket.sequences -= 1
+        if not ticket.sequences:
+            self.fair.leave(ticket)
         sequence.candidates = sequence.decode_chunk = None
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         if self.observer is not None:
             self.observer.ended(sequence)
+
+    def oldest_start(self, priority: float) -> float:
+        """The first start of all live sequences of one priority, in virtual time; 0 if there are none."""
+        starts = []
+        for sequences in (self.running, self.waiting):
+            place = bisect_left(sequences, (priority, -math.inf, 0.0, "", 0), key=_order)
+            if place < len(sequences) and sequences[place].order[0] == priority:
+                starts.append(sequences[place].order[1])
+        return min(starts, default=0.0)
 
     def count_alone(self, sequence: Sequence) -> None:
         """From now on a running sequence, whose group is about to be forked, counts for itself alone."""
@@ -201,10 +226,27 @@ class SchedulerState:
         if self.observer is not None:
             self.observer.moved(sequence)
 
+    def _add(self, sequence: Sequence) -> None:
+        self.sequences[sequence.key] = sequence
+        sequence.ticket.sequences += 1
+
     def _run(self, sequence: Sequence) -> None:
         self.num_seqs += sequence.num_seqs
         self.running_limit += sequence.max_total_tokens
+        self._serve(sequence, sequence.work)
         insort(self.running, sequence, key=_order)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """A sequence that has left the running list gives up its slots and its blocks."""
+        self.num_seqs -= sequence.num_seqs
+        self.running_limit -= sequence.max_total_tokens
+        self._serve(sequence, -sequence.work)
+        self.block_tables.release(sequence)
+
+    def _serve(self, sequence: Sequence, work: float) -> None:
+        account = sequence.ticket.account
+        account.in_service += work
+        account.level.in_service += work
 
     def _count_waiting(self, sequence: Sequence, change: int) -> None:
         if sequence.state is SequenceState.PREEMPTED:

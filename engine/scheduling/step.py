@@ -29,7 +29,7 @@ class StepTiming:
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step, prefill and decode mixed: the oldest running sequence first, then those admitted now.
+    """One step, prefill and decode mixed: running sequences in their order, then those admitted now.
 
     ``schedule()`` fills it in; it is read-only afterwards.
     """
@@ -72,3 +72,12 @@ class StepPlan:
         self.chunks.append(ScheduledChunk(sequence, start, length, length == remaining))
         self._extra_tokens += length - 1
         self._num_without_sample += length < remaining
+
+    def lengthen(self, chunk: ScheduledChunk, length: int) -> None:
+        """Run ``length`` tokens in a chunk that does not reach the end yet; the block table covers them."""
+        more = length - chunk.length
+        chunk.length = length
+        chunk.samples = chunk.start + length == len(chunk.sequence.token_ids)
+        self.prefill_tokens += more
+        self._extra_tokens += more
+        self._num_without_sample -= chunk.samples

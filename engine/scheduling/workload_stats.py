@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.request import FinishReason, Request
+from engine.scheduling.fair_queue import OUTPUT_WEIGHT
 from engine.scheduling.sequence import Sequence
 
 WINDOW = 64
@@ -38,11 +39,21 @@ class WorkloadStats:
         """
         return self._mean_square / (2.0 * self._mean_output)
 
+    def expected_work(self, request: Request, max_total_tokens: int) -> float:
+        """What a request will come to, in prompt tokens; generated ones weigh ``OUTPUT_WEIGHT``."""
+        live = [len(output) for output in request.outputs if output is not None] or [0] * request.params.width
+        room = max_total_tokens - len(request.token_ids)
+        output = sum(min(room - made, self._mean_output) for made in live)
+        return self._expected_prefill(request) + OUTPUT_WEIGHT * output
+
     def arrived(self, request: Request) -> None:
         """A request has been queued."""
+        self.arrived_tokens += self._expected_prefill(request)
+
+    def _expected_prefill(self, request: Request) -> float:
         miss_rate = 1.0 - self._recent_hits / self._recent_queries if self._recent_queries else 1.0
         outputs = sum(len(output) for output in request.outputs if output is not None)
-        self.arrived_tokens += miss_rate * (len(request.token_ids) + outputs)
+        return miss_rate * (len(request.token_ids) + outputs)
 
     def admitted(self, sequence: Sequence, prefix_caching: bool) -> None:
         """A sequence runs for the first time."""

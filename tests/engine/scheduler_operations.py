@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from kv_simulation import EOS, KVSimulation, add, constant_hash, make_request, make_scheduler, random_prompt
+from scheduler_steps import assert_no_idle_budget
 
 from engine.errors import InvalidRequestError
 from engine.request import Request
@@ -68,6 +69,7 @@ class Driver:
         self.first: dict[str, Sequence] = {}  # of each request's sequences
         self.aborted: set[str] = set()
         self.time = 0.0
+        self.tenants = self.rng.choice([[""], ["a", "b"], ["a", "a", "a", "b", "c"]])
 
     def _sample(self, sequence: Sequence) -> int:
         return self.rng.choice([0, 0, 1, 1, EOS])
@@ -95,6 +97,7 @@ class Driver:
             arrival=1.0 + self.time,
             priority=rng.choice([0, 0, 0, 1]),
             salt=rng.choice(["", "", "salt"]),
+            tenant=rng.choice(self.tenants),
             outputs=outputs if any(output is not None for output in outputs) else (),
             **sequences,
         )
@@ -128,6 +131,7 @@ class Driver:
         plan = self.scheduler.schedule()
         assert plan.chunks, f"work is left but nothing runs: {self.scheduler.stats()}"
         assert plan.num_tokens <= case.token_budget
+        assert_no_idle_budget(self.scheduler, plan)
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks) <= case.max_num_seqs
         outcomes = self.simulation.run(plan)
         if rng.random() < 0.05:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kv_simulation import KVSimulation
 
+from engine.scheduling.admission import blocks_needed, is_next_block_scheduled
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step import StepPlan
@@ -16,6 +17,28 @@ def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
 def tokens(count: int, first: int = 0) -> list[int]:
     """Tokens that differ from those of any other ``first``."""
     return [(first + position) % 40 for position in range(count)]
+
+
+def assert_no_idle_budget(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Tokens are only left if no sequence could use them: the step is not shorter than it has to be."""
+    state = scheduler.state
+    if plan.budget_left <= 0 or plan.out_of_blocks:
+        return
+    planned = {chunk.sequence: chunk.length for chunk in plan.chunks}
+    for sequence in state.running:
+        left = sequence.remaining - planned.get(sequence, 0)
+        assert left <= 0 or not state.pool.num_available, f"{sequence.key} could compute {left} tokens more"
+    may_start = (
+        sequence
+        for sequence in state.waiting
+        if sequence.candidates is None and sequence.state is not SequenceState.SWAPPING_OUT
+    )
+    first = next(may_start, None)
+    if first is None or state.num_seqs + first.num_seqs > state.max_num_seqs:
+        return
+    needed = blocks_needed(state, first) + state.reserve.blocks(state.running)
+    if not is_next_block_scheduled(state, first, plan):
+        assert needed > state.pool.num_available, f"{first.key} could start"
 
 
 def run_until_preempted(scheduler: Scheduler, simulation: KVSimulation, sequence: Sequence) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.sampling_params import SamplingParams
+from engine.scheduling.fair_queue import Account, Level, Ticket
 from engine.scheduling.sequence import Sequence, SequenceGroup
 
 
@@ -22,8 +23,9 @@ def make_sequence(
         list(tokens),
         params or SamplingParams(),
         priority=0,
+        ticket=Ticket(Account(Level(0.0)), name, (0,), arrival=0.0, start=0.0, work=0.0, sequences=1),
         root=root,
-        order=(0.0, 0.0, name, 0),
+        order=(0.0, 0.0, 0.0, name, 0),
         end_token_ids=frozenset(),
         output_start=len(tokens),
         num_prompt_tokens=len(tokens),

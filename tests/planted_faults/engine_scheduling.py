@@ -13,6 +13,7 @@ _SCHEDULE = ("engine/scheduling/test_schedule.py", "engine/scheduling/test_sched
 _RECOVERY = ("engine/scheduling/test_recovery.py", "engine/scheduling/test_recovery_cost.py")
 _SURVIVAL = ("engine/scheduling/test_survival.py",)
 _SHARES = ("engine/scheduling/test_swap_shares.py", *_SURVIVAL)
+_FAIR = ("engine/scheduling/test_fair_queue.py",)
 _RANDOM = ("engine/scheduling/test_scheduler_random.py",)
 _OPERATIONS = ("engine/scheduling/test_scheduler_operations.py",)
 _RESERVE = ("engine/scheduling/test_growth_reserve.py",)
@@ -113,8 +114,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
-        "                state.num_seqs + sequence.num_seqs <= state.max_num_seqs\n                and needed",
-        "                needed",
+        "        if state.num_seqs + sequence.num_seqs > state.max_num_seqs or left < 0:",
+        "        if left < 0:",
         _ADMISSION,
         "the slots of a group's sequences are not counted in admission",
     ),
@@ -127,14 +128,14 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
-        " or sequence.overtakes >= state.max_overtakes:",
-        ":",
+        "misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:",
+        "misses > state.look_ahead:",
         _ADMISSION,
         "a waiting sequence may be overtaken without end",
     ),
     Fault(
         "engine/scheduling/admission.py",
-        "            withheld += _blocks_in_all(state, sequence)",
+        "            room.withheld += _blocks_in_all(state, sequence)",
         "            pass",
         _ADMISSION,
         "blocks that a preempted sequence waits for go to those behind it",
@@ -155,7 +156,7 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
-        "                for other in passed:\n                    other.overtakes += 1\n",
+        "                    for other in passed:\n                        other.overtakes += 1\n",
         "",
         _ADMISSION,
         "overtaking is not counted",
@@ -166,6 +167,76 @@ SCHEDULING: list[Fault] = [
         "    position = 0\n",
         _SCHEDULE,
         "the sequence that came first loses its blocks first",
+    ),
+    Fault(
+        "engine/scheduling/prefill_shares.py",
+        "            self._ordered -= self._kept\n",
+        "",
+        _FAIR,
+        "a long prompt takes all tokens of a step",
+    ),
+    Fault(
+        "engine/scheduling/prefill_shares.py",
+        "            self._saved -= length",
+        "            pass",
+        _FAIR,
+        "short prompts may take a quarter of every step",
+    ),
+    Fault(
+        "engine/scheduling/prefill.py",
+        "    return {account: max(part - decodes[account], 0) for account in accounts}",
+        "    return {}",
+        _FAIR,
+        "tenants do not share a step's prefill tokens",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "    if plan.budget_left > 0:\n        lengthen_held_back(state, plan)\n",
+        "",
+        (*_ADMISSION, *_FAIR),
+        "tokens that were kept for others stay idle",
+    ),
+    Fault(
+        "engine/scheduling/fair_queue.py",
+        "        account.finish += ticket.done - ticket.work\n",
+        "",
+        _FAIR,
+        "a tenant is charged by the estimate alone",
+    ),
+    Fault(
+        "engine/scheduling/fair_queue.py",
+        "        now = max(oldest, level.reached - level.in_service)",
+        "        now = 0.0",
+        _FAIR,
+        "an idle tenant saves up its share",
+    ),
+    Fault(
+        "engine/scheduling/fair_queue.py",
+        "max(level.reached, ticket.start) + ticket.work / level.active",
+        "max(level.reached, ticket.start)",
+        _FAIR,
+        "virtual time stands still while new tenants come",
+    ),
+    Fault(
+        "engine/scheduling/fair_queue.py",
+        "        ticket.start = starts[0]\n",
+        "",
+        _FAIR,
+        "a request that moved goes to the end of its tenant's queue",
+    ),
+    Fault(
+        "engine/scheduling/admission.py",
+        "    return own < others or (own == others and not account.in_service)",
+        "    return False",
+        _FAIR,
+        "a flood keeps every slot and block",
+    ),
+    Fault(
+        "engine/scheduling/admission.py",
+        "    return own < others or (own == others and not account.in_service)",
+        "    return True",
+        _FAIR,
+        "tenants take places from each other in turn",
     ),
     Fault(
         "engine/scheduling/preemption.py",

@@ -62,14 +62,15 @@ def test_requests_in_flight_share_what_is_being_computed() -> None:
     other = make_request("z", tokens(4, 30), arrival=999.0)
     sequences = [add(scheduler, request) for request in requests]
     scheduler.add(other)
-    assert shape(simulation.step(scheduler)) == [("a", 0, 8, False)]
     # Nobody computes a's blocks again: b and c wait for them, and z is not held up.
-    assert shape(simulation.step(scheduler)) == [("a", 8, 8, False)]
+    assert shape(simulation.step(scheduler)) == [("a", 0, 4, False), ("z", 0, 4, True)]
+    assert shape(simulation.step(scheduler)) == [("a", 4, 7, False), ("z", 4, 1, True)]
+    assert shape(simulation.step(scheduler)) == [("a", 11, 6, True), ("z", 5, 1, True)]
     assert shape(simulation.step(scheduler)) == [
-        ("a", 16, 1, True),
+        ("a", 17, 1, True),
+        ("z", 6, 1, True),
         ("b", 16, 1, True),
         ("c", 16, 1, True),
-        ("z", 0, 4, True),
     ]
     simulation.drain(scheduler)
     assert [sequence.cached_tokens for sequence in sequences] == [0, 16, 16]
@@ -154,7 +155,7 @@ def test_a_head_that_does_not_fit_is_passed_within_bounds_and_then_served() -> N
 
     every_small = [f"s{i}" for i in range(6)]
     assert run(0, 32) == ["large", *every_small]
-    assert run(8, 32) == [*every_small, "large"]
+    assert run(8, 32) == ["s0", "s1", "s2", "large", "s3", "s4", "s5"]  # s2 has to give way to it
     assert run(8, 2) == ["s0", "s1", "large", "s2", "s3", "s4", "s5"]
     assert run(8, 0) == ["large", *every_small]
 

@@ -66,7 +66,7 @@ def test_requests_without_arrival_are_stamped() -> None:
     )
     stamped = add(scheduler, make_request("a", [1], arrival=0.0))
     own = add(scheduler, make_request("b", [1], arrival=3.0))
-    assert (stamped.order[1], own.order[1]) == (5.0, 3.0)
+    assert (stamped.order[2], own.order[2]) == (5.0, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from kv_simulation import EOS, KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import shape, tokens
 
 from engine.kv.block_pool import NO_BLOCK
-from engine.scheduling.admission import admit_waiting
+from engine.scheduling.admission import admit_waiting, reserve_bound
 from engine.scheduling.preemption import preempt
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.state import SchedulerState
@@ -21,29 +21,30 @@ def test_decode_rows_get_their_token_before_prefill_takes_the_rest() -> None:
     scheduler = make_scheduler(32, 4, token_budget=6)
     simulation = KVSimulation(4, lambda sequence: 7)
     scheduler.add(make_request("prefill", tokens(20, 20), arrival=1.0))
-    scheduler.add(make_request("late", tokens(2), arrival=2.0, max_tokens=9))
-    scheduler.add(make_request("later", tokens(2, 9), arrival=3.0, max_tokens=9))
+    scheduler.add(make_request("late", tokens(4), arrival=2.0, max_tokens=9))
+    scheduler.add(make_request("later", tokens(4, 9), arrival=3.0, max_tokens=9))
     assert shape(simulation.step(scheduler)) == [("prefill", 0, 6, False)]
     for _ in range(2):
         simulation.step(scheduler)
+    assert shape(simulation.step(scheduler)) == [("prefill", 18, 2, True), ("late", 0, 4, True)]
     assert shape(simulation.step(scheduler)) == [
-        ("prefill", 18, 2, True),
-        ("late", 0, 2, True),
-        ("later", 0, 2, True),
+        ("prefill", 20, 1, True),
+        ("late", 4, 1, True),
+        ("later", 0, 4, True),
     ]
     scheduler.add(make_request("first", tokens(20, 5), arrival=0.5))
     assert shape(simulation.step(scheduler)) == [
-        ("prefill", 20, 1, True),
-        ("late", 2, 1, True),
-        ("later", 2, 1, True),
+        ("prefill", 21, 1, True),
+        ("late", 5, 1, True),
+        ("later", 4, 1, True),
         ("first", 0, 3, False),
     ]
     # Now the oldest of all prefills, and still each decode has its token.
     assert shape(simulation.step(scheduler)) == [
         ("first", 3, 3, False),
-        ("prefill", 21, 1, True),
-        ("late", 3, 1, True),
-        ("later", 3, 1, True),
+        ("prefill", 22, 1, True),
+        ("late", 6, 1, True),
+        ("later", 5, 1, True),
     ]
 
 
@@ -203,7 +204,7 @@ def test_the_quick_bound_of_the_reserve_is_never_too_low(
     slack = []
 
     def checked(state: SchedulerState, plan: StepPlan) -> int:
-        bound = state.reserve.upper_bound(plan.prefilling, state.num_seqs)
+        bound = reserve_bound(state, plan)
         slack.append(bound - state.reserve.blocks(state.running))
         return admit_waiting(state, plan)
 

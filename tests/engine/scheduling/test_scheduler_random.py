@@ -6,6 +6,7 @@ import random
 
 import pytest
 from kv_simulation import EOS, KVSimulation, add, constant_hash, make_request, make_scheduler, random_prompt
+from scheduler_steps import assert_no_idle_budget
 
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason
@@ -43,6 +44,7 @@ def test_every_request_ends(
     capacity = num_blocks * block_size
     sequences = {}
     to_come = 30
+    tenants = rng.choice([[""], ["a", "b"], ["a", "a", "a", "b"]])
     for _ in range(5_000):
         while to_come and rng.random() < 0.5:
             to_come -= 1
@@ -53,7 +55,8 @@ def test_every_request_ends(
                 rng.choice([None, rng.randint(1, capacity)]),
                 arrival=rng.choice([1.0, 2.0, 3.0]),
                 priority=rng.choice([0, 0, 0, 1]),
-                salt=rng.choice(["", "", "tenant"]),
+                salt=rng.choice(["", "", "salt"]),
+                tenant=rng.choice(tenants),
             )
             try:
                 sequence = add(scheduler, request)
@@ -73,8 +76,9 @@ def test_every_request_ends(
         plan = scheduler.schedule()
         assert bool(plan.chunks) == scheduler.has_work()
         assert plan.num_tokens <= token_budget
+        assert_no_idle_budget(scheduler, plan)
         assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks) <= max_num_seqs
-        if oldest is not None and all(s.priority >= oldest.priority for s in waiting):
+        if oldest is not None and all(s.order > oldest.order for s in waiting):
             assert oldest not in plan.preempted
         tokens = simulation.run(plan)
         live = [name for name, each in sequences.items() if each.state is not SequenceState.FINISHED]

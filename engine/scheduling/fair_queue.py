@@ -1,0 +1,154 @@
+"""Fair queueing: a request's place in the order follows from the work that its tenant has asked for before.
+
+Start-time fair queueing (Goyal et al., SIGCOMM 1996), with the work of virtual token counters (Sheng et al.,
+OSDI 2024). Each tenant has an account in virtual time, which passes by one unit for each prompt token that all
+tenants with work get. A request *starts* where its tenant's last one *finishes*, but not before the present; it
+finishes later by its work. Requests run in the order of their starts. A tenant that asks for much thus queues
+behind itself alone, and one that was idle has saved nothing up.
+
+A start is fixed once the request runs, so that the order of what has run is total and kept for life. Before, it
+changes only if one of the same tenant that arrived earlier comes later: it has moved here from another replica.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+OUTPUT_WEIGHT = 2.0
+"""The work of one generated token, in prompt tokens."""
+
+_SWEEP = 64  # accounts of one level before the first search for those that say nothing any more
+
+_MAX_MOVED = 32  # requests that start later because one that arrived before them has come
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One live request's place: all its sequences share it."""
+
+    account: Account
+    request_id: str
+    numbers: tuple[int, ...]  # of the sequences that it begins with
+    arrival: float  # seconds: the order within a tenant
+    start: float  # virtual time
+    work: float  # estimated, in prompt tokens
+    done: float = 0.0  # what it has come to, as far as known
+    sequences: int = 0  # that live
+    begun: bool = False  # has run
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What one tenant has asked for on one level."""
+
+    level: Level
+    finish: float = 0.0  # virtual time at which all of it would be done
+    in_service: float = 0.0  # work of its requests that run
+    tickets: list[Ticket] = field(default_factory=list)  # of its live requests, by arrival
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """Requests of one priority: tenants share what better levels leave."""
+
+    priority: float
+    accounts: dict[str, Account] = field(default_factory=dict)
+    active: int = 0  # accounts with live requests
+    reached: float = 0.0  # virtual time by what has begun to run
+    in_service: float = 0.0  # work of the requests that run
+    sweep_at: int = _SWEEP
+
+
+class FairQueue:
+    """Accounts of all tenants with live requests, or with work that others have yet to catch up with."""
+
+    def __init__(self) -> None:
+        self._levels: dict[float, Level] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether two tenants have live requests on one level."""
+        return any(level.active > 1 for level in self._levels.values())
+
+    def enter(
+        self,
+        request_id: str,
+        numbers: tuple[int, ...],
+        *,
+        tenant: str,
+        priority: float,
+        arrival: float,
+        work: float,
+        oldest: float,
+    ) -> tuple[Ticket, list[Ticket]]:
+        """Give a request its place.
+
+        Args:
+            oldest: the first start of all live requests of its priority.
+
+        Returns:
+            Its ticket, and those of requests of its tenant that arrived later and now start later.
+        """
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = Level(priority)
+        # What runs is still to be done, so a tenant that comes now starts where that began. Nobody starts
+        # before the oldest request: that one ends, and then the next.
+        now = max(oldest, level.reached - level.in_service)
+        account = level.accounts.get(tenant)
+        if account is None:
+            if len(level.accounts) >= level.sweep_at:
+                _sweep(level, now)
+            account = level.accounts[tenant] = Account(level)
+        tickets = account.tickets
+        level.active += not tickets
+        account.finish = max(account.finish, now)
+        ticket = Ticket(account, request_id, numbers, arrival, account.finish, work)
+        account.finish += work
+        if not tickets or tickets[-1].arrival <= arrival:
+            tickets.append(ticket)
+            return ticket, []
+        place = bisect_right(tickets, arrival, key=_arrival)
+        later = tickets[place:]
+        tickets.insert(place, ticket)
+        if len(later) > _MAX_MOVED or any(other.begun for other in later):
+            ticket.start = min(other.start for other in later)
+            return ticket, []
+        starts = [other.start for other in later]
+        for other, start in zip(later, [*starts[1:], ticket.start], strict=True):
+            other.start = start
+        ticket.start = starts[0]
+        return ticket, later
+
+    def begin(self, ticket: Ticket, prompt_tokens: int) -> None:
+        """A request runs for the first time, and computes so many tokens of its prompt."""
+        if ticket.begun:
+            return
+        ticket.begun = True
+        ticket.done += prompt_tokens
+        level = ticket.account.level
+        # By the number of tenants: however many new ones come, those who wait are reached in the end.
+        level.reached = max(level.reached, ticket.start) + ticket.work / level.active
+
+    def leave(self, ticket: Ticket) -> None:
+        """A request has ended: its tenant's next one starts by what it has come to."""
+        account, level = ticket.account, ticket.account.level
+        account.finish += ticket.done - ticket.work
+        account.tickets.remove(ticket)  # mostly one of the first
+        if account.tickets:
+            return
+        level.active -= 1
+        if not level.active:
+            del self._levels[level.priority]
+
+
+def _sweep(level: Level, now: float) -> None:
+    """Forget the tenants whose next request would start now, as if they were new."""
+    accounts = level.accounts.items()
+    level.accounts = {name: each for name, each in accounts if each.tickets or each.finish > now}
+    level.sweep_at = max(_SWEEP, 2 * len(level.accounts))
+
+
+def _arrival(ticket: Ticket) -> float:
+    return ticket.arrival

@@ -1,0 +1,67 @@
+"""Divides a step's prefill tokens: among tenants, and between long prompts and short ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from engine.scheduling.fair_queue import Account
+from engine.scheduling.sequence import RUNS
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.step import StepPlan
+
+MAX_SHARERS = 4
+"""Tenants between which a step divides its tokens: more would only make the prompts of all of them late."""
+
+_SEARCHED = 32  # waiting sequences among which tenants are looked for
+
+
+def begin_prefills(state: SchedulerState, budget: int, prefilling: int) -> None:
+    """The step has ``budget`` tokens for prefills; so many running sequences want some."""
+    contended = prefilling + len(state.waiting) > 1
+    state.shares.begin(budget, contended, _quotas(state) if contended and state.fair.shared else {})
+
+
+def lengthen_held_back(state: SchedulerState, plan: StepPlan) -> None:
+    """Give tokens that are left to running sequences that were held back, in their order.
+
+    Tenants get the rest of their quotas first. Nothing is preempted for a sequence: it gets no more than the
+    available blocks cover.
+    """
+    chunks = {chunk.sequence: chunk for chunk in plan.chunks if not chunk.samples}
+    quotas = state.shares.quotas
+    for within_quotas in (True, False) if quotas else (False,):
+        for sequence in state.shares.held_back:
+            account = sequence.ticket.account
+            more = min(plan.budget_left, quotas.get(account, 0)) if within_quotas else plan.budget_left
+            if more <= 0 or sequence.state not in RUNS:  # preempted since
+                continue
+            chunk = chunks.get(sequence)
+            begun = 0 if chunk is None else chunk.length
+            covered = state.block_tables.extend(sequence, min(sequence.remaining, begun + more), plan.transfers)
+            if covered <= begun:
+                continue
+            if chunk is None:
+                plan.add(sequence, covered)
+                chunks[sequence] = plan.chunks[-1]
+            else:
+                plan.lengthen(chunk, covered)
+            if within_quotas:
+                quotas[account] -= covered - begun
+
+
+def _quotas(state: SchedulerState) -> dict[Account, int]:
+    """Prefill tokens for each tenant that wants some: an equal part of the step, less what it decodes.
+
+    Of the best priority only: others get what is left. Empty if there is one tenant.
+    """
+    running = state.running
+    wanting = [sequence for sequence in running if sequence.remaining > 1]
+    wanting += islice(state.waiting, _SEARCHED)
+    best = min(sequence.order[0] for sequence in wanting)
+    accounts = {sequence.ticket.account for sequence in wanting if sequence.order[0] == best}
+    if len(accounts) < 2:
+        return {}
+    part = max(state.token_budget // min(len(accounts), MAX_SHARERS), 1)
+    decodes = Counter(sequence.ticket.account for sequence in running if sequence.remaining == 1)
+    return {account: max(part - decodes[account], 0) for account in accounts}

@@ -1,0 +1,103 @@
+"""How many prefill tokens each sequence may take in one step, so that no prompt takes them all."""
+
+from __future__ import annotations
+
+import math
+
+from engine.scheduling.fair_queue import Account
+from engine.scheduling.sequence import Sequence
+
+SHORT_SHARE = 0.1
+"""Share of the prefill tokens that short prompts may take from longer ones before them, in the long run."""
+
+SHORT_TOKENS = 16
+"""A prompt of so many tokens is always short, unless that is more than half of what a step has for prefills."""
+
+
+class PrefillShares:
+    """The rules, step by step; :meth:`reset` is called in each step, :meth:`begin`
+    in those with a prefill.
+
+    Tokens go by the order of the sequences that ask for some. If more is wanted than there is:
+
+    - Some are *kept* for short prompts, those that need no more than are kept. What is kept grows by
+      ``SHORT_SHARE`` of all prefill tokens, and up to a quarter of a step is saved up.
+    - An account in ``quotas`` gets no more than its quota.
+    - Sequences of a worse priority than one that got less than it wanted get none.
+
+    What nobody may take under these rules goes by the order alone: see ``lengthen_held_back`` in
+    ``engine/scheduling/prefill.py``.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.held_back: list[Sequence] = []  # running ones that got less than they wanted, in order
+        self.limited = False  # whether any got less than it wanted
+        self.quotas: dict[Account, int] = {}  # tokens left for each tenant
+        self._saved = math.inf  # tokens for short prompts
+        self._budget = 0
+        self._ordered = 0  # left, to go by the order
+        self._kept = 0  # left, for short prompts
+        self._worst = math.inf  # worse priorities get none
+
+    def reset(self) -> None:
+        """Another step is planned, and nothing is known of its prefills."""
+        if self.limited:
+            self._saved += SHORT_SHARE * self._budget
+        self.begun = self.limited = False
+        self.held_back = []
+
+    def begin(self, budget: int, contended: bool, quotas: dict[Account, int]) -> None:
+        """The step has ``budget`` tokens for prefills; ``contended``: two or more sequences want some."""
+        self.begun = True
+        self._budget = self._ordered = budget
+        self.quotas = quotas
+        self._kept = 0
+        self._worst = math.inf
+        if contended:
+            self._saved = min(self._saved, max(budget // 4, min(SHORT_TOKENS, budget // 2)))
+            self._kept = int(self._saved)
+            self._ordered -= self._kept
+
+    def lift(self, tokens: int) -> None:
+        """From now on the rest of the step's tokens goes by the order alone."""
+        self._ordered, self._kept, self.quotas = tokens, 0, {}
+        self._worst = math.inf
+
+    def allowed(self, sequence: Sequence, wanted: int) -> int:
+        """How many of the ``wanted`` tokens a sequence may take now."""
+        length = self._by_order(sequence, wanted)
+        if length == wanted:
+            return length
+        if wanted <= self._kept and sequence.order[0] <= self._worst:
+            return wanted
+        self.limited = True
+        self._worst = min(self._worst, sequence.order[0])
+        return length
+
+    def take(self, sequence: Sequence, wanted: int, length: int) -> None:
+        """A sequence that runs takes what it is allowed to."""
+        if length <= self._by_order(sequence, wanted):
+            self._ordered -= length
+        else:
+            self._kept -= length
+            self._saved -= length
+        if self.quotas:
+            account = sequence.ticket.account
+            if account in self.quotas:
+                self.quotas[account] -= length
+        if length < wanted:
+            self.held_back.append(sequence)
+
+    def hold_back(self, sequence: Sequence) -> None:
+        """A running sequence leaves its turn to waiting ones that come before it."""
+        self.limited = True
+        self.held_back.append(sequence)
+
+    def _by_order(self, sequence: Sequence, wanted: int) -> int:
+        if sequence.order[0] > self._worst:
+            return 0
+        length = wanted if wanted < self._ordered else self._ordered
+        if self.quotas:
+            length = max(min(length, self.quotas.get(sequence.ticket.account, length)), 0)
+        return length
