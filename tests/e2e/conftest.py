@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,6 +41,13 @@ def cluster(deployed: BreakableCluster) -> BreakableCluster:
 
 
 @pytest.fixture
-def base_url(cluster: BreakableCluster) -> str:
-    """Where the application answers."""
-    return cluster.url
+def http(cluster: BreakableCluster) -> Iterator[httpx.Client]:
+    """A client of the application."""
+    with cluster.http() as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(cluster: BreakableCluster, http: httpx.Client) -> openai.OpenAI:
+    """OpenAI's client of the application."""
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, http_client=http)

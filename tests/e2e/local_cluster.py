@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 from ray import serve
 
 from app.launch import serving
+from loadtests.client import INSTANCE
 from loadtests.cluster import LocalCluster
 
 OPTIONS: dict[str, Any] = {
@@ -36,6 +38,14 @@ class BreakableCluster(LocalCluster):
         """Deploy, unless exactly that is deployed already."""
         if self.options != options:
             self.deploy(**options)
+
+    def http(self, **how: Any) -> httpx.Client:
+        """A client that takes no other server's answers."""
+
+        def check(response: httpx.Response) -> None:
+            assert response.headers.get(INSTANCE) == self.instance
+
+        return httpx.Client(base_url=self.url, timeout=120, event_hooks={"response": [check]}, **how)
 
     def break_engine(self, replica: str) -> None:
         """Make the loop of a replica's engine raise."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,18 +20,6 @@ CAPITAL: Any = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 ANSWER = "The capital of France is Paris."
-
-
-@pytest.fixture
-def sdk(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
-def http(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=120) as client:
-        yield client
 
 
 def test_chat_streams_the_answer_and_stops_by_itself(sdk: openai.OpenAI) -> None:

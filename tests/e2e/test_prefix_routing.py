@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+from local_cluster import BreakableCluster
 
 from loadtests.client import MODEL
-from loadtests.cluster import LocalCluster
 
 SHOPS = ("shoes", "lamps", "books", "tea")
 
@@ -28,9 +28,9 @@ def predictions(http: httpx.Client) -> dict[str, int]:
     return counters
 
 
-def test_followers_find_the_shared_prompt(cluster: LocalCluster) -> None:
+def test_followers_find_the_shared_prompt(cluster: BreakableCluster) -> None:
     """With two replicas and no regard to prefixes, about half of the second requests would miss."""
-    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+    with cluster.http() as http:
         before = predictions(http)
         for shop in SHOPS:
             ask(http, shop, "Are you open?")
@@ -42,18 +42,18 @@ def test_followers_find_the_shared_prompt(cluster: LocalCluster) -> None:
         assert after["predicted"] - before["predicted"] >= shared * len(followers)
 
 
-def test_a_burst_of_one_prompt_computes_it_few_times(cluster: LocalCluster) -> None:
-    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+def test_a_burst_of_one_prompt_computes_it_few_times(cluster: BreakableCluster) -> None:
+    with cluster.http() as http:
         with ThreadPoolExecutor(8) as clients:
             usages = list(clients.map(lambda n: ask(http, "sails", f"Question {n}?"), range(8)))
         cold = [usage for usage in usages if usage["prompt_tokens_details"]["cached_tokens"] < 16 * 8]
         assert len(cold) <= 2  # once on each replica at most
 
 
-def test_a_tenant_does_not_find_anothers_prompt(cluster: LocalCluster) -> None:
-    with httpx.Client(base_url=cluster.url, timeout=120, headers={"x-tenant": "one"}) as one:
+def test_a_tenant_does_not_find_anothers_prompt(cluster: BreakableCluster) -> None:
+    with cluster.http(headers={"x-tenant": "one"}) as one:
         ask(one, "maps", "Hello?")
         again = ask(one, "maps", "Again?")
         assert again["prompt_tokens_details"]["cached_tokens"] >= 128
-    with httpx.Client(base_url=cluster.url, timeout=120, headers={"x-tenant": "two"}) as two:
+    with cluster.http(headers={"x-tenant": "two"}) as two:
         assert ask(two, "maps", "Hello?")["prompt_tokens_details"]["cached_tokens"] == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -21,12 +21,6 @@ SAMPLED: Any = {
     "seed": 42,
     "extra_body": {"ignore_eos": True},
 }
-
-
-@pytest.fixture
-def sdk(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
 
 
 def texts(completion: Any) -> list[str]:
