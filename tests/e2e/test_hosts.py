@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -82,12 +84,15 @@ def test_haproxy_dies_with_its_server(neighbor: tuple[psutil.Process, str, str])
     process, url, _ = neighbor
     children = process.children(recursive=True)
     (haproxy,) = (child for child in children if child.name() == "haproxy")
+    command = haproxy.cmdline()
+    folder = Path(command[command.index("-f") + 1]).parents[2]
     for one in [process, *children]:
         if one.pid != haproxy.pid:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
     wait_for(lambda: gone(haproxy.pid), SOON_S, "HAProxy is left")
     assert answer_of(url) == "refused"
+    shutil.rmtree(folder)  # nothing else is left to do it
 
 
 def send_apart(port: int) -> socket.socket:
