@@ -51,6 +51,8 @@ def main() -> None:
     unavailable = path.with_name("503.http")
     unavailable.write_text(unavailable_response())
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if files == resource.RLIM_INFINITY:
+        files = sys.maxsize
     path.write_text(changed(path.read_text(), unavailable, files, os.environ))
     die_with_parent()
     binary = haproxy_binary()
@@ -67,8 +69,8 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
     """
     if TABLE in config:
         return config
-    most = max(min(int(environment.get(TOTAL) or MAXCONN), (files - OTHER_FILES) // 2), 1)
-    each = int(environment.get(PER_ADDRESS) or most // 2)
+    most = max(min(_number(environment, TOTAL, MAXCONN), (files - OTHER_FILES) // 2), 1)
+    each = _number(environment, PER_ADDRESS, max(most // 2, 1))
     rules = [
         (r"^( *)maxconn \d+$", rf"\1maxconn {most}"),
         (
@@ -134,6 +136,13 @@ def write_script(path: Path) -> bool:
     path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     path.chmod(0o755)
     return os.access(path, os.X_OK)
+
+
+def _number(environment: Mapping[str, str], variable: str, default: int) -> int:
+    given = environment.get(variable) or str(default)
+    if not given.isdecimal() or int(given) < 1:
+        sys.exit(f"{NAME}: {variable}={given!r}: must be a whole number of connections, at least 1")
+    return int(given)
 
 
 if __name__ == "__main__":

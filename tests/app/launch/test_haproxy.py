@@ -176,7 +176,8 @@ def test_serves_template_gets_every_change(setting: Setting) -> None:
         (20_000, {}, 9_850, 4_925),
         (20_000, {"RAY_SERVE_HAPROXY_MAXCONN": "1000"}, 1_000, 500),
         (1_000_000, {"QUIRE_HAPROXY_CONNECTIONS_PER_ADDRESS": "7"}, 16_384, 7),
-        (100, {}, 1, 0),
+        (sys.maxsize, {}, 16_384, 8_192),
+        (100, {}, 1, 1),
     ],
 )
 def test_connections_follow_the_limit_of_open_files(
@@ -185,6 +186,12 @@ def test_connections_follow_the_limit_of_open_files(
     config = haproxy.changed(setting.config.read_text(), Path("/503.http"), files, environment)
     assert f"    maxconn {most}\n" in config
     assert f"sc0_conn_cur gt {each} }}" in config
+
+
+@pytest.mark.parametrize("wrong", ["many", "0", "-1", "1.5"])
+def test_a_limit_that_is_no_number_is_named(wrong: str) -> None:
+    with pytest.raises(SystemExit, match=rf"CONNECTIONS_PER_ADDRESS='{wrong}': must be a whole number"):
+        changed("", **{haproxy.PER_ADDRESS: wrong})
 
 
 def test_a_client_that_leaves_ends_its_request_however_it_was_sent(setting: Setting) -> None:
