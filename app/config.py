@@ -428,9 +428,6 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
             logger.warning("%s in the environment sets no option and is ignored", variable)
         else:
             values[option.name] = value
-    unknown = sorted(values.keys() - OPTIONS.keys())
-    if unknown:
-        raise ConfigError(_unknown(unknown))
     config = _validate(values)
     unused = without_effect(config, values)
     if unused:
@@ -464,13 +461,34 @@ def without_effect(config: AppConfig, given: Iterable[str]) -> list[str]:
 def _validate(values: Mapping[str, Any], base: Mapping[str, Mapping[str, Any]] | None = None) -> AppConfig:
     """The tree of ``base`` (group, then option) with the flat ``values`` in it."""
     tree = {group: dict((base or {}).get(group, {})) for group in AppConfig.model_fields}
+    problems: list[str] = []
+    unknown = []
+    for name, value in values.items():
+        option = OPTIONS.get(name)
+        if option is None:
+            unknown.append(name)
+            continue
+        try:
+            read = _read(option, value)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if read is not _NOT_GIVEN:
+            tree[option.group][name] = read
     try:
-        for name, value in values.items():
-            option = OPTIONS[name]
-            tree[option.group][name] = _read(option, value)
-        return AppConfig.model_validate(tree)
+        config = AppConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+        problems += [_explain(item) for item in error.errors()]
+    except ConfigError as error:  # of options that contradict each other
+        problems.append(str(error))
+    if unknown:  # last, since all options that there are follow
+        problems.append(_unknown(sorted(unknown)))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return config
+
+
+_NOT_GIVEN = object()
 
 
 def _read(option: Option, value: Any) -> Any:
@@ -479,6 +497,8 @@ def _read(option: Option, value: Any) -> Any:
         return value
     if option.optional and value.lower() in ("auto", "none", ""):
         return None
+    if value.lower() == "auto":
+        return _NOT_GIVEN
     if option.size and value.strip() != "0":
         try:
             return parse_bytes(value)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
+from engine.sizes import parse_bytes
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 RecoveryOption = Literal["auto", "swap", "recompute"]
@@ -83,11 +85,13 @@ class EngineOptions:
     check_at_idle: bool = option(False, "Verify all bookkeeping whenever the engine becomes idle")
 
     def __post_init__(self) -> None:
-        choices = _choices(type(self))
+        hints = get_type_hints(type(self))
         for declared in fields(self):
             value = getattr(self, declared.name)
-            if value is not None:
-                _check(declared.name, value, choices.get(declared.name), declared.metadata)
+            if isinstance(value, str) and declared.metadata.get("json_schema_extra", {}).get("size"):
+                value = parse_bytes(value)
+                object.__setattr__(self, declared.name, value)
+            _check(declared.name, value, hints[declared.name], declared.metadata)
         if self.recovery == "swap" and self.swap_space == 0:
             raise ConfigError("recovery=swap needs a swap_space above 0; set swap_space")
 
@@ -107,18 +111,23 @@ class EngineConfig(EngineOptions):
     num_threads: int | None = option(None, "CPU threads. `None`: all cores", ge=1)
 
 
-def _choices(options: type) -> dict[str, tuple[str, ...]]:
-    """The values that each field with a ``Literal`` type may have."""
-    hints = get_type_hints(options)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+_TYPE_WORDS = {str: "text", bool: "true or false", int: "an integer", float: "a number", NoneType: "None"}
 
 
-def _check(name: str, value: Any, choices: tuple[str, ...] | None, limits: Mapping[str, Any]) -> None:
-    if choices and value not in choices:
-        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+def _check(name: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> None:
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if get_origin(hint) is Literal:
+        if not isinstance(value, str) or value not in get_args(hint):
+            raise ConfigError(f"{name}={shown(value)}: must be one of {', '.join(get_args(hint))}")
+        return
+    if type(value) not in kinds and not (type(value) is int and float in kinds):
+        words = " or ".join(_TYPE_WORDS[kind] for kind in kinds)
+        raise ConfigError(f"{name}={shown(value)}: must be {words}")
+    if value is None:
+        return
     if "ge" in limits and not value >= limits["ge"]:
-        raise ConfigError(f"{name}={value!r}: must be at least {limits['ge']}")
+        raise ConfigError(f"{name}={shown(value)}: must be at least {limits['ge']}")
     if "gt" in limits and not value > limits["gt"]:
-        raise ConfigError(f"{name}={value!r}: must be above {limits['gt']}")
+        raise ConfigError(f"{name}={shown(value)}: must be above {limits['gt']}")
     if "le" in limits and not value <= limits["le"]:
-        raise ConfigError(f"{name}={value!r}: must be at most {limits['le']}")
+        raise ConfigError(f"{name}={shown(value)}: must be at most {limits['le']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import InvalidRequestError, shown
+from engine.errors import ConfigError, InvalidRequestError, shown
 from engine.models.folders import local_folder
 from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, check
 from engine.sampling_params import SamplingParams
@@ -102,6 +102,13 @@ class LLM:
     def __init__(
         self, model: str | Path, *, resolve: Callable[[str], str | Path] = local_folder, **options: Any
     ) -> None:
+        known = {option.name for option in fields(EngineConfig)} - {"model"}
+        unknown = sorted(options.keys() - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; options: "
+                f"{', '.join(sorted(known))}"
+            )
         self.folder = Path(resolve(str(model)))
         self.engine = Engine(EngineConfig(model=str(self.folder), **options), offline=True)
         self._tokenizer: PreTrainedTokenizerBase | None = None

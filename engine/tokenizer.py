@@ -34,6 +34,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {reason}") from error
     return tokenizer

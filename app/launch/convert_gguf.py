@@ -6,7 +6,7 @@ and prints is gone when it ends.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -48,5 +48,16 @@ def read_tokenizer(gguf: Path) -> Any:
     return tokenizer
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m app.launch.convert_gguf", description=__doc__)
+    parser.add_argument("file", type=Path, help="the GGUF file")
+    parser.add_argument("folder", type=Path, help="where to write the safetensors folder")
+    options = parser.parse_args(arguments)
+    if not options.file.is_file():
+        parser.error(f"{options.file} does not exist")
+    convert(options.file, options.folder)
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

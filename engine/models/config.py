@@ -13,9 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
 from engine.models.fields import Fields
 from kernels.interface import Activation
+
+# Far above every model that there is, and low enough that no size that follows from them overflows.
+MAX_VOCAB = 2**24
+MAX_WIDTH = 2**20  # hidden and intermediate sizes
+MAX_LAYERS = 2**12
+MAX_HEADS = 2**12
+MAX_HEAD_DIM = 2**12
+MAX_CONTEXT = 2**22  # tokens; every position has its angles in memory
+MAX_FACTOR = 1e6  # of RoPE
+MAX_THETA = 1e15
 
 
 class RopeType(enum.StrEnum):
@@ -246,18 +256,18 @@ def parse_model_config(
     activation = _activation(fields, family)
     _refuse_unsupported(fields)
 
-    hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", family.num_kv_heads or num_heads)
+    hidden_size = fields.integer("hidden_size", most=MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", most=MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", family.num_kv_heads or num_heads, MAX_HEADS)
     if num_heads % num_kv_heads:
         raise fields.error(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
-    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads, MAX_HEAD_DIM)
     if head_dim % 2:
         raise fields.error(f"head_dim is {head_dim}, but the rotary embedding needs an even number")
-    num_layers = fields.integer("num_hidden_layers")
-    max_position = fields.integer("max_position_embeddings", family.max_position)
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    max_position = fields.integer("max_position_embeddings", family.max_position, MAX_CONTEXT)
     rope, max_position = _rope(fields, max_position)
 
     if family.qkv_bias is None:
@@ -265,19 +275,21 @@ def parse_model_config(
     else:
         qkv_bias, out_bias = family.qkv_bias, False
 
+    vocab_size = fields.integer("vocab_size", most=MAX_VOCAB)
     generated = Fields(generation or {}, where)
     bos = generated.token_ids("bos_token_id") or fields.token_ids("bos_token_id")
+    ends = generated.token_ids("eos_token_id") or fields.token_ids("eos_token_id")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer("intermediate_size", most=MAX_WIDTH),
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        rms_norm_eps=fields.positive("rms_norm_eps", family.rms_norm_eps, 1.0),
         rope=rope,
         activation=activation,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tie_word_embeddings),
@@ -288,7 +300,7 @@ def parse_model_config(
         logit_soft_cap=_known(fields, "final_logit_softcapping", family.final_logit_softcapping),
         windows=_windows(fields, family, num_layers),
         bos_token_id=bos[0] if bos else None,
-        eos_token_ids=generated.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        eos_token_ids=tuple(end for end in ends if end < vocab_size),  # no other is ever generated
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
     )
 
@@ -299,7 +311,8 @@ def _family(fields: Fields) -> tuple[str, Family]:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise fields.error(
-            f"architecture {name or 'unnamed'} is not supported; supported: {', '.join(FAMILIES)}"
+            f"architecture {name if isinstance(name, str) else 'unnamed'} is not supported; supported: "
+            f"{', '.join(FAMILIES)}"
         )
     return str(name), family
 
@@ -313,7 +326,7 @@ def _activation(fields: Fields, family: Family) -> Activation:
     except ValueError:
         supported = ", ".join(repr(known.value) for known in Activation)
         raise fields.error(
-            f"{family.activation_key} {name!r} is not supported; supported: {supported}"
+            f"{family.activation_key} {shown(name)} is not supported; supported: {supported}"
         ) from None
 
 
@@ -330,8 +343,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     quantization = fields.raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
+        name = method if isinstance(method, str) else shown(method)
         raise fields.error(
-            f"quantization_config ({method}) is not supported; use a checkpoint in bfloat16, float16 or float32"
+            f"quantization_config ({name}) is not supported; use a checkpoint in bfloat16, float16 or float32"
         )
     if fields.raw.get("auto_map"):
         raise fields.error("auto_map asks for code from the checkpoint, which is never run")
@@ -340,7 +354,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     if family.sliding_window is None:
         return ()
-    layer_types = fields.raw.get("layer_types")
+    layer_types = _layer_types(fields, num_layers)
     window = fields.optional_integer("sliding_window", family.sliding_window)
     every = family.full_attention_every
     if not family.upper_windows and every is None:
@@ -358,15 +372,24 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
             first = fields.count("max_window_layers", 28)
             full = [layer < first for layer in range(num_layers)]
         layer_types = ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise fields.error(
-            f"layer type {unknown[0]!r} is not supported; supported: 'full_attention', 'sliding_attention'"
-        )
-    if len(layer_types) != num_layers:
-        raise fields.error(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
     windows = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     return () if not any(windows) else windows
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+    layer_types = fields.raw.get("layer_types")
+    if layer_types is None:
+        return None
+    if not isinstance(layer_types, list):
+        raise fields.error(f"layer_types is {shown(layer_types)} but must be a list")
+    for kind in layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.error(
+                f"layer type {shown(kind)} is not supported; supported: 'full_attention', 'sliding_attention'"
+            )
+    if len(layer_types) != num_layers:
+        raise fields.error(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+    return layer_types
 
 
 def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
@@ -382,19 +405,24 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
         rope_type = RopeType(kind)
     except ValueError:
         supported = ", ".join(known.value for known in RopeType)
-        raise fields.error(f"RoPE type {kind!r} is not supported; supported: {supported}") from None
+        raise fields.error(f"RoPE type {shown(kind)} is not supported; supported: {supported}") from None
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise fields.error(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
 
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    if theta <= 1.0:
-        raise fields.error(f"rope_theta is {theta} but must be above 1")
+    if not 1.0 < theta <= MAX_THETA:
+        raise fields.error(f"rope_theta is {theta} but must be above 1 and at most {MAX_THETA:g}")
     if rope_type is RopeType.DEFAULT:
         return RopeConfig(theta=theta), max_position
     factor = rope.optional_number("factor")
-    if (factor is None and rope_type is not RopeType.YARN) or (factor is not None and factor <= 0.0):
-        raise fields.error(f"rope_parameters.factor is {factor} but must be a number above 0")
+    if (factor is None and rope_type is not RopeType.YARN) or not (
+        factor is None or 1.0 / MAX_FACTOR <= factor <= MAX_FACTOR
+    ):
+        raise fields.error(
+            f"rope_parameters.factor is {factor} but must be a number above 0, from {1.0 / MAX_FACTOR:g} to "
+            f"{MAX_FACTOR:g}"
+        )
     if rope_type is RopeType.LINEAR:
         return RopeConfig(rope_type, theta, factor or 1.0), max_position
 
@@ -416,15 +444,32 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
         theta,
         factor,
         original,
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
-        attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        beta_fast=_beta(rope, "beta_fast", 32.0),
+        beta_slow=_beta(rope, "beta_slow", 1.0),
+        attention_factor=rope.optional_positive("attention_factor", None),
+        mscale=_mscale(rope, "mscale"),
+        mscale_all_dim=_mscale(rope, "mscale_all_dim"),
         truncate=rope.boolean("truncate", True),
     )
+    if not (outer or inner):
+        return yarn, max_position
     # Qwen's model cards enable YaRN without raising max_position_embeddings; they mean the scaled length.
-    return yarn, max(max_position, int(factor * original)) if outer or inner else max_position
+    if factor * original > MAX_CONTEXT:
+        raise fields.error(
+            f"rope_parameters.factor {factor} makes a context of {factor * original:g} tokens, but at most "
+            f"{MAX_CONTEXT} are supported"
+        )
+    return yarn, max(max_position, int(factor * original))
+
+
+def _beta(rope: Fields, key: str, default: float) -> float:
+    """Turns of a dimension within the context, of YaRN; 0 stands for the default."""
+    return default if rope.raw.get(key) == 0 else rope.positive(key, default, MAX_FACTOR)
+
+
+def _mscale(rope: Fields, key: str) -> float | None:
+    """Of YaRN; 0 and null say that there is none."""
+    return None if rope.raw.get(key) in (None, 0) else rope.positive(key, 1.0, MAX_FACTOR)
 
 
 def _read_json(path: Path, required: bool) -> dict[str, Any]:
@@ -434,6 +479,8 @@ def _read_json(path: Path, required: bool) -> dict[str, Any]:
         if required:
             raise ConfigError(f"{path.parent} has no {path.name}, so it is not a model folder") from None
         return {}
+    except RecursionError:
+        raise ConfigError(f"cannot read {path}: it nests too deeply") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):

@@ -15,6 +15,9 @@ from kernels.interface import AttentionMetadata, AttentionOptions, HeadLayout, K
 class WeightSource(Protocol):
     """Gives each weight once, by its name in a Hugging Face checkpoint."""
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise an error unless there is a weight called ``name`` with this shape; costs next to nothing."""
+
     def fill(self, name: str, out: Tensor) -> None:
         """Copy the weight called ``name`` into ``out``, converting its dtype; shapes must be equal."""
 
@@ -89,7 +92,6 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.layout = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
-        self.cos_sin = rope_table(config, device)
         self.embedding_scale: float | None = None
         if config.family.scaled_embedding:
             self.embedding_scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))
@@ -105,6 +107,7 @@ class Decoder:
             self.head = kernels.pack_linear(self.embedding, None)
         else:
             self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)])
+        self.cos_sin = rope_table(config, device)  # last, once the weights have confirmed the sizes
 
     @torch.inference_mode()
     def forward(
@@ -192,17 +195,21 @@ class _Weights:
 
     def norm(self, name: str, size: int) -> Tensor:
         """The weight of an RMS norm; in float32 where the kernels are to round once, at the end."""
+        self._source.expect(name, (size,))
         weight = self._fill(name, self._empty(size))
         if self._family.norms_add_one:
             return weight.float() + 1.0
         return weight.float() if self._family.norms_round_once else weight
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        self._source.expect(name, (rows, columns))
         return self._fill(name, self._empty(rows, columns))
 
     def linear(self, in_features: int, parts: list[tuple[str, int]], bias: bool = False) -> PackedLinear:
         """The projections ``parts`` (name, output features) stacked into one matrix."""
         sizes = [size for _, size in parts]
+        for name, size in parts:
+            self._source.expect(f"{name}.weight", (size, in_features))
         weight = self._empty(sum(sizes), in_features)
         for (name, _), rows in zip(parts, torch.split(weight, sizes), strict=True):
             self._fill(f"{name}.weight", rows)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
+
+MAX_INTEGER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +24,27 @@ class Fields:
         """An error about this object, to raise."""
         return ConfigError(f"{self.where}: {problem}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self.optional_integer(key, default)
+    def integer(self, key: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
+        """A positive integer, at most ``most``."""
+        value = self.optional_integer(key, default, most)
         if value is None:
             value = default
         if value is None:
             raise self.error(f"{self.prefix}{key} is missing")
         return value
 
-    def optional_integer(self, key: str, default: int | None) -> int | None:
-        """A positive integer. An explicit null is ``None`` whatever the default: it turns a window off."""
+    def optional_integer(self, key: str, default: int | None, most: int = MAX_INTEGER) -> int | None:
+        """A positive integer, at most ``most``.
+
+        An explicit null is ``None`` whatever the default: it turns a window off.
+        """
         value = self.raw.get(key, default)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{self.prefix}{key} is {value!r} but must be a positive integer")
+            raise self.error(f"{self.prefix}{key} is {shown(value)} but must be a positive integer")
+        if value > most:
+            raise self.error(f"{self.prefix}{key} is {shown(value)} but must be at most {most}")
         return value
 
     def count(self, key: str, default: int) -> int:
@@ -53,6 +60,13 @@ class Fields:
             raise self.error(f"{self.prefix}{key} is missing")
         return value
 
+    def positive(self, key: str, default: float, most: float) -> float:
+        """A number above 0, at most ``most``."""
+        value = self.number(key, default)
+        if not 0.0 < value <= most:
+            raise self.error(f"{self.prefix}{key} is {value} but must be above 0 and at most {most:g}")
+        return value
+
     def optional_number(self, key: str) -> float | None:
         """A finite number or ``None``."""
         value = self.raw.get(key)
@@ -60,7 +74,7 @@ class Fields:
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not abs(value) <= sys.float_info.max:  # refuses NaN, too
-            raise self.error(f"{self.prefix}{key} is {value!r} but must be a finite number")
+            raise self.error(f"{self.prefix}{key} is {shown(value)} but must be a finite number")
         return float(value)
 
     def optional_positive(self, key: str, default: float | None) -> float | None:
@@ -78,14 +92,14 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(f"{self.prefix}{key} is {value!r} but must be true or false")
+            raise self.error(f"{self.prefix}{key} is {shown(value)} but must be true or false")
         return value
 
     def text(self, key: str) -> str | None:
         """A string or ``None``."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, str):
-            raise self.error(f"{self.prefix}{key} is {value!r} but must be a string")
+            raise self.error(f"{self.prefix}{key} is {shown(value)} but must be a string")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
@@ -96,5 +110,7 @@ class Fields:
         values = value if isinstance(value, list) else [value]
         for item in values:
             if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                raise self.error(f"{self.prefix}{key} is {value!r} but must be a token id or a list of them")
+                raise self.error(
+                    f"{self.prefix}{key} is {shown(value)} but must be a token id or a list of them"
+                )
         return tuple(values)

@@ -90,14 +90,19 @@ class Checkpoint:
         """The dtype of one tensor in the file."""
         return self._read(name).dtype
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check the shape of a tensor by its file's header, before memory is taken for it."""
+        found = self._file(name).get_slice(name).get_shape()
+        if tuple(found) != shape:
+            raise ConfigError(
+                f"{self._folder}: tensor {name} has shape {list(found)} in {self._file_of[name]} but "
+                f"config.json asks for {list(shape)}"
+            )
+
     def fill(self, name: str, out: Tensor) -> None:
         """Copy the tensor called ``name`` into ``out``."""
+        self.expect(name, tuple(out.shape))
         tensor = self._read(name)
-        if tensor.shape != out.shape:
-            raise ConfigError(
-                f"{self._folder}: tensor {name} has shape {list(tensor.shape)} in {self._file_of[name]} but "
-                f"config.json asks for {list(out.shape)}"
-            )
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ConfigError(
                 f"{self._folder}: tensor {name} is {tensor.dtype}; quantized weights are not supported"
@@ -146,10 +151,13 @@ class Checkpoint:
         return file_of
 
     def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def _file(self, name: str) -> Any:
         if name not in self._file_of:
             raise ConfigError(f"{self._folder}: tensor {name} is missing from the checkpoint")
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return tensor
+        return self._files[self._file_of[name]]
 
 
 def weight_files(folder: Path) -> list[Path]:

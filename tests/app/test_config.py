@@ -46,6 +46,26 @@ def test_sizes(text: str | int, size: int) -> None:
     assert config.load({"kv_memory": text}, {}).engine.kv_memory == size
 
 
+@pytest.mark.parametrize("name", sorted(config.OPTIONS))
+def test_auto_is_the_same_as_not_given(name: str) -> None:
+    assert config.load({name: "auto"}, {}) == config.load({}, {})
+
+
+def test_all_wrong_options_are_named_whatever_is_wrong_with_them() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load({"bloks": 5, "kv_memory": "2 cows", "port": 0, "min_replicas": 1, "routing": "x"}, {})
+    for words in (
+        "unknown option bloks",
+        "kv_memory: '2 cows'",
+        "port=0",
+        "routing='x'",
+        "min_replicas needs max",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"recovery=swap needs .*unknown option bloks"):
+        config.load({"bloks": 5, "recovery": "swap", "swap_space": 0}, {})
+
+
 def test_a_fixed_number_of_replicas() -> None:
     scaling = config.load({"engine_replicas": 3}, {}).scaling
     assert not scaling.scales

@@ -23,6 +23,15 @@ from engine.errors import ConfigError
         ({"priority_aging": 0.0}, ["priority_aging=0.0", "above 0"]),
         ({"priority_aging": -2.5}, ["priority_aging=-2.5"]),
         ({"priority_aging": math.nan}, ["priority_aging=nan"]),
+        ({"num_blocks": "many"}, ["num_blocks='many'", "must be an integer or None"]),
+        ({"num_blocks": 2.0}, ["num_blocks=2.0", "integer"]),
+        ({"block_size": None}, ["block_size=None", "must be an integer"]),
+        ({"block_size": True}, ["block_size=True", "must be an integer"]),
+        ({"memory_fraction": "half"}, ["memory_fraction='half'", "must be a number"]),
+        ({"prefix_caching": 1}, ["prefix_caching=1", "must be true or false"]),
+        ({"device": 5}, ["device=5", "must be text"]),
+        ({"dtype": ["float32"]}, ["dtype=a list of 1", "bfloat16"]),
+        ({"kv_memory": "2 cows"}, ["'2 cows'"]),
     ],
     ids=str,
 )
@@ -39,3 +48,8 @@ def test_recovery_options_take_their_whole_range() -> None:
         EngineConfig(model="m", recovery=recovery, swap_space=0, priority_aging=0.25)
     EngineConfig(model="m", recovery="swap", swap_space=1)
     EngineConfig(model="m", recovery="swap")  # whether there is memory shows when the pool is planned
+
+
+def test_sizes_may_be_words_and_whole_numbers_may_be_numbers() -> None:
+    config = EngineConfig(model="m", kv_memory="2GiB", memory_fraction=1)  # type: ignore[arg-type]
+    assert (config.kv_memory, config.memory_fraction) == (2 << 30, 1)

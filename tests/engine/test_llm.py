@@ -206,6 +206,13 @@ def test_a_failure_is_in_its_result_and_leaves_nothing_behind(
     assert tiny.generate([[5, 6]])[0].token_ids
 
 
+def test_wrong_options_are_named(tiny_models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"unknown options blocks, size; options: block_size, .*num_blocks"):
+        LLM(tiny_models["Llama"], size=1, blocks=5)
+    with pytest.raises(ConfigError, match="num_blocks='5'"):
+        LLM(tiny_models["Llama"], num_blocks="5")
+
+
 def test_names_go_through_the_resolver(tiny_models: dict[str, Path]) -> None:
     llm = LLM("mine", resolve=lambda name: tiny_models["Qwen3"] if name == "mine" else name, num_blocks=64)
     assert llm.folder == tiny_models["Qwen3"]

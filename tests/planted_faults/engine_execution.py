@@ -299,4 +299,25 @@ EXECUTION: list[Fault] = [
         _RECORDED,
         "a recording allocates its buffers anew, and keeps none of them",
     ),
+    Fault(
+        "engine/models/decoder.py",
+        "        self._source.expect(name, (rows, columns))\n",
+        "",
+        ("engine/models/test_models_loader.py",),
+        "memory is taken for sizes that the checkpoint does not have",
+    ),
+    Fault(
+        "engine/models/config.py",
+        "    if factor * original > MAX_CONTEXT:",
+        "    if False:",
+        ("engine/models/test_models_config.py",),
+        "YaRN makes a context of any length",
+    ),
+    Fault(
+        "engine/config.py",
+        "    if type(value) not in kinds and not",
+        "    if not isinstance(value, kinds) and not",
+        ("engine/test_engine_config.py",),
+        "true is the number 1",
+    ),
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from app.launch import convert_gguf
 from app.launch.model_store import pull
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.loader import load_model
@@ -16,6 +17,14 @@ from kernels.interface import AttentionMetadata, kv_pool_shape
 from kernels.registry import get_kernels
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere.gguf"], ["nowhere.gguf", "folder"]])
+def test_the_conversion_says_what_it_needs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        convert_gguf.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: python -m app.launch.convert_gguf" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from model_checkpoints import FAMILIES, ROPES, tiny_config
 from tiny_engines import TINY_MODELS
 
 from engine.errors import ConfigError
 from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.config import ModelConfig, RopeType, parse_model_config, read_model_config
+from engine.models.rope import inverse_frequencies
 from kernels.interface import Activation
 
 BASE: dict[str, Any] = {
@@ -253,6 +258,38 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "missing size": ({"hidden_size": None}, "hidden_size is missing"),
     "wrong type": ({"vocab_size": "many"}, "vocab_size is 'many' but must be a positive integer"),
     "zero": ({"num_hidden_layers": 0}, "num_hidden_layers is 0 but must be"),
+    "endless vocabulary": ({"vocab_size": 10**12}, "vocab_size is 1000000000000 but must be at most"),
+    "endless head": ({"head_dim": 10**9}, "head_dim is 1000000000 but must be at most"),
+    "endless layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000 but must be",
+    ),
+    "endless context": (
+        {"max_position_embeddings": 10**30},
+        "must be at most 4194304",
+    ),
+    "endless number": (
+        {"hidden_size": 10**4000},
+        "hidden_size is an integer of 13288 bits but",
+    ),
+    "negative epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps is -1.0 but must be above 0"),
+    "endless factor": (
+        {"rope_scaling": {"type": "yarn", "factor": 1e300}},
+        "factor is 1e.300 but",
+    ),
+    "scaled context": (
+        {"rope_scaling": {"type": "yarn", "factor": 1e5, "original_max_position_embeddings": 4096}},
+        "makes a context of 4.096e.08 tokens, but at most 4194304",
+    ),
+    "turns": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": -1}},
+        "rope_parameters.beta_fast is -1.0 but must be above 0",
+    ),
+    "magnitude": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": -14.0}},
+        "rope_parameters.mscale_all_dim is -14.0 but must be above 0",
+    ),
+    "endless theta": ({"rope_theta": 1e300}, "rope_theta is 1e.300 but must be above 1 and at most"),
     "end token": ({"eos_token_id": "x"}, "eos_token_id is 'x' but must be"),
 }
 
@@ -293,6 +330,66 @@ def test_unknown_layer_type_is_refused() -> None:
         parse("Mistral", layer_types=["full_attention", "sliding_attention"] * 2)
 
 
+@pytest.mark.parametrize(
+    "value", [5, "full_attention", {"full_attention": 1}, [["full_attention"]] * 4, [5] * 4]
+)
+def test_layer_types_of_other_types_are_refused(value: Any) -> None:
+    for family in ("Mistral", "Qwen3", "Gemma2"):
+        with pytest.raises(ConfigError, match="layer"):
+            parse(family, use_sliding_window=True, layer_types=value)
+
+
+def test_end_tokens_outside_the_vocabulary_are_left_out() -> None:
+    assert parse_model_config({**BASE, "eos_token_id": [5, BASE["vocab_size"], 10**9]}).eos_token_ids == (5,)
+
+
+ODD = st.sampled_from(
+    [None, True, 0, -1, 1, 2, 10**9, 10**12, 10**400, -1.0, 0.5, 1e-300, 1e300, "x", [], [1], {}]
+)
+KEYS = st.sampled_from(
+    [
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps", "hidden_act"),
+        *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "rope_theta"),
+        *("rope_scaling", "rope_parameters", "eos_token_id", "bos_token_id", "dtype", "architectures"),
+        *("tie_word_embeddings", "attention_bias", "quantization_config", "auto_map", "mlp_bias"),
+    ]
+)
+ROPE = st.dictionaries(
+    st.sampled_from(
+        [
+            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+            *("mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "rope_theta"),
+        ]
+    ),
+    ODD,
+)
+
+
+@given(
+    st.sampled_from(sorted(ARCHITECTURES)),
+    st.dictionaries(KEYS, ODD, max_size=4),
+    st.sampled_from(["linear", "llama3", "yarn", None]),
+    ROPE,
+)
+def test_any_config_is_either_read_or_refused(
+    architecture: str, changes: dict[str, Any], kind: str | None, rope: dict[str, Any]
+) -> None:
+    raw = {**BASE, "architectures": [architecture], **changes}
+    if kind is not None:
+        raw["rope_parameters"] = {"rope_type": kind, **rope}
+    try:
+        config = parse_model_config(raw)
+    except ConfigError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        assert len(str(error)) < 400  # noqa: PT017
+        return
+    assert config.num_parameters > 0
+    frequencies, scale = inverse_frequencies(config.rope, config.head_dim)
+    assert bool(torch.isfinite(frequencies).all())
+    assert math.isfinite(scale)
+
+
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         read_model_config(tmp_path / "nowhere")
@@ -300,6 +397,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match="nests too deeply"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):

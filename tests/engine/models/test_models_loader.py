@@ -87,6 +87,20 @@ def test_a_wrong_shape_is_refused(folder: Path) -> None:
         load(folder)
 
 
+def test_sizes_that_the_file_does_not_have_take_no_memory(folder: Path) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    for changes, words in (
+        ({"vocab_size": 2**24}, r"embed_tokens\.weight has shape .* asks for \[16777216, "),
+        ({"head_dim": 4096}, r"q_proj\.weight has shape"),
+        ({"intermediate_size": 2**20}, r"proj\.weight has shape"),
+        ({"hidden_size": 2**20, "head_dim": 12}, r"embed_tokens\.weight has shape"),
+    ):
+        path.write_text(json.dumps({**raw, **changes}))
+        with pytest.raises(ConfigError, match=words):
+            load(folder)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantized_weights_are_refused(folder: Path, dtype: torch.dtype) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
