@@ -9,10 +9,13 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 
 from app import config
 from app.config import AppConfig
+from app.deployment_version import version_of, with_version
 from app.launch import placement, serving
+from app.launch.model_check import check_model
 from app.routing.fleet import DEPLOYMENT
 from app.scaling_deployment import replicas_options
 from engine.errors import ConfigError
@@ -28,16 +31,39 @@ HEALTH_TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+class DeployError(ConfigError, RayServeException):  # type: ignore[misc]
+    """The application cannot be deployed. Serve shows such an error without a traceback."""
+
+
 def build(args: dict[str, Any]) -> Application:
     """The application with the options in ``args``; ``app/config.py`` declares them.
 
+    Serve runs this before it replaces anything, so whatever can be checked is checked here.
+
     Raises:
-        ConfigError: one line that names each wrong option, or what the cluster lacks for it.
+        DeployError: one line that names each wrong option, or what the cluster lacks for it.
     """
+    return build_with(args, None)
+
+
+def build_with(args: dict[str, Any], replica_class: type | None) -> Application:
+    """``build``, with another class for the engine replicas if given.
+
+    Raises:
+        DeployError: see ``build``.
+    """
+    try:
+        return _checked(args, replica_class)
+    except ConfigError as error:
+        raise DeployError(str(error)) from None
+
+
+def _checked(args: dict[str, Any], replica_class: type | None) -> Application:
     config.refuse_launch_options(args)
     options = config.load(args)
     check_router(options)
     placement.check_gpus(options, placement.cluster_nodes())
+    room = check_model(options)
     if serving.haproxy_expected() and not serving.haproxy_enabled():
         logger.warning(
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "
@@ -48,7 +74,7 @@ def build(args: dict[str, Any]) -> Application:
             "Serve's HAProxy lets requests run on whose clients have left, and idle connections lock others "
             "out; set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` prints (docs/deployment.md)"
         )
-    return assemble(options)
+    return assemble(options, replica_class, room)
 
 
 def check_router(options: AppConfig) -> None:
@@ -67,32 +93,48 @@ def check_router(options: AppConfig) -> None:
         ) from None
 
 
-def assemble(options: AppConfig, replica_class: type | None = None) -> Application:
-    """Both deployments, bound; ``replica_class`` is ``EngineReplica`` unless given."""
-    from app.ingress import Ingress
+def assemble(options: AppConfig, replica_class: type | None = None, room: bool = True) -> Application:
+    """Both deployments, bound; ``replica_class`` is ``EngineReplica`` unless given.
+
+    ``room``: whether nodes have the memory for one engine more.
+    """
+    from app.ingress import Ingress, IngressReplica
 
     ingress = Ingress.options(
         name=INGRESS,
         num_replicas=options.ingress.ingress_replicas,
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
+        user_config=options.user_config("ingress"),
         **_common_options(options),
     )
-    return ingress.bind(options, engine_deployment(options, replica_class).bind(options))
+    ingress = with_version(ingress, version_of(options, "ingress", IngressReplica))
+    return ingress.bind(options, engine_deployment(options, replica_class, room).bind(options))
 
 
-def engine_deployment(options: AppConfig, replica_class: type | None = None) -> Any:
-    """The engine deployment, not bound yet; ``replica_class`` is ``EngineReplica`` unless given."""
-    if replica_class is None:
-        from app.replica import EngineReplica as replica_class
+def engine_deployment(options: AppConfig, replica_class: type | None = None, room: bool = True) -> Any:
+    """The engine deployment, not bound yet; see ``assemble``."""
+    from app.replica import EngineReplica
 
-    return serve.deployment(replica_class).options(
+    replica_class = replica_class or EngineReplica
+    nodes = placement.cluster_nodes()
+    surge = placement.surge_percent(options, nodes) if room else 0
+    if nodes and not surge:
+        logger.warning(
+            "there is no room for one engine replica more, so a deploy stops old ones before new ones start%s",
+            ", here the only one" if options.scaling.upper_limit == 1 else "",
+        )
+    deployment = serve.deployment(replica_class).options(
         name=DEPLOYMENT,
         **replicas_options(options.scaling),
-        ray_actor_options=placement.actor_options(options, placement.cluster_nodes()),
+        max_surge_percent=surge,
+        ray_actor_options=placement.actor_options(options, nodes),
         logging_config={"enable_access_log": False},  # there is a beat each second
         request_router_config=RequestRouterConfig(request_router_class=config.ROUTERS[options.ingress.routing]),
+        user_config=options.user_config("engine"),
         **_common_options(options),
     )
+    return with_version(deployment, version_of(options, "engine", replica_class))
 
 
 def _common_options(options: AppConfig) -> dict[str, Any]:
@@ -102,5 +144,4 @@ def _common_options(options: AppConfig) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": WAIT_LOOP_S,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "user_config": {},  # None would keep Serve from calling reconfigure()
     }

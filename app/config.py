@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic.config import JsonDict
 
 from app.logs import LogFormat, LogLevel
@@ -52,18 +52,49 @@ ROUTERS: dict[str, str] = {
 logger = logging.getLogger(__name__)
 
 
-LIVE_GROUPS = {"ingress": ("service", "ingress"), "engine": ("service",)}
+Deployment = Literal["ingress", "engine"]
+
+LIVE_GROUPS: dict[Deployment, tuple[str, ...]] = {"ingress": ("service", "ingress"), "engine": ("service",)}
 """Groups whose live options each deployment applies, in its ``reconfigure``."""
 
+READ_GROUPS: dict[Deployment, tuple[str, ...]] = {
+    "ingress": ("service", "ingress", "scaling"),
+    "engine": ("service",),
+}
+"""Groups whose options the running replicas of each deployment must learn of if a change restarts none."""
 
-def option(default: Any, description: str, *, live: bool = False, policy: bool = False, **limits: Any) -> Any:
+RESTARTED: dict[str, tuple[Deployment, ...]] = {
+    "service": ("ingress", "engine"),
+    "ingress": ("ingress",),
+    "engine": ("engine",),
+    "scaling": ("engine",),
+}
+"""Deployments whose replicas a change restarts, by group of the option; a declaration may say otherwise."""
+
+ARGS = "args"
+"""Key of ``user_config`` under which the application's builder hands a deployment its options that restart
+nothing."""
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    live: bool = False,
+    policy: bool = False,
+    restarts: tuple[Deployment, ...] | None = None,
+    **limits: Any,
+) -> Any:
     """The declaration of an option; ``limits`` are those of pydantic's ``Field``.
 
     Args:
-        live: it changes without a restart, through ``user_config`` of a deployment.
+        live: a deployment applies it in ``reconfigure``, so that a change restarts nothing.
         policy: only the scaling policy reads it, so it has no effect on a fixed number of replicas.
+        restarts: the deployments whose replicas a change restarts; by default those of its group, with ``live``
+            none.
     """
-    extra: JsonDict = {"live": live, "policy": policy}
+    restarted = None if restarts is None else list[JsonValue](restarts)
+    extra: JsonDict = {"live": live, "policy": policy, "restarts": [] if live else restarted}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -78,7 +109,7 @@ class ServiceOptions(Group):
 
     model: str = option(BUNDLED_NAME, "The built-in model, a Hugging Face folder, or a Hugging Face Hub ID")
     served_model_name: str | None = option(
-        None, "Name that clients send as `model`. `auto`: the last part of `model`"
+        None, "Name that clients send as `model`. `auto`: the last part of `model`", restarts=("ingress",)
     )
     log_level: LogLevel = option("INFO", "`DEBUG`, `INFO`, `WARNING`, or `ERROR`", live=True)
     log_format: LogFormat = option(
@@ -86,11 +117,14 @@ class ServiceOptions(Group):
         "`text`, or `json` for one object per line with time, level, process, logger, and message",
         live=True,
     )
-    drain_timeout_s: float = option(600.0, "Maximum time that a replica may take to stop, in seconds", gt=0)
+    drain_timeout_s: float = option(
+        600.0, "Maximum time that a replica may take to stop, in seconds", restarts=(), gt=0
+    )
     stuck_after_s: float = option(
         10.0,
         "Replace an engine replica that has work but makes no progress, not even one layer of a step, for this "
         "long, in seconds; slow steps extend it",
+        restarts=(),
         gt=0,
     )
 
@@ -108,7 +142,7 @@ class ServiceOptions(Group):
 class IngressOptions(Group):
     """Ingress: HTTP, routing, and overload control."""
 
-    ingress_replicas: int = option(1, "Number of HTTP front ends", ge=1, le=MAX_REPLICAS)
+    ingress_replicas: int = option(1, "Number of HTTP front ends", restarts=(), ge=1, le=MAX_REPLICAS)
     routing: Routing = option(
         "prefix",
         "How the ingress chooses an engine: `prefix` minimizes the estimated cost in seconds and counts "
@@ -123,10 +157,14 @@ class IngressOptions(Group):
         "Return 429 once the expected wait, even at `max_replicas`, has exceeded this for this long, in "
         "seconds. `auto`: `ttft_target_s` with `max_replicas` (but not with `scaling_shadow`), otherwise "
         "never",
+        live=True,
         gt=0,
     )
     unavailable_after_s: float = option(
-        60.0, "Return 503 for a request that has found no engine for this long, in seconds", gt=0
+        60.0,
+        "Return 503 for a request that has found no engine for this long, in seconds",
+        live=True,
+        gt=0,
     )
     api_keys_file: str | None = option(
         None,
@@ -145,6 +183,7 @@ class IngressOptions(Group):
         "Request header that identifies the tenant, such as `x-tenant` or `authorization`. Tenants do not "
         "share cached prefixes. A trusted gateway must set or check the header. `auto`: all clients are one "
         "tenant",
+        live=True,
         pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
     )
     instance: str | None = option(
@@ -153,7 +192,9 @@ class IngressOptions(Group):
         "from another server's. `auto`: drawn when the server starts, on a cluster when Ray starts",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
     )
-    admin_routes: bool = option(False, "Serve `POST /admin/reset_prefix_cache`; keep clients from the route")
+    admin_routes: bool = option(
+        False, "Serve `POST /admin/reset_prefix_cache`; keep clients from the route", live=True
+    )
 
 
 class ScalingOptions(Group):
@@ -163,12 +204,14 @@ class ScalingOptions(Group):
         2,
         "Number of engines, each on its own device (on a CPU: on a share of the cores). With `max_replicas`: "
         "the number at startup, by default the minimum",
+        restarts=(),
         ge=1,
         le=MAX_REPLICAS,
     )
     max_replicas: int | None = option(
         None,
         "Scale the number of engines with demand, up to this many. `auto`: a fixed number, `engine_replicas`",
+        restarts=(),
         ge=1,
         le=MAX_REPLICAS,
     )
@@ -176,6 +219,7 @@ class ScalingOptions(Group):
         None,
         "Number of engines without any work. `auto`: 1. At 0 the last engine stops, too, and the next request "
         "waits for one to start",
+        restarts=(),
         ge=0,
     )
     engine_cpus: float | None = option(
@@ -188,29 +232,37 @@ class ScalingOptions(Group):
         "kv_demand",
         "`kv_demand` counts the blocks that requests hold, lack, and will need; `occupancy` counts referenced "
         "blocks only",
+        restarts=(),
         policy=True,
     )
     ttft_target_s: float = option(
-        2.0, "Target time to the first token, in seconds", policy=True, ge=0.001, le=MAX_SCALING_S
+        2.0, "Target time to the first token, in seconds", restarts=(), policy=True, ge=0.001, le=MAX_SCALING_S
     )
     tpot_target_s: float = option(
-        0.05, "Target time per output token, in seconds", policy=True, ge=0.0001, le=MAX_SCALING_S
+        0.05, "Target time per output token, in seconds", restarts=(), policy=True, ge=0.0001, le=MAX_SCALING_S
     )
     scaling_reserve: float = option(
         0.5,
         "Engines beyond the need, which absorb bursts while others start",
+        restarts=(),
         policy=True,
         ge=0,
         le=MAX_REPLICAS,
     )
     occupancy_target: float = option(
-        0.7, "Target share of referenced blocks for `scaling_policy=occupancy`", policy=True, ge=0.01, le=1
+        0.7,
+        "Target share of referenced blocks for `scaling_policy=occupancy`",
+        restarts=(),
+        policy=True,
+        ge=0.01,
+        le=1,
     )
     scale_down_after_s: float | None = option(
         None,
         "Stop an engine once the need has been lower for this long, in seconds; the last one, once it has had "
         "no work for twice as long. `auto`: twice the measured startup time, at least 60; the last one, after "
         "600",
+        restarts=(),
         policy=True,
         ge=0.1,
         le=MAX_SCALING_S,
@@ -218,12 +270,13 @@ class ScalingOptions(Group):
     startup_s: float = option(
         60.0,
         "Assumed startup time of an engine, in seconds, until startups have been measured",
+        restarts=(),
         policy=True,
         ge=0.1,
         le=MAX_SCALING_S,
     )
     scaling_shadow: bool = option(
-        False, "Decide and report, but leave the number of engines unchanged", policy=True
+        False, "Decide and report, but leave the number of engines unchanged", restarts=(), policy=True
     )
 
     @model_validator(mode="after")
@@ -328,26 +381,53 @@ class AppConfig(Group):
             **dataclasses.asdict(self.engine),
         )
 
-    def with_live(self, user_config: Mapping[str, Any], deployment: str) -> AppConfig:
+    def user_config(self, deployment: Deployment) -> dict[str, Any]:
+        """Tells the replicas of a deployment, new and running ones, the options that restart none of them."""
+        values = {
+            name: getattr(getattr(self, option.group), name)
+            for name, option in OPTIONS.items()
+            if option.group in READ_GROUPS[deployment]
+            and deployment not in option.restarts
+            # Whether it was given decides on the number at the start.
+            and (name != "engine_replicas" or name in self.scaling.model_fields_set)
+        }
+        return {ARGS: values}
+
+    def fixed(self, deployment: Deployment) -> dict[str, Any]:
+        """The options whose change restarts the replicas of a deployment."""
+        return {
+            name: getattr(getattr(self, option.group), name)
+            for name, option in OPTIONS.items()
+            if deployment in option.restarts
+        }
+
+    def with_live(self, user_config: Mapping[str, Any], deployment: Deployment) -> AppConfig:
         """These options with a deployment's ``user_config``; live options that it lacks keep their values.
 
         Raises:
             ConfigError: one line that names each option that is wrong, or that this deployment does not apply.
         """
+        given = dict(user_config)
+        base = self.model_dump(exclude_unset=True)
+        if ARGS in given:  # all of these options, so that one that was taken back has its default
+            for name, option in OPTIONS.items():
+                if deployment not in option.restarts:
+                    base.get(option.group, {}).pop(name, None)
+        values = given.pop(ARGS, {})
         live = [name for name, option in OPTIONS.items() if deployment in option.live_in]
-        fixed = [name for name in user_config if name not in live]
+        fixed = [name for name in given if name not in live]
         if fixed:
             raise ConfigError(
                 f"user_config of {deployment} cannot change {', '.join(map(str, fixed))}; its live options: "
-                f"{', '.join(live)}; set all others under args, which restarts the engine replicas"
+                f"{', '.join(live)}; set all others under args"
             )
-        return _validate(user_config, self.model_dump(exclude_unset=True))
+        return _validate({**values, **given}, base)
 
 
 class LiveOptions:
     """The options that one replica has now: those of the start, with what its ``user_config`` changed."""
 
-    def __init__(self, initial: AppConfig, deployment: str) -> None:
+    def __init__(self, initial: AppConfig, deployment: Deployment) -> None:
         self._initial = initial
         self._deployment = deployment
         self.current: AppConfig | None = None  # none before the first update
@@ -379,11 +459,12 @@ class Option:
     description: str
     live: bool
     policy: bool
+    restarts: tuple[Deployment, ...]
     optional: bool
     size: bool
 
     @property
-    def live_in(self) -> tuple[str, ...]:
+    def live_in(self) -> tuple[Deployment, ...]:
         """Deployments whose ``user_config`` changes it without a restart."""
         return tuple(name for name, groups in LIVE_GROUPS.items() if self.live and self.group in groups)
 
@@ -400,10 +481,16 @@ def _declared() -> dict[str, Option]:
                 schema["description"],
                 live=schema.get("live", False),
                 policy=schema.get("policy", False),
+                restarts=_restarts(group, schema),
                 optional=any(choice.get("type") == "null" for choice in schema.get("anyOf", ())),
                 size=schema.get("size", False),
             )
     return found
+
+
+def _restarts(group: str, schema: Mapping[str, Any]) -> tuple[Deployment, ...]:
+    declared = schema.get("restarts")
+    return RESTARTED.get(group, ()) if declared is None else tuple(declared)
 
 
 OPTIONS = _declared()

@@ -52,27 +52,22 @@ class IngressReplica:
     def __init__(self, options: AppConfig, engine: Any) -> None:
         self._live = config.LiveOptions(options, "ingress")
         folder = resolve(options.service.model)
-        scaling = options.scaling
         self._client = EngineClient(
             engine,
             options.replica_wait_s,
             routing_policy(options.ingress.routing),
-            scaling.to_zero,
+            options.scaling.to_zero,
             tokenizer_digest(folder),
             own_thread=True,
             drain_timeout_s=options.service.drain_timeout_s,
         )
-        self._victims: VictimFeed | None = None
-        if scaling.scales:
-            of = engine.deployment_id
-            self._victims = VictimFeed(
-                of.app_name, of.name, fleet.get_fleet(of.app_name, of.name).likely_victims
-            )
+        self._engines = engine.deployment_id
+        self._victims: VictimFeed | None = None  # only while the number of engines follows demand
         self._overload = OverloadControl(
             expected_wait(engine),
             max_wait_s=options.max_wait_s,
-            max_replicas=scaling.reachable_replicas,
-            startup_s=scaling.startup_grace_s,
+            max_replicas=options.scaling.reachable_replicas,
+            startup_s=options.scaling.startup_grace_s,
             backlog_s=self._client.lag_s,
             metrics=OverloadMetrics(options.service.model_name),
         )
@@ -88,14 +83,33 @@ class IngressReplica:
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes."""
+        """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes.
+
+        At startup it returns once an engine is routable: Serve then sends requests here, and during a deploy
+        it stops an ingress of the version before.
+        """
+        first = self._live.current is None
         options = self._live.update(user_config)
         logs.configure(*options.service.logging, logs.replica_name("ingress"))
         self.service.options = options.ingress
-        await self._client.start()
+        self.service.engine_wait_s = options.replica_wait_s
+        scaling = options.scaling
+        self._client.configure(options.replica_wait_s, scaling.to_zero)
+        self._overload.configure(options.max_wait_s, scaling.reachable_replicas, scaling.startup_grace_s)
         self._overload.start()
-        if self._victims is not None:
+        self._follow_victims(scaling.scales)
+        await self._client.start()
+        if first and not scaling.to_zero:
+            await self._client.first_route()
+
+    def _follow_victims(self, follow: bool) -> None:
+        if follow and self._victims is None:
+            app, name = self._engines.app_name, self._engines.name
+            self._victims = VictimFeed(app, name, fleet.get_fleet(app, name).likely_victims)
             self._victims.start()
+        elif not follow and self._victims is not None:
+            self._victims.stop()
+            self._victims = None
 
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""

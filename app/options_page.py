@@ -21,22 +21,9 @@ Set an option in one of these ways:
 
 Sizes are bytes, or text such as `512MB` and `2GiB`. `auto` is the same as leaving an option out.
 
-**Live** options change without a restart, through `user_config` of a deployment:
-
-```yaml
-applications:
-  - name: quire
-    # ...
-    deployments:
-      - name: ingress
-        user_config: {max_live_requests: 256}
-      - name: engine
-        user_config: {log_level: DEBUG}
-```
-
-The live column names the deployments that apply an option. One that `user_config` does not name keeps the value
-that it had at the start. To change any other option, change
-`args` and deploy again, which replaces the engine replicas.
+To change an option of a running application, change `args` and deploy again. The column *restarts* names the
+deployments whose replicas are then replaced; all other options take effect in running replicas.
+[Deployment](deployment.md#deploying-again) describes how.
 """
 
 
@@ -47,7 +34,7 @@ def page() -> str:
         title, _, rest = (field.annotation.__doc__ or "").partition("\n\n")[0].partition(": ")
         rows = [_row(option) for option in OPTIONS.values() if option.group == group]
         parts.append(f"## {title}\n\n{rest[:1].upper()}{rest[1:]}\n")
-        parts.append("\n".join(["| option | default | live | meaning |", "|---|---|---|---|", *rows, ""]))
+        parts.append("\n".join(["| option | default | restarts | meaning |", "|---|---|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 
@@ -61,8 +48,8 @@ def show_default(value: Any) -> str:
 
 
 def _row(option: Option) -> str:
-    live = ", ".join(option.live_in)
-    return f"| `{option.name}` | `{show_default(option.default)}` | {live} | {option.description} |"
+    restarts = ", ".join(option.restarts)
+    return f"| `{option.name}` | `{show_default(option.default)}` | {restarts} | {option.description} |"
 
 
 if __name__ == "__main__":

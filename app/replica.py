@@ -61,7 +61,9 @@ class EngineReplica:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
-        logs.configure(*self._live.update(user_config).service.logging, logs.replica_name("engine"))
+        service = self._live.update(user_config).service
+        logs.configure(*service.logging, logs.replica_name("engine"))
+        self._watchdog.stuck_after_s = service.stuck_after_s
 
     async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""
@@ -146,18 +148,18 @@ class EngineReplica:
 
     def _start_engine(self) -> EngineThread:
         folder = str(resolve(self._options.service.model))
-        sharers = placement.replicas_on_a_node(self._options, placement.cluster_nodes())
+        nodes = placement.cluster_nodes()
         engine = EngineThread(
-            self._options.engine_config(folder, self._num_threads(), sharers), self._on_outputs, self._on_death
+            self._options.engine_config(
+                folder,
+                placement.threads_of_an_engine(self._options, nodes),
+                placement.replicas_on_a_node(self._options, nodes),
+            ),
+            self._on_outputs,
+            self._on_death,
         )
         engine.start()
         return engine
-
-    def _num_threads(self) -> int:
-        threads = self._options.scaling.threads
-        if threads is not None:
-            return threads
-        return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
 
     async def _snapshot(self) -> KvSnapshot | None:
         return await asyncio.wrap_future(self._engine.kv_snapshot())

@@ -52,7 +52,7 @@ class Watchdog:
         self.stuck = ""  # why, once it is
         self._engine = engine
         self._hub = hub
-        self._stuck_after_s = stuck_after_s
+        self.stuck_after_s = stuck_after_s
         self._silence = Silence(LOOK_S, clock)
         self._looks = 0
 
@@ -71,8 +71,8 @@ class Watchdog:
         """Seconds without progress after which the engine is stuck."""
         stats = self._engine.stats()
         if not stats.steps:
-            return FIRST_STEP * self._stuck_after_s
-        return max(self._stuck_after_s, SLOW_STEPS * stats.step_seconds)
+            return FIRST_STEP * self.stuck_after_s
+        return max(self.stuck_after_s, SLOW_STEPS * stats.step_seconds)
 
     async def run(self) -> None:
         """Look until the engine is stuck or has ended."""

@@ -12,8 +12,13 @@ from leftovers import give_back
 from app.launch.model_store import resolve
 
 END_TO_END = Path(__file__).parent / "e2e"
-OWN_DEPLOYMENT = {"test_memory_pressure.py": 1, "test_autoscaling.py": 2, "test_refusals.py": 2}
-"""Files of it that deploy the application with other options; the first one begins with the usual ones."""
+OWN_DEPLOYMENT = {
+    "test_deploys.py": 1,
+    "test_memory_pressure.py": 1,
+    "test_autoscaling.py": 2,
+    "test_refusals.py": 2,
+}
+"""Files of it that deploy the application with other options; the first ones begin with the usual ones."""
 SECOND_RAY = {*OWN_DEPLOYMENT, "test_routing_faults.py"}
 """Files that take about half of the time of all: two workers, each with a Ray of its own, share them."""
 

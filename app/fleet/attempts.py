@@ -82,7 +82,7 @@ class AttemptRunner:
         self._waiter = waiter
         self._faults = faults
         self._policy = policy
-        self._unavailable_after_s = unavailable_after_s
+        self.unavailable_after_s = unavailable_after_s
         self._on_attempt_ended = on_attempt_ended
         self._why = why_unavailable
         self._numbers = itertools.count(1)
@@ -120,7 +120,7 @@ class AttemptRunner:
 
     async def _wait_for_replica(self, request: InFlightRequest) -> bool:
         """Wait for a replica that can run the request; fails the request when none comes in time."""
-        limit = self._unavailable_after_s
+        limit = self.unavailable_after_s
         if request.suspect:
             if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit / 2):
                 return not request.ended

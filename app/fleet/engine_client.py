@@ -83,6 +83,13 @@ class EngineClient:
         self._thread: ChannelThread | None = None
         self._stopped = False
 
+    def configure(self, unavailable_after_s: float, to_zero: bool) -> None:
+        """Other values from now on, for requests that begin to wait; see the class."""
+        self._unavailable_after_s = unavailable_after_s
+        self._waiter.configure(self._handle if to_zero else None)
+        if self._running is not None:
+            self._running.attempts.unavailable_after_s = unavailable_after_s
+
     async def start(self) -> None:
         """Open channels to all replicas, present and future; waits for none. Later calls do nothing."""
         if self._running is None:
@@ -172,6 +179,11 @@ class EngineClient:
     def limits(self) -> FleetLimits | None:
         """The replicas' limits, from their first frames; ``None`` until one has answered."""
         return self._limits.current()
+
+    async def first_route(self) -> None:
+        """Wait, without a limit, until a replica is routable."""
+        await self.start()
+        await self._waiter.changed_until(self._parts.channels.routable, None)
 
     async def first_limits(self, timeout_s: float) -> FleetLimits | None:
         """The limits once a replica has answered, which wakes a deployment that is scaled to zero.

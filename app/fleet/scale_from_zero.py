@@ -35,6 +35,12 @@ class ReplicaWaiter:
         self._task: asyncio.Task[None] | None = None
         self._timed_out = False  # a request waited in vain, and nothing has changed since
 
+    def configure(self, handle: Any | None) -> None:
+        """Whether the deployment may scale to zero has changed; see the class."""
+        self._handle = handle
+        if handle is None:
+            self.stop()
+
     def notify(self) -> None:
         """A replica has become routable, or the members have changed."""
         self._timed_out = False
@@ -54,8 +60,8 @@ class ReplicaWaiter:
         self._timed_out = True
         return False
 
-    async def changed_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """As ``wait_until``, but this wakes no deployment."""
+    async def changed_until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """As ``wait_until``, but this wakes no deployment; ``None``: without a limit."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not ready():

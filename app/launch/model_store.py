@@ -33,9 +33,8 @@ _MANIFEST = "manifest.json"  # sizes of all files, written last
 _STAGES = ("download", "check", "convert", "save")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_FILES = [
-    "*.safetensors",
-    "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -50,8 +49,8 @@ _HUB_FILES = [
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
-def resolve(model: str) -> Path:
-    """The folder of ``model``, fetched first where needed.
+def resolve(model: str, weights: bool = True) -> Path:
+    """The folder of ``model``, fetched first where needed, from the hub without its ``weights`` if so told.
 
     ``model`` is the built-in name (``smollm2-135m-instruct`` or its name on the hub), an existing folder, or a
     hub id such as ``Qwen/Qwen3-0.6B``; of the hub's files only weights in safetensors, configuration and
@@ -70,7 +69,21 @@ def resolve(model: str) -> Path:
             f"model {model!r} is not a folder, not a hub id such as 'Qwen/Qwen3-0.6B', and not the built-in "
             f"{BUNDLED_NAME!r}"
         )
-    return _from_hub(model)
+    return _from_hub(model, [*_HUB_WEIGHTS, *_HUB_FILES] if weights else _HUB_FILES)
+
+
+def look_up(model: str) -> Path | None:
+    """A folder with at least configuration and tokenizer of ``model``, without fetching weights.
+
+    ``None`` for the built-in model where it has not been fetched yet.
+
+    Raises:
+        ConfigError: there is no such model; the message is one line.
+    """
+    if is_bundled(model):
+        folder = bundled_folder()
+        return folder if is_ready(folder) else None
+    return resolve(model, weights=False)
 
 
 def is_ready(folder: Path) -> bool:
@@ -225,7 +238,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     return next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -236,7 +249,7 @@ def _from_hub(model: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=_HUB_IGNORED))
     except GatedRepoError as error:
         raise ConfigError(f"model {model} needs its licence accepted on the hub; then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

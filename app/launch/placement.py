@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from app.config import AppConfig
+from app.config import MAX_REPLICAS, AppConfig
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]
 
 _HEAD = "node:__internal_head__"
+
+MAX_SURGE_PERCENT = 20
+"""As many as Serve replaces at a time."""
 
 
 def cluster_nodes() -> list[dict[str, float]]:
@@ -51,15 +54,39 @@ def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, A
     """What one engine replica asks of Ray.
 
     By default each actor asks for one CPU, so an ingress and two engines never start on two cores. Ours ask for
-    their share of the smallest node: with the ingress at 0 they always fit.
+    their share of the smallest node: with the ingress at 0 they always fit. On the only node they leave room
+    for one more, so that a deploy can start a new replica before it stops an old one.
     """
     cpus = options.scaling.engine_cpus
     if cpus is None:
-        cores = min((node["CPU"] for node in _usable(options, nodes)), default=float(os.cpu_count() or 1))
-        share = max(cores, 1.0) / replicas_on_a_node(options, nodes)
+        usable, replicas = _usable(options, nodes), replicas_on_a_node(options, nodes)
+        only = usable[0] if len(usable) == 1 else None
+        if only is not None and (not wants_gpu(options, nodes) or only["GPU"] >= replicas + 1):
+            replicas += 1
+        share = max(_cores(options, nodes), 1.0) / replicas
         # Rounded down, or the last replica does not fit.
         cpus = int(share) if share >= 1 else math.floor(share * 1000) / 1000
     return {"num_cpus": cpus, **({"num_gpus": 1} if wants_gpu(options, nodes) else {})}
+
+
+def threads_of_an_engine(options: AppConfig, nodes: Sequence[Resources]) -> int:
+    """CPU threads of one engine: by option, else its share of the smallest node's cores, at least 1."""
+    scaling = options.scaling
+    if scaling.threads is not None:
+        return scaling.threads
+    share = scaling.engine_cpus
+    if share is None:
+        share = _cores(options, nodes) / replicas_on_a_node(options, nodes)
+    return max(1, int(share))
+
+
+def surge_percent(options: AppConfig, nodes: Sequence[Resources]) -> int:
+    """Engine replicas that a deploy may start before it stops old ones, in percent of all; 0: there is no room.
+
+    Without room Serve stops first, a fifth of the replicas at a time.
+    """
+    spare = _room(options, nodes) - options.scaling.upper_limit
+    return min(max(100 * spare // options.scaling.upper_limit, 1), MAX_SURGE_PERCENT) if spare > 0 else 0
 
 
 def check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
@@ -99,14 +126,35 @@ def check_cpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     """
     scaling = options.scaling
     each = actor_options(options, nodes)["num_cpus"]
-    if not each:
-        return
-    room = sum(math.floor(node["CPU"] / each + 1e-9) for node in _usable(options, nodes))
-    if room < scaling.upper_limit:
+    room = _room(options, nodes)
+    if each and room < scaling.upper_limit:
         raise ConfigError(
             f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
             f"lower {scaling.limiting_option} or engine_cpus"
         )
+
+
+def engine_nodes(options: AppConfig) -> dict[str, str]:
+    """Addresses of the nodes that can hold an engine replica, by node ID; empty without a cluster."""
+    nodes = [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    usable = _usable(options, [node["Resources"] for node in nodes])
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Resources"] in usable}
+
+
+def _cores(options: AppConfig, nodes: Sequence[Resources]) -> float:
+    """Cores of the smallest node that can hold a replica; without ``nodes``, of this machine."""
+    return min((node["CPU"] for node in _usable(options, nodes)), default=float(os.cpu_count() or 1))
+
+
+def _room(options: AppConfig, nodes: Sequence[Resources]) -> int:
+    """Engine replicas that ``nodes`` can hold at once."""
+    each = actor_options(options, nodes)["num_cpus"]
+    gpu = wants_gpu(options, nodes)
+    room = 0
+    for node in _usable(options, nodes):
+        fit = [math.floor(node["CPU"] / each + 1e-9)] if each else [MAX_REPLICAS]
+        room += min([*fit, int(node["GPU"])] if gpu else fit)
+    return room
 
 
 def _usable(options: AppConfig, nodes: Sequence[Resources]) -> list[Resources]:

@@ -50,8 +50,10 @@ def check_port(host: str, port: int, option: str = "port=") -> None:
             ) from None
 
 
-def check_memory(options: AppConfig, folder: Path, available: int | None = None) -> Fit:
-    """Check that the weights and KV pools of as many replicas as there may be fit in ``available`` bytes.
+def check_memory(
+    options: AppConfig, folder: Path, available: int | None = None, replicas: int | None = None
+) -> Fit:
+    """Check that the weights and KV pools of ``replicas``, by default all, fit in ``available`` bytes.
 
     By default that is what the system has free. On a GPU weights and pools are elsewhere, and each replica
     checks for itself.
@@ -76,7 +78,7 @@ def check_memory(options: AppConfig, folder: Path, available: int | None = None)
     each = PROCESS_BYTES + (0 if gpu else model.num_parameters * dtype.itemsize)
     if available is None:
         available = available_memory(torch.device("cpu"), options.engine.memory_fraction)
-    most = options.scaling.upper_limit
+    most = replicas or options.scaling.upper_limit
     left = available - each * most
     if left <= 0:
         raise ConfigError(
@@ -86,5 +88,5 @@ def check_memory(options: AppConfig, folder: Path, available: int | None = None)
         )
     if gpu:
         return Fit(name, None, length)
-    engine = options.engine_config(str(folder), 1)
+    engine = options.engine_config(str(folder), 1, most)
     return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left), length)

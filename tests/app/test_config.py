@@ -334,3 +334,22 @@ def test_an_option_of_one_deployment_is_refused_by_the_other() -> None:
 def test_every_live_option_is_applied_somewhere() -> None:
     """A live option in a group that no deployment applies would be listed as live and do nothing."""
     assert [name for name, option in config.OPTIONS.items() if option.live and not option.live_in] == []
+
+
+def test_an_option_that_is_taken_back_has_its_default_again() -> None:
+    start = config.load({"max_live_requests": 100, "engine_replicas": 3, "routing": "least_tokens"}, {})
+    now = start.with_live(config.load({}, {}).user_config("ingress"), "ingress")
+    assert now.ingress.max_live_requests == 4096
+    assert now.ingress.routing == "least_tokens"  # which needs a restart
+    assert now.scaling == config.load({}, {}).scaling
+
+
+def test_options_from_args_and_from_the_config_file_are_told_apart() -> None:
+    """The file's ``user_config`` replaces the builder's, and may name live options only."""
+    start = config.load({"max_live_requests": 100}, {})
+    deployed = config.load({"max_live_requests": 7, "max_replicas": 4}, {}).user_config("ingress")
+    assert start.with_live(deployed, "ingress").scaling.max_replicas == 4
+    both = start.with_live({**deployed, "max_live_requests": 9}, "ingress")
+    assert both.ingress.max_live_requests == 9
+    with pytest.raises(ConfigError, match="user_config of ingress cannot change max_replicas"):
+        start.with_live({"max_replicas": 4}, "ingress")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve import Application
 
-from app import application, config
+from app import application
 from app.channel import wire
 from app.config import AppConfig
 from app.replica import EngineReplica
@@ -68,4 +68,4 @@ def _take(pools: Path) -> int:
 
 def build(args: dict[str, Any]) -> Application:
     """See ``app.application.build``."""
-    return application.assemble(config.load(args), BreakableReplica)
+    return application.build_with(args, BreakableReplica)

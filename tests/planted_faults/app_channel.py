@@ -63,8 +63,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/watchdog.py",
-        "            return FIRST_STEP * self._stuck_after_s",
-        "            return self._stuck_after_s",
+        "            return FIRST_STEP * self.stuck_after_s",
+        "            return self.stuck_after_s",
         _WATCHDOG,
         "an engine that compiles in its first step is replaced",
     ),

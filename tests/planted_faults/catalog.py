@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted_faults.app_api import API
 from tests.planted_faults.app_autoscaling import AUTOSCALING
 from tests.planted_faults.app_channel import CHANNEL
+from tests.planted_faults.app_deploys import DEPLOYS
 from tests.planted_faults.app_fleet import FLEET
 from tests.planted_faults.app_launch import LAUNCH
 from tests.planted_faults.app_routing import ROUTING
@@ -13,4 +14,15 @@ from tests.planted_faults.engine_kv import KV
 from tests.planted_faults.engine_scheduling import SCHEDULING
 from tests.planted_faults.fault import Fault
 
-FAULTS: list[Fault] = [*KV, *SCHEDULING, *EXECUTION, *API, *CHANNEL, *ROUTING, *FLEET, *AUTOSCALING, *LAUNCH]
+FAULTS: list[Fault] = [
+    *KV,
+    *SCHEDULING,
+    *EXECUTION,
+    *API,
+    *CHANNEL,
+    *ROUTING,
+    *FLEET,
+    *AUTOSCALING,
+    *LAUNCH,
+    *DEPLOYS,
+]

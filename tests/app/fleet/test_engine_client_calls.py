@@ -293,3 +293,18 @@ def test_a_defect_in_a_call_is_logged_with_its_traceback_and_a_lost_replica_is_n
         await client.stop()
 
     run(test)
+
+
+def test_an_ingress_is_ready_once_an_engine_is_routable() -> None:
+    async def test() -> None:
+        handle = LoopbackHandle(0)
+        client = EngineClient(handle, unavailable_after_s=1.0)
+        ready = asyncio.create_task(client.first_route())
+        await asyncio.sleep(30)
+        assert not ready.done()
+        handle.add()
+        await ready
+        assert client.status()["routable"] == 1
+        await client.stop()
+
+    run(test)

@@ -214,7 +214,14 @@ def test_it_looks_by_itself_and_once_only() -> None:
 def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, limit: float) -> None:
     async def test() -> None:
         options = config.load(
-            {"max_replicas": 4, "engine_replicas": 2, "scaling_shadow": shadow, "max_wait_s": 4}, {}
+            {
+                "max_replicas": 4,
+                "engine_replicas": 2,
+                "scaling_shadow": shadow,
+                "max_wait_s": 4,
+                "instance": "x",
+            },
+            {},
         )
         # As Serve hands them over: the number of the first replicas depends on which options were given.
         options = cloudpickle.loads(cloudpickle.dumps(options))
@@ -229,10 +236,19 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
     asyncio.run(test())
 
 
+@pytest.fixture
+def replicas_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ingress has the tokenizer of the loopback replicas."""
+    monkeypatch.setattr("app.ingress.tokenizer_digest", lambda _: "tokenizer")
+
+
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+@pytest.mark.usefixtures("replicas_tokenizer")
 def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> None:
     async def test() -> None:
-        ingress = IngressReplica(config.load({"max_live_requests": 100}, {}), LoopbackHandle(1))
+        ingress = IngressReplica(
+            config.load({"max_live_requests": 100, "instance": "x"}, {}), LoopbackHandle(1)
+        )
         await ingress.reconfigure({})
         assert ingress.service.options.max_live_requests == 100
         await ingress.reconfigure({"max_live_requests": 7})
@@ -245,6 +261,7 @@ def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> 
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+@pytest.mark.usefixtures("replicas_tokenizer")
 @pytest.mark.parametrize("wrong", [{"block_size": 8}, {"max_live_requests": 0}, {1: 2}])
 def test_a_wrong_user_config_fails_a_start_and_changes_nothing_later(
     wrong: dict[Any, Any], caplog: pytest.LogCaptureFixture
@@ -252,7 +269,9 @@ def test_a_wrong_user_config_fails_a_start_and_changes_nothing_later(
     """Serve replaces a replica whose ``reconfigure`` raises: a typing error would take the service down."""
 
     async def test() -> None:
-        ingress = IngressReplica(config.load({"max_live_requests": 100}, {}), LoopbackHandle(1))
+        ingress = IngressReplica(
+            config.load({"max_live_requests": 100, "instance": "x"}, {}), LoopbackHandle(1)
+        )
         with pytest.raises(ConfigError, match=r"block_size|max_live_requests=0|cannot change 1"):
             await ingress.reconfigure(wrong)
         await ingress.reconfigure({"max_live_requests": 7})

@@ -252,9 +252,10 @@ def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
         looked.set()
 
     monkeypatch.setattr(victim_feed, "_read_internal_kv", read)
+    monkeypatch.setattr("app.ingress.tokenizer_digest", lambda _: "tokenizer")  # the replica's
 
     async def test() -> None:
-        options = config.load({"max_replicas": 3} if scales else {}, {})
+        options = config.load({"instance": "test", **({"max_replicas": 3} if scales else {})}, {})
         handle = LoopbackHandle(1)
         ingress = IngressReplica(options, handle)
         await ingress.reconfigure({})

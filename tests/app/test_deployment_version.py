@@ -1,0 +1,113 @@
+"""A change of the options restarts what it concerns, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private import deploy_utils
+from ray.serve._private.build_app import build_app
+from ray.serve._private.config import DeploymentConfig
+
+from app import application, config, deployment_version
+
+FIXED = {"engine_cpus": 1, "threads": 1}  # no shares, which depend on the number of replicas
+
+CHANGES: dict[str, Any] = {
+    "model": "/models/other",
+    "served_model_name": "other",
+    "log_level": "DEBUG",
+    "log_format": "json",
+    "drain_timeout_s": 5,
+    "stuck_after_s": 5,
+    "unavailable_after_s": 61,
+    "max_live_requests": 5,
+    "max_wait_s": 5,
+    "tenant_header": "x-tenant",
+    "admin_routes": True,
+    "ingress_replicas": 2,
+    "routing": "least_tokens",
+    "engine_replicas": 5,
+    "max_replicas": 5,
+    "ttft_target_s": 5,
+    "scaling_shadow": True,
+    "threads": 2,
+    "engine_cpus": 2,
+    "max_num_seqs": 5,
+    "kv_memory": "1GiB",
+    "device": "cpu",
+}
+
+
+class Replica:
+    """Stands for the engine replica's class."""
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve asks for the job, and Ray would start a cluster to have one."""
+    job = SimpleNamespace(get_job_id=lambda: "job")
+    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: job)
+
+
+def as_serve_gets_them(**args: Any) -> dict[str, DeploymentConfig]:
+    """Each deployment's configuration in the controller after ``serve deploy``."""
+    built = build_app(application.assemble(config.load({**FIXED, **args}, {}), Replica), name="quire")
+    found = {}
+    for one in built.deployments:
+        made = deploy_utils.get_deploy_args(
+            one.name, one._replica_config, deployment_config=one._deployment_config, version="of all"
+        )
+        found[one.name] = DeploymentConfig.from_proto_bytes(made["deployment_config_proto_bytes"])
+    return found
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_option_restarts_what_it_concerns(name: str) -> None:
+    before, after = as_serve_gets_them(), as_serve_gets_them(**{name: CHANGES[name]})
+    restarted = {one for one in before if before[one].version != after[one].version}
+    assert restarted == set(config.OPTIONS[name].restarts)
+
+
+def test_what_the_names_promise() -> None:
+    """The declarations themselves, for the options whose change is most frequent or most expensive."""
+    restarts = {name: set(config.OPTIONS[name].restarts) for name in CHANGES}
+    assert restarts["model"] == {"ingress", "engine"}
+    assert restarts["max_num_seqs"] == restarts["threads"] == restarts["kv_memory"] == {"engine"}
+    assert restarts["routing"] == restarts["served_model_name"] == {"ingress"}
+    for name in ("unavailable_after_s", "log_level", "max_replicas", "engine_replicas", "drain_timeout_s"):
+        assert restarts[name] == set()
+
+
+def test_what_restarts_nothing_reaches_those_that_run() -> None:
+    before, after = as_serve_gets_them(), as_serve_gets_them(unavailable_after_s=61)
+    assert before["engine"] == after["engine"]
+    start = config.load({"unavailable_after_s": 60}, {})
+    now = start.with_live(after["ingress"].user_config, "ingress")
+    assert now.ingress.unavailable_after_s == 61
+
+
+def test_equal_options_make_equal_deployments() -> None:
+    assert as_serve_gets_them(max_replicas=3) == as_serve_gets_them(max_replicas=3)
+
+
+def test_other_code_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ingresses and engines of different releases would not understand each other."""
+    before = as_serve_gets_them()
+    monkeypatch.setattr(deployment_version, "_code", lambda: "another release")
+    after = as_serve_gets_them()
+    assert all(before[name].version != after[name].version for name in ("ingress", "engine"))
+
+
+def test_another_class_restarts_the_engines() -> None:
+    class Other(Replica):
+        pass
+
+    options = config.load({}, {})
+    versions = {deployment_version.version_of(options, "engine", one) for one in (Replica, Other)}
+    assert len(versions) == 2
+
+
+def test_an_ingress_leaves_when_the_next_one_answers() -> None:
+    assert as_serve_gets_them()["ingress"].max_surge_percent == 100
