@@ -94,6 +94,7 @@ async def _of_prompt(
         )
         for sequence in range(n)
     }
+    ended_tokens = 0
     # EngineClient.generate is an async generator; closing it aborts the request.
     deltas = cast(AsyncGenerator[Delta, None], source.generate(request))
     async with aclosing(deltas):
@@ -118,8 +119,10 @@ async def _of_prompt(
                 delta.fingerprint,
             )
             if reason is not None:
+                ended_tokens += output.num_tokens
                 del texts[delta.sequence]
                 if not texts:
+                    request.text_end.tokens = ended_tokens
                     return
     raise GenerationError("the engine ended this request without a reason")
 

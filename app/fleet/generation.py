@@ -21,6 +21,13 @@ class EngineDeathsError(GenerationError):
     """Engines died under the request, which must not be sent again."""
 
 
+@dataclass(slots=True, eq=False)
+class TextEnd:
+    """What the client's text says of a request that ends before the engine is done with it."""
+
+    tokens: int | None = None  # in all sequences, if stop strings have ended them all
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt, and the sequences to generate from it.
@@ -33,6 +40,7 @@ class GenerateRequest:
     params: SamplingParams
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
+    text_end: TextEnd = field(default_factory=TextEnd, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,9 @@ class InFlightRequest:
 
     @property
     def mean_output(self) -> float | None:
-        """Tokens of each sequence, on average; ``None`` until the request is complete."""
-        return self.num_tokens / self.request.params.n if self.complete else None
+        """Tokens of each sequence, on average; ``None`` until the request, or its text, is complete."""
+        tokens = self.num_tokens if self.complete else self.request.text_end.tokens
+        return None if tokens is None else tokens / self.request.params.n
 
     def begin_attempt(self, typical_output: float) -> None:
         """Another attempt begins; sequences here come to ``typical_output`` tokens on average."""

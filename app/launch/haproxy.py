@@ -87,7 +87,9 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
         (
             r"^(frontend http_frontend\n *bind .*)$",
             rf"\1\n    tcp-request connection track-sc0 src table {TABLE}"
-            rf"\n    tcp-request connection reject if {{ sc0_conn_cur gt {each} }}",
+            rf"\n    tcp-request connection reject if {{ sc0_conn_cur gt {each} }}"
+            # Serve answers an ID that is not UTF-8 with a plain 500; without one it makes its own.
+            r"\n    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }",
         ),
     ]
     for pattern, replacement in rules:

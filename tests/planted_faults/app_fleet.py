@@ -272,4 +272,11 @@ FLEET: list[Fault] = [
         _OVERLOAD,
         "a burst counts as a long overload",
     ),
+    Fault(
+        "app/fleet/in_flight.py",
+        "        tokens = self.num_tokens if self.complete else self.request.text_end.tokens\n",
+        "        tokens = self.num_tokens if self.complete else None\n",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "a request that a stop string ends teaches nothing",
+    ),
 ]

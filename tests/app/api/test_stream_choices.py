@@ -31,10 +31,12 @@ class Source:
     def __init__(self, *answers: list[Delta | Exception | None]) -> None:
         self._answers = list(answers)
         self.running = 0
+        self.requests: list[GenerateRequest] = []
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         answer = self._answers[int(request.request_id.partition("-")[2] or 0)]
         self.running += 1
+        self.requests.append(request)
         try:
             for step in answer:
                 if isinstance(step, Exception):
@@ -72,3 +74,15 @@ def test_an_error_of_one_prompt_ends_the_others(backend: Tokenizer) -> None:
 def test_an_end_without_a_reason_is_an_error(backend: Tokenizer, last: list[Delta | Exception | None]) -> None:
     with pytest.raises(GenerationError):
         asyncio.run(all_of(Source(last), job(1), TextDecoder(backend)))
+
+
+def test_the_tokens_up_to_a_stop_string_are_told_to_whoever_learns_lengths(backend: Tokenizer) -> None:
+    ids = backend.encode("one two three four five", add_special_tokens=False).ids
+    deltas = [Delta((token,), None, 0, i, i_sequence) for i, token in enumerate(ids) for i_sequence in (0, 1)]
+    source = Source([*deltas, None])  # it would go on for ever
+    asyncio.run(all_of(source, job(1, n=2, stop=" three"), TextDecoder(backend)))
+    assert source.requests[0].text_end.tokens == 2 * 3
+    source = Source([Delta((ids[0],), None, 0, 0), GenerationError("failed")])
+    with pytest.raises(GenerationError):
+        asyncio.run(all_of(source, job(1, stop=" three"), TextDecoder(backend)))
+    assert source.requests[0].text_end.tokens is None

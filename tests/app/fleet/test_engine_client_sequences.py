@@ -141,6 +141,30 @@ def test_leaving_early_aborts_all_sequences_at_once() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_request_that_its_text_ends_teaches_its_length_and_one_that_is_left_does_not(stopped: bool) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        before = handle.fleet.ledger.typical_output
+        wanted = request([5], 2, 500)
+        deltas = client.generate(wanted)
+        reading = asyncio.ensure_future(anext(deltas))
+        only = await until_busy(handle)
+        only.engine.step()
+        await reading
+        if stopped:
+            wanted.text_end.tokens = 22
+        await deltas.aclose()  # type: ignore[attr-defined]
+        await until(lambda: quiet(handle, client))
+        if stopped:
+            assert_learned(handle, [[0] * 11, [0] * 11])
+        else:
+            assert handle.fleet.ledger.typical_output == before
+        await client.stop()
+
+    run(test)
+
+
 def test_an_error_in_one_sequence_ends_the_request_with_it() -> None:
     async def test() -> None:
         handle, client = await started(1)

@@ -36,12 +36,13 @@ class Ingress:
     answer: bytes = b"own"
     asked: int = 0
     left: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    last_head: bytes = b""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = b""
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                path = head.split(b" ")[1]
+                path, self.last_head = head.split(b" ")[1], head
                 if b"content-length: " in head:
                     await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
                 if path not in (b"/ready", b"/-/healthz"):
@@ -96,13 +97,13 @@ class Setting:
     async def open(self) -> asyncio.StreamWriter:
         return (await asyncio.open_connection("127.0.0.1", self.front))[1]
 
-    async def get(self, path: str = "/ready") -> bytes:
+    async def get(self, path: str = "/ready", headers: bytes = b"") -> bytes:
         """The whole answer; empty if the connection is refused."""
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.front)
         except ConnectionRefusedError:
             return b""
-        writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % path.encode())
+        writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%s\r\n" % (path.encode(), headers))
         answer = await reader.read()
         writer.close()
         return answer
@@ -161,6 +162,7 @@ def test_serves_template_gets_every_change(setting: Setting) -> None:
             f"    server fallback 127.0.0.1:{setting.other} check backup disabled",
             "    tcp-request connection track-sc0 src table quire_addresses",
             "    tcp-request connection reject if { sc0_conn_cur gt 8192 }",
+            "    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }",
             "backend quire_addresses",
             "    stick-table type ipv6 size 100k expire 10m store conn_cur",
         ]
@@ -224,6 +226,25 @@ async def half_a_request(setting: Setting) -> bytes:
             writer.write(b"GET /health HTTP/1.1\r\nhost")
             return await reader.read()
     return b""
+
+
+@pytest.mark.parametrize(
+    ("given", "passes"),
+    [(b"abc-123, x y", True), (b"a\xffb", False), (b"\xc3\xa9", False), (b"ok\r\nx-request-id: \xff", False)],
+)
+def test_a_request_id_that_serve_cannot_read_is_left_out(setting: Setting, given: bytes, passes: bool) -> None:
+    async def test() -> None:
+        ingress = Ingress()
+        server = await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back)
+        async with server, running(setting):
+            await setting.until(b"own")
+            assert (await setting.get("/ready", b"x-request-id: %s\r\nx-mark: m\r\n" % given)).endswith(b"own")
+            while b"x-mark: m" not in ingress.last_head:
+                await setting.get("/ready", b"x-request-id: %s\r\nx-mark: m\r\n" % given)
+            assert (b"x-request-id: " + given in ingress.last_head) is passes
+            assert (b"\xff" in ingress.last_head) is False
+
+    run(test)
 
 
 def test_one_address_cannot_take_all_connections(setting: Setting) -> None:
