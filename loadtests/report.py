@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,32 +140,6 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_figures(header: str, figures: Sequence[Figure]) -> None:
     """All of them as a table."""
     print_table([header, "figure"], [[figure.name, f"{figure.value:.3g}{figure.unit}"] for figure in figures])
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text under a title; ``note`` explains what cannot be seen from the header."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-@dataclass(slots=True)
-class Findings:
-    """Everything that one part found out."""
-
-    tables: list[Table] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
-
-    def show(self) -> None:
-        """Print the tables."""
-        for table in self.tables:
-            print(f"\n{table.title}")
-            print_table(table.header, table.rows)
-            if table.note:
-                print(f"({table.note})")
 
 
 def where() -> str:

@@ -7,7 +7,6 @@ batches of 32. What the weights are changes no time.
 from __future__ import annotations
 
 import argparse
-import random
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from engine import LLM
-from loadtests.experiments.rivals import PEER_BATCH, run_ours, run_peer, tokens_per_second
+from loadtests.experiments.rivals import PEER_BATCH, Workload, run_ours, run_peer, tokens_per_second
 from loadtests.report import Figure, finish, parse, print_figures
 
 SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads
@@ -27,7 +26,6 @@ SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads
 }
 VOCAB = 128_256
 ROUNDS = 2
-Prompts = list[list[int]]
 
 
 def make_model(shape: tuple[int, ...]) -> Any:
@@ -66,27 +64,17 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
     """Both sides in turns, the best rate of each."""
     peer = make_model(SHAPES[arguments.shape])
     peer.save_pretrained(folder)
-    llm = LLM(
-        folder,
-        dtype="bfloat16",
-        device="cuda",
-        kv_memory=16 << 30,
-        max_num_seqs=arguments.requests,
-        recovery="recompute",
-    )
-    chance = random.Random(0)
-
-    def prompts(count: int = arguments.requests) -> Prompts:
-        return [chance.choices(range(100, 100_000), k=arguments.prompt) for _ in range(count)]
-
+    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "recovery": "recompute"}
+    llm = LLM(folder, max_num_seqs=arguments.requests, kv_memory=16 << 30, **options)
+    load = Workload("gpu", arguments.requests, arguments.prompt, 0, arguments.output, 0.0)
     ours, theirs = [], []
     with torch.inference_mode():
-        run_ours(llm, prompts(), 4)
-        for _ in range(ROUNDS):
-            same = prompts()
-            ours.append(timed(partial(run_ours, llm, same, arguments.output)))
-            run_peer(peer, prompts(PEER_BATCH), 2)
-            theirs.append(timed(partial(run_peer, peer, same, arguments.output)))
+        run_ours(llm, load.prompts(-1), 4)
+        for number in range(ROUNDS):
+            same = load.prompts(number)
+            ours.append(timed(partial(run_ours, llm, same, load.output)))
+            run_peer(peer, load.prompts(-2)[:PEER_BATCH], 2)
+            theirs.append(timed(partial(run_peer, peer, same, load.output)))
     title = f"{arguments.shape}, {arguments.requests} x {arguments.prompt} in, {arguments.output} out"
     return [
         Figure(f"{title}: ours", max(ours), " tokens/s"),

@@ -12,13 +12,22 @@ from engine.scheduling.recovery import RecoveryMode
 from loadtests.experiments.memory import command as memory
 from loadtests.experiments.memory import constants as given
 from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, RecoveryLoad, Truth
-from loadtests.experiments.memory.contiguous_runs import filled, run_saturation
 from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
-from loadtests.experiments.memory.recovery_runs import run_mode
-from loadtests.experiments.memory.systems import MAX, ORACLE, ORACLE_FIRST_FIT, PAGED, SYSTEMS, simulate
+from loadtests.experiments.memory.parts import (
+    MAX,
+    ORACLE,
+    ORACLE_FIRST_FIT,
+    PAGED,
+    SYSTEMS,
+    filled,
+    run_mode,
+    saturation,
+    simulate,
+)
 from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
+from loadtests.report import Figure
 
 SECOND = StepCost(1.0, 0.0, 0.0, 0.0)
 
@@ -84,21 +93,21 @@ def test_paged_beats_the_baselines_at_saturation() -> None:
 
 def test_saturation_reports_bars_and_published_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given, "SATURATION_JOBS", {SHAREGPT.name: 120, ALPACA.name: 800})
-    found = run_saturation()
-    bars = {figure.name for figure in found.figures if figure.bar is not None}
+    found = saturation()
+    bars = {figure.name for figure in found if figure.bar is not None}
     assert f"{SHAREGPT.name}: tokens/allocated" in bars
     assert f"{ALPACA.name}: tokens/allocated, of the bound of blocks of 16" in bars
     assert f"{SHAREGPT.name}: average batch over {ORACLE_FIRST_FIT}" in bars
     assert len(bars) == 9
-    assert any("(20.4)" in row[1] for row in found.tables[0].rows)
+    assert f"{SHAREGPT.name}: average batch, {ORACLE} (published: 13.62)" in {figure.name for figure in found}
 
 
 @pytest.mark.parametrize("copy", [0.01, 1_000.0])
 def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
     load = RecoveryLoad("small", SHAREGPT, 60, 4_000)
     runs = {mode: run_mode(load, GPU_LIKE, Truth("t", copy=copy), mode) for mode in RecoveryMode}
-    seconds = {mode: result.seconds for mode, (result, _) in runs.items()}
-    assert all(result.preemptions > 5 for result, _ in runs.values())
+    seconds = {mode: result.seconds for mode, result in runs.items()}
+    assert all(result.preemptions > 5 for result in runs.values())
     swaps_better = seconds[RecoveryMode.SWAP] < seconds[RecoveryMode.RECOMPUTE]
     assert swaps_better == (copy < 1)
     worse = max(seconds[RecoveryMode.SWAP], seconds[RecoveryMode.RECOMPUTE])
@@ -108,19 +117,15 @@ def test_auto_takes_the_cheaper_recovery(copy: float) -> None:
 def test_command_prints_and_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from loadtests.report import Figure, Findings, Table
-
-    def part(value: float) -> Findings:
-        table = Table("A title", ("a",), (("cell",),), "a note")
-        return Findings([table], [Figure("f", value, bar=1.0)])
+    def part(value: float) -> list[Figure]:
+        return [Figure("a figure", value, bar=1.0)]
 
     monkeypatch.setitem(memory.PARTS, "prefix", lambda: part(2.0))
     monkeypatch.setitem(memory.PARTS, "beam", lambda: part(0.5))
     out = tmp_path / "out.json"
     memory.main(["--only", "prefix", "--check", "--json", str(out)])
     text = capsys.readouterr().out
-    assert "A title" in text
-    assert "(a note)" in text
+    assert "a figure: 2  bar >= 1  ok" in text
     assert json.loads(out.read_text())["figures"][0]["holds"]
     with pytest.raises(SystemExit, match="1"):
         memory.main(["--only", "beam", "--check"])

@@ -18,11 +18,11 @@ from loadtests.experiments.autoscaling.comparison import overview
 from loadtests.experiments.autoscaling.constants import TRACE_TIMES
 from loadtests.experiments.autoscaling.scenarios import Judgement, Match, most_stopped, scenarios
 from loadtests.in_processes import WORKERS, in_processes
-from loadtests.report import finish, parse
+from loadtests.report import finish, parse, print_figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the chosen parts, print their tables, hold the figures to their bars."""
+    """Run the chosen parts, print their figures, hold the figures to their bars."""
     options = {
         "--only": (scenarios(None, 1), "parts"),
         "--trace": ("", "Azure's CSV or Mooncake's JSON lines, for a synthetic day"),
@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.only:
         ended = in_processes(Match.run, parts[name].matches, arguments.workers)
         judgement = parts[name].judge(ended)
-        judgement.show()
+        print_figures(name, judgement.figures)
         every.figures += judgement.figures
         every.comparisons += judgement.comparisons
         outcomes += ended
     if len(every.comparisons) > 1:
-        every.tables.append(overview(every.comparisons))
-    every.show()
+        every.figures += overview(every.comparisons)
+        print_figures("Ray's policy", overview(every.comparisons))
     every.figures.append(most_stopped(outcomes))
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.autoscaling", every.figures, arguments)

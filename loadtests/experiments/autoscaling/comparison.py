@@ -8,7 +8,7 @@ from statistics import fmean
 
 from loadtests.experiments.autoscaling.policies import OURS, RAY_DEFAULT, RAY_SWEEP
 from loadtests.experiments.autoscaling.runs import Outcome
-from loadtests.report import Table
+from loadtests.report import Figure
 
 TOLERANCE = 0.005
 """A share of requests in time that is lower by at most this counts as the same."""
@@ -39,20 +39,22 @@ class Comparison:
             return min(serving, key=lambda one: one.replica_hours)
         return max(swept, key=lambda one: (one.served, -one.replica_hours))
 
-    def table(self, title: str) -> Table:
+    def figures(self) -> list[Figure]:
         """Ours, Ray's default and best, and the policies without settings."""
-        others = [policy for policy in self.results if policy not in (OURS, *RAY_SWEEP)]
-        shown = {
-            "ours": self.ours,
-            f"Ray's default: {RAY_DEFAULT}": self.results[RAY_DEFAULT],
-            f"Ray's best here: {self.ray_best.policy}": self.ray_best,
-        } | {policy: self.results[policy] for policy in others}
-        rows = []
-        for name, one in shown.items():
-            figures = (100 * one.served, one.replica_hours, one.ttft_p99)
-            rows.append((name, *(f"{one:.2f}" for one in figures), f"{one.moves:.0f}", f"{one.reversals}"))
-        header = ("policy", "in time %", "replica-h", "TTFT p99 s", "moves", "reversals")
-        return Table(title, header, tuple(rows))
+        shown = {"ours": OURS, f"Ray's default, {RAY_DEFAULT}": RAY_DEFAULT}
+        shown[f"Ray's best here, {self.ray_best.policy}"] = self.ray_best.policy
+        shown |= {name: name for name in self.results if name not in (OURS, *RAY_SWEEP)}
+        return [figure for name, policy in shown.items() for figure in self.of(name, policy)]
+
+    def of(self, name: str, policy: str) -> list[Figure]:
+        """What there is to say of a policy."""
+        one, what = self.results[policy], f"{self.load}: {name}"
+        return [
+            Figure(f"{what}: in time", 100 * one.served, " %"),
+            Figure(f"{what}: replica-hours", one.replica_hours),
+            Figure(f"{what}: TTFT p99", one.ttft_p99, " s"),
+            Figure(f"{what}: changes of the target", one.moves),
+        ]
 
 
 def compared(load: str, runs: Sequence[tuple[str, Outcome]]) -> Comparison:
@@ -83,20 +85,7 @@ def one_setting(comparisons: Sequence[Comparison]) -> str:
     return min(RAY_SWEEP, key=rank)
 
 
-def overview(comparisons: Sequence[Comparison]) -> Table:
-    """Whether one setting of Ray's fits all loads."""
+def overview(comparisons: Sequence[Comparison]) -> list[Figure]:
+    """How the one setting of Ray's does that fits most loads."""
     fixed = one_setting(comparisons)
-
-    def figures(one: Outcome) -> str:
-        return f"{100 * one.served:.1f} %, {one.replica_hours:.2f} h"
-
-    rows = []
-    for one in comparisons:
-        ours, default, best = map(figures, (one.ours, one.results[RAY_DEFAULT], one.ray_best))
-        rows.append((one.load, ours, default, best, one.ray_best.policy, figures(one.results[fixed])))
-    header = ("load", "ours", "Ray's default", "Ray's best for the load", "its setting", fixed)
-    note = (
-        f"requests in time, replica-hours; of Ray's settings, {fixed} serves at least as many requests in time "
-        f"as ours (within {100 * TOLERANCE:g} points) under the most loads"
-    )
-    return Table("Ray's policy over its own settings", header, tuple(rows), note)
+    return [figure for one in comparisons for figure in one.of(f"{fixed}, which fits most loads", fixed)]

@@ -19,7 +19,7 @@ from loadtests.experiments.autoscaling.comparison import Comparison, compared
 from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_DEFAULT, RAY_SWEEP, ray_name
 from loadtests.experiments.autoscaling.runs import Outcome, simulate
 from loadtests.experiments.autoscaling.workloads import Workload
-from loadtests.report import Figure, Findings, most
+from loadtests.report import Figure, most
 
 RAY_LOW, RAY_LOW_QUICK = ray_name(32, 30, 600), ray_name(32, 5, 120)
 """Settings that were fixed before the sweep: the bars hold against them."""
@@ -48,9 +48,10 @@ class Match:
 
 
 @dataclass(slots=True)
-class Judgement(Findings):
+class Judgement:
     """What follows from the outcomes of a scenario."""
 
+    figures: list[Figure] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
 
 
@@ -92,9 +93,8 @@ class _Load:
             Figure(f"{name}: in time", 100 * ours.served, " %", self.in_time),
             Figure(f"{name}: replica-hours, of {self.ray}'s", hours, "", self.ray_hours, at_most=True),
             Figure(f"{name}: replica-hours, of Ray's best", ours.replica_hours / best.replica_hours),
-            Figure(f"{name}: Ray's best in time", 100 * best.served, " %"),
         ]
-        return Judgement([comparison.table(name)], figures + self.more(comparison), [comparison])
+        return Judgement([*comparison.figures(), *figures, *self.more(comparison)], [comparison])
 
 
 def _beside_static(compared: Comparison) -> list[Figure]:
@@ -116,21 +116,19 @@ def _over_occupancy(compared: Comparison) -> list[Figure]:
 
 def _constant(outcomes: Sequence[Outcome]) -> Judgement:
     worst = max(one.reversals for one in outcomes)
-    return Judgement(figures=[most("constant: most reversals in 30 minutes", worst, 2)])
+    return Judgement([most("constant: most reversals in 30 minutes", worst, 2)])
 
 
 def _reaction(outcomes: Sequence[Outcome]) -> Judgement:
     p95 = float(np.quantile([one.reaction_s for one in outcomes], 0.95, method="higher"))
     title = "reaction from the first request that waits to a higher target"
-    return Judgement(figures=[most(f"{title}: p95 of {len(outcomes)} runs", p95, 3.0, " s")])
+    return Judgement([most(f"{title}: p95 of {len(outcomes)} runs", p95, 3.0, " s")])
 
 
 def _thousand(outcomes: Sequence[Outcome]) -> Judgement:
     milliseconds = 1e3 * decision_seconds(given.FLEET)
     simulation = most("thousand: processor seconds of the simulation", outcomes[0].cpu_s, 60.0, " s")
-    return Judgement(
-        figures=[simulation, most("thousand: milliseconds of a decision", milliseconds, 5.0, " ms")]
-    )
+    return Judgement([simulation, most("thousand: milliseconds of a decision", milliseconds, 5.0, " ms")])
 
 
 def decision_seconds(replicas: int, repeats: int = 200) -> float:

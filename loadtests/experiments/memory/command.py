@@ -10,28 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from loadtests.experiments.memory.contiguous_runs import run_saturation
-from loadtests.experiments.memory.recovery_runs import run_recovery
-from loadtests.experiments.memory.sharing_runs import run_beam, run_parallel, run_prefix
-from loadtests.report import Figure, Findings, finish, parse
+from loadtests.experiments.memory.parts import beam, parallel, prefix, recovery, saturation
+from loadtests.report import Figure, finish, parse, print_figures
 
-PARTS: dict[str, Callable[[], Findings]] = {
-    "saturation": run_saturation,
-    "parallel": run_parallel,
-    "beam": run_beam,
-    "prefix": run_prefix,
-    "recovery": run_recovery,
+PARTS: dict[str, Callable[[], list[Figure]]] = {
+    part.__name__: part for part in (saturation, parallel, beam, prefix, recovery)
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the chosen parts, print a table of each as it ends, hold the figures to their bars."""
+    """Run the chosen parts, print the figures of each as it ends, hold the figures to their bars."""
     arguments = parse("memory", __doc__, {"--only": (PARTS, "parts")}, argv)
     figures: list[Figure] = []
     for name in arguments.only:
         began = time.monotonic()
-        findings = PARTS[name]()
-        figures += findings.figures
-        findings.show()
+        found = PARTS[name]()
+        print_figures(name, found)
+        figures += found
         print(f"{time.monotonic() - began:.0f} s", flush=True)
     finish("loadtests.memory", figures, arguments)

@@ -79,13 +79,8 @@ CPU_LIKE = StepCost(
 )
 """A model of 135 million parameters on two cores: 46 KB of KV a token, copied at 5 GB/s."""
 
-PUBLISHED_SPLIT = {
-    "Orca Max": (20.4, 13.3, 57.3, 8.9),
-    "Orca Pow2": (26.8, 17.9, 13.6, 41.6),
-    "Orca Oracle": (38.2, 25.2, 0.0, 36.6),
-    "paged": (96.3, 0.0, 0.0, 3.7),
-}
-"""Percent of memory: tokens, reserved for later, internal fragmentation, external and other (figure 2)."""
+PUBLISHED_TOKENS = {"Orca Max": 20.4, "Orca Pow2": 26.8, "Orca Oracle": 38.2}
+"""Percent of memory that holds tokens (figure 2)."""
 
 PUBLISHED_BATCH = {
     SHAREGPT.name: {"Orca Max": 7.00, "Orca Pow2": 9.81, "Orca Oracle": 13.62, "paged": 30.42},
@@ -94,12 +89,12 @@ PUBLISHED_BATCH = {
 """Average number of batched requests at ``published_rate`` (figure 13)."""
 
 PUBLISHED_SAVING = {
-    ("parallel", ALPACA.name): (6.09, 8.53, 9.79),
-    ("beam", ALPACA.name): (37.56, 53.13, 55.16),
-    ("parallel", SHAREGPT.name): (16.2, 30.5),
-    ("beam", SHAREGPT.name): (44.3, 66.3),
+    ("parallel", ALPACA.name): {2: "6.09", 4: "8.53", 6: "9.79"},
+    ("beam", ALPACA.name): {2: "37.56", 4: "53.13", 6: "55.16"},
+    ("parallel", SHAREGPT.name): dict.fromkeys(WIDTHS, "16.2 to 30.5"),
+    ("beam", SHAREGPT.name): dict.fromkeys(WIDTHS, "44.3 to 66.3"),
 }
-"""Percent of blocks saved with 2, 4 and 6 sequences (figure 15); where there are two, the range published."""
+"""Percent of blocks saved with 2, 4 and 6 sequences (figure 15), or the range published."""
 
 PUBLISHED_PREFIX_GAIN = {80: 1.67, 341: 3.58}
 """Throughput over Orca (Oracle) with that shared prefix (figure 16)."""

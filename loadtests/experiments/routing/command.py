@@ -20,7 +20,7 @@ from loadtests.report import Figure, finish, parse
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the chosen scenarios, print a table of each as it is complete, hold the figures to their bars."""
+    """Run the chosen scenarios, print the figures of each as it is complete, hold the figures to their bars."""
     given = sys.argv[1:] if argv is None else argv
     if "--live" in given:  # it has options of its own
         rest = [word for word in given if word != "--live"]
@@ -37,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures: list[Figure] = []
     for name in arguments.only:
         scenario = SCENARIOS[name](arguments.seeds)
-        findings = scenario.judge(in_processes(simulate, scenario.runs, arguments.workers))
-        findings.show()
-        named = [replace(figure, name=f"{name}: {figure.name}") for figure in findings.figures]
-        print(*(figure.line() for figure in named), sep="\n", flush=True)
+        found = scenario.judge(in_processes(simulate, scenario.runs, arguments.workers))
+        named = [replace(figure, name=f"{name}: {figure.name}") for figure in found]
+        print(
+            f"\n{scenario.title}; {scenario.note}", *(figure.line() for figure in named), sep="\n", flush=True
+        )
         figures += named
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.routing", figures, arguments, seeds=arguments.seeds)

@@ -11,7 +11,7 @@ from loadtests.experiments.routing.arms import Arm
 from loadtests.experiments.routing.constants import Load, Shape
 from loadtests.experiments.routing.runs import Run, Summary, ttft
 from loadtests.experiments.routing.workloads import Conversations, burst, shared, unshared
-from loadtests.report import Figure, Findings, Table, most
+from loadtests.report import Figure, most
 from loadtests.stats import mean
 
 Runs = tuple[str, Arm]
@@ -38,41 +38,32 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A part of the experiment; ``note`` stands below its table."""
+    """A part of the experiment; ``note`` says under which load."""
 
     title: str
     runs: list[Run]
     measures: Sequence[Measure]
     note: str = ""
 
-    def judge(self, summaries: Sequence[Summary]) -> Findings:
-        """What the runs have shown; ``summaries`` in their order."""
+    def judge(self, summaries: Sequence[Summary]) -> list[Figure]:
+        """What the runs have shown, the seeds of each together; ``summaries`` in their order."""
         results: dict[Runs, list[Summary]] = {}
         lost = 0
         for run, summary in zip(self.runs, summaries, strict=True):
             results.setdefault((run.name, run.arm), []).append(summary)
             lost += 0 if run.saturated else summary.unfinished
-        figures = [measure.figure(results) for measure in self.measures]
-        figures.append(most("requests without an end", lost))
-        return Findings([self._table(results)], figures)
-
-    def _table(self, results: dict[Runs, list[Summary]]) -> Table:
-        """All runs, the seeds of each together, with half the spread of their throughput."""
-        rows = []
-        for (name, arm), summaries in results.items():
-            made = [summary.throughput for summary in summaries]
-            figures = (
-                f"{mean(made):,.0f}{'' if all(one.filled for one in summaries) else ' or more'}",
-                f"{(max(made) - min(made)) / 2:,.0f}" if len(made) > 1 else "",
-                f"{100 * HITS(summaries):.1f}",
-                f"{1e3 * ITL(summaries):.1f}",
-                f"{ttft(summaries, 0.5):.3f}",
-                f"{ttft(summaries, 0.99):.3f}",
-                f"{_mean('balance', summaries):.2f}",
-            )
-            rows.append((f"{name}: {arm.value}", *figures))
-        columns = ("tokens/s", "±", "hit %", "ITL ms", "TTFT p50 s", "p99 s", "busiest/mean")
-        return Table(self.title, ("runs", *columns), tuple(rows), self.note)
+        figures = []
+        for (name, arm), found in results.items():
+            made, what = [summary.throughput for summary in found], f"{name}: {arm.value}"
+            more = "" if all(one.filled for one in found) else " or more"
+            figures += [
+                Figure(f"{what}: output{more}", mean(made), f" ± {(max(made) - min(made)) / 2:.0f} tokens/s"),
+                Figure(f"{what}: hits", 100 * HITS(found), " %"),
+                Figure(f"{what}: ITL", 1e3 * ITL(found), " ms"),
+                *(Figure(f"{what}: TTFT, {share:.0%}", ttft(found, share), " s") for share in (0.5, 0.99)),
+            ]
+        figures += [measure.figure(results) for measure in self.measures]
+        return [*figures, most("requests without an end", lost)]
 
 
 def _mean(name: str, summaries: Sequence[Summary]) -> float:

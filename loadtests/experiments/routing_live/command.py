@@ -27,7 +27,7 @@ from loadtests.client import MODEL, Client, Outcome
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.experiments.fleet import started
 from loadtests.experiments.routing_live.traffic import ANSWER, Ask, Traffic
-from loadtests.report import Figure, finish, most, parse, print_table
+from loadtests.report import Figure, finish, most, parse, print_figures
 from loadtests.stats import mean, quantile, ratio
 
 REPLICAS = 2
@@ -122,15 +122,12 @@ def cached_share(runs: Sequence[Run], systems: Sequence[int] = ()) -> float:
     return sum(cached) / prompt if prompt else 0.0
 
 
-def row(arm: str, runs: Sequence[Run]) -> list[str]:
-    """A line of the table."""
+def shown(arm: str, runs: Sequence[Run]) -> list[Figure]:
+    """Figures without bars."""
     return [
-        arm,
-        f"{throughput(runs):.1f}",
-        " ".join(f"{run.throughput:.0f}" for run in runs),
-        f"{cached_share(runs):.1%}",
-        *(f"{quantile(ttfts(runs), share):.2f}" for share in (0.5, 0.99)),
-        f"{failed(runs)} of {sum(len(run.replies) for run in runs)}",
+        Figure(f"{arm}: output", throughput(runs), " tokens/s"),
+        Figure(f"{arm}: cached share of prompt tokens", cached_share(runs)),
+        *(Figure(f"{arm}: TTFT, {share:.0%}", quantile(ttfts(runs), share), " s") for share in (0.5, 0.99)),
     ]
 
 
@@ -259,12 +256,9 @@ def main(argv: Sequence[str]) -> None:
         for seed in range(1, arguments.seeds + 1):
             for arm, found in runs.items():
                 found.append(stage.run(arm, seed, LOAD * capacity, arguments.requests))
-                bar.write(f"seed {seed}: {'  '.join(row(arm, found[-1:]))}")
-    header = ("routing", "tokens/s", "each seed", "cached", "TTFT p50 s", "p99 s", "failed")
-    print_table(header, [row(arm, found) for arm, found in runs.items()])
-    figures = [
-        Figure("capacity when all is cached", capacity, " requests/s"),
-        *figures_of(runs, traffic.systems),
-    ]
-    print(f"load: {LOAD:.0%} of {figures[0].line()}")
+    figures = [Figure(f"capacity when all is cached, of which the load is {LOAD:.0%}", capacity, " requests/s")]
+    for arm, found in runs.items():
+        figures += shown(arm, found)
+    figures += figures_of(runs, traffic.systems)
+    print_figures("routing", figures)
     finish("loadtests.routing --live", figures, arguments)
