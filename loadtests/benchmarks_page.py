@@ -6,11 +6,12 @@ hand. A command without a file keeps the section that it has.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+from loadtests.report import parse
 
 MARKER = "<!-- Written by python -m loadtests.benchmarks_page -->"
 
@@ -57,10 +58,9 @@ def write(reports: Path, page: Path) -> int:
 
 def main() -> None:
     """Update the page."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.benchmarks_page", description=__doc__)
-    parser.add_argument("--reports", type=Path, default=Path("loadtests/reports"), help="folder of JSON files")
-    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    arguments = parser.parse_args()
+    folder = (Path("loadtests/reports"), "folder of JSON files")
+    options = {"--reports": folder, "--page": (Path("docs/benchmarks.md"), "to be updated")}
+    arguments = parse("benchmarks_page", __doc__, options)
     print(f"wrote {write(arguments.reports, arguments.page)} sections to {arguments.page}")
 
 

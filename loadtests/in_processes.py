@@ -20,7 +20,7 @@ def in_processes(call: Callable[[Run], Result], runs: Sequence[Run], workers: in
     ``call`` and the runs must be picklable: they go to fresh processes, unless there is one worker only.
     """
     watched = partial(tqdm, total=len(runs), unit="run", disable=None)
-    if min(workers, len(runs)) == 1:
+    if min(workers, len(runs)) <= 1:
         return list(watched(map(call, runs)))
     with get_context("spawn").Pool(min(workers, len(runs))) as pool:
         return list(watched(pool.imap(call, runs, chunksize=1)))

@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
+        if end_to_end(item) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))  # processes start slowly on a busy machine
     yield
     items.sort(key=turn)  # stable: the order is otherwise as shuffled
 

@@ -12,7 +12,6 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 from tqdm import tqdm
@@ -53,37 +52,25 @@ Setup = Callable[[], Callable[[], object]]
 """Makes the next call; only the call is timed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """A kind of call. ``bars`` are of ``p50`` and ``p99`` in us, or the least of ``records_per_s``."""
-
-    name: str
-    setup: Setup
-    rounds: int
-    warmup: int = 0
-    bars: dict[str, float] = field(default_factory=dict)
-    records: int = 0  # that one call takes in
-
-    def run(self) -> list[Figure]:
-        """All that is measured, with the bars."""
-        times = []
-        gc.collect()
-        gc.disable()
-        for _ in range(self.warmup + self.rounds):
-            call = self.setup()
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-        gc.enable()
-        del times[: self.warmup]
-        figures = [
-            Figure(f"{self.name} {name}", quantile(times, share) * 1e6, " µs", self.bars.get(name), True)
-            for name, share in (("p50", 0.5), ("p99", 0.99))
-        ]
-        if self.records:
-            rate = self.records * len(times) / sum(times)
-            figures.append(Figure(f"{self.name} records_per_s", rate, "/s", self.bars.get("records_per_s")))
-        return figures
+def timed(name: str, setup: Setup, rounds: int, warmup: int, records: int = 0, **bars: float) -> list[Figure]:
+    """The time of a call that takes in so many records; bars of ``p50`` and ``p99`` in us, or of ``per_s``."""
+    times = []
+    gc.collect()
+    gc.disable()
+    for _ in range(warmup + rounds):
+        call = setup()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    gc.enable()
+    del times[:warmup]
+    figures = [
+        Figure(f"{name} {quoted}", quantile(times, share) * 1e6, " µs", bars.get(quoted), True)
+        for quoted, share in (("p50", 0.5), ("p99", 0.99))
+    ]
+    if records:
+        figures.append(Figure(f"{name} records", records * len(times) / sum(times), "/s", bars.get("per_s")))
+    return figures
 
 
 class Fleet:
@@ -188,25 +175,22 @@ class Desk:
         return self.attempt
 
 
-def benchmarks() -> Iterator[Benchmark]:
-    """All of them, those of a size together: they share a fleet, made when the first is asked for."""
-    for size in (SMALL, LARGE):
+def measure() -> Iterator[list[Figure]]:
+    """All calls, those of a size together: they share a fleet."""
+    for size, p50, p99 in ((SMALL, 40.0, 150.0), (LARGE, 150.0, 400.0)):
         fleet = Fleet(*size)
-        small, title = size == SMALL, fleet.title
-        desk = Desk(fleet)
-        bars = {"p50": 40.0, "p99": 150.0} if small else {"p50": 150.0, "p99": 400.0}
-        yield Benchmark(f"decision{title}", desk.decision, ROUNDS, 200, bars)
-        if small:
-            hashed = Desk(fleet)
-            yield Benchmark(f"hash_and_decide{title}", hashed.hash_and_decide, 1000, 50, {"p99": 1000.0})
-            yield Benchmark(f"apply{title}", fleet.apply, 1000, 20, {"records_per_s": 2e6}, records=512)
+        title, desk = fleet.title, Desk(fleet)
+        yield timed(f"decision{title}", desk.decision, ROUNDS, 200, p50=p50, p99=p99)
+        if size == SMALL:
+            yield timed(f"hash_and_decide{title}", Desk(fleet).hash_and_decide, 1000, 50, p99=1000.0)
+            yield timed(f"apply{title}", fleet.apply, 1000, 20, 512, per_s=2e6)
         if desk.ledger.faults or fleet.index.counters.gaps or fleet.index.counters.unknown:
             raise RuntimeError(f"the ledger or the index of {title} has counted faults")
 
 
 def main() -> None:
-    """Run the benchmarks, print a table, hold the figures to their bars."""
+    """Time all calls, print a table, hold the figures to their bars."""
     arguments = parse("routing_speed", __doc__)
-    figures = [figure for one in tqdm(benchmarks(), unit="benchmark") for figure in one.run()]
-    print_figures("benchmark", figures)
+    figures = [figure for found in tqdm(measure(), unit="call") for figure in found]
+    print_figures("call", figures)
     finish("loadtests.routing_speed", figures, arguments)

@@ -188,15 +188,13 @@ def outcome(chunk: ScheduledChunk) -> int | Candidates:
 
 
 def measure_steps(steps: int) -> list[Figure]:
-    """Every load on each pool, then the largest pool's steps over the smallest one's."""
+    """Every load on the smallest pool, then the largest pool's steps over its own."""
     figures: list[Figure] = []
     benches = [Bench(blocks) for blocks in POOLS]
-    for bench, blocks, bar in zip(benches, POOLS, (STEP_BAR_US, None), strict=True):
-        for load in tqdm(LOADS, unit="load"):
-            step = microseconds(bench.measure(load, steps))
-            name = f"{load}, {RUNNING} running, {blocks:,} blocks"
-            figures.append(Figure(name, step, " us a step", bar, at_most=True))
-    for load in LOADS:
+    for load in tqdm(LOADS, unit="load"):
+        step = microseconds(benches[0].measure(load, steps))
+        name = f"{load}, {RUNNING} running, {POOLS[0]:,} blocks"
+        figures.append(most(name, step, STEP_BAR_US, " us a step"))
         name = f"{load}: a step with {POOLS[-1]:,} blocks over one with {POOLS[0]:,}, by turns"
         figures.append(most(name, growth(benches, load, steps), FLAT_BAR, "x"))
     return figures

@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 }
 BUSY, TOKENS = 20, 80  # together more blocks than 75 % of one pool
 FEW = 2
-STARTED_S = 120.0
+STARTED_S = 240.0
 REPORTS = 8  # of each replica, one for each decision; the window of the toys has two
 
 
@@ -150,7 +150,7 @@ def test_a_controller_that_dies_stops_no_replica(busy: Clients, scaled: Breakabl
         except (ray.exceptions.RayError, KeyError):
             return False
 
-    wait_for(back, 60.0, "the controller has not come back with its replicas")
+    wait_for(back, SOON_S, "the controller has not come back with its replicas")
     # Longer than the window after which it would stop one that is not needed.
     assert stays(lambda: scaled.engine_pids() == before, 2.0 * DOWN_AFTER_S)
     assert running() == 2
@@ -161,7 +161,9 @@ def test_down_after_it_without_a_cut_stream(scaled: BreakableCluster) -> None:
         wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
         scaled.wait_routable(2)
     with Clients(scaled, prompts(FEW, seed=5), 2 * TOKENS) as few:
-        wait_for(lambda: all(len(few.outcomes[text]) for text in prompts(FEW, seed=5)), 60.0, "no stream ends")
+        wait_for(
+            lambda: all(len(few.outcomes[text]) for text in prompts(FEW, seed=5)), SOON_S, "no stream ends"
+        )
         wait_for(lambda: len(scaled.engine_pids()) == 1, STARTED_S, "the second replica stays")
         scaled.wait_routable(1)
         assert stays(lambda: running() == 1, 2.0), "the last one went although it has work"
@@ -200,7 +202,7 @@ def test_reports_that_break_or_fail_to_come_move_nothing(
     try:
         serve.run(broken(str(path), **options), name="broken", route_prefix=None)
         serve.run(toy(str(path), **options), name="toy", route_prefix=None)
-        wait_for(lambda: running("toy", "toy") == FIRST, 60.0, "the toys have not started")
+        wait_for(lambda: running("toy", "toy") == FIRST, SOON_S, "the toys have not started")
         # Without the guards one replica would be enough after three reports of each.
         assert stays_for_reports(path), "no number is no demand"
         silent = serve.get_deployment_handle("toy", "toy").broadcast("name").results(timeout_s=30)[:1]
@@ -210,7 +212,7 @@ def test_reports_that_break_or_fail_to_come_move_nothing(
         assert answers.answer.remote().result(timeout_s=30) == 42
         assert running("broken", "broken") == 1
         order()
-        wait_for(lambda: running("toy", "toy") < FIRST, 60.0, "healthy reports move nothing, either")
+        wait_for(lambda: running("toy", "toy") < FIRST, SOON_S, "healthy reports move nothing, either")
     finally:
         for name in ("other", "toy", "broken"):
             serve.delete(name)

@@ -114,7 +114,7 @@ def test_engine_killed_amid_streams(cluster: BreakableCluster, undisturbed: list
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
     check_same(outcomes, undisturbed)
-    cluster.wait_routable(2, timeout_s=60)
+    cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
@@ -122,8 +122,8 @@ def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undistur
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.break_engine(victim["replica"])))
     check_same(outcomes, undisturbed)
-    wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica without an engine")
-    cluster.wait_routable(2, timeout_s=60)
+    wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica without an engine")
+    cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
@@ -132,8 +132,8 @@ def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undi
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.stick_engine(victim["replica"])))
     check_same(outcomes, undisturbed)
     assert max(gap for outcome in outcomes for gap in outcome.gaps) < MOVED_S
-    wait_for(lambda: gone(victim["pid"]), 60.0, "Serve still keeps the replica whose engine is stuck")
-    cluster.wait_routable(2, timeout_s=60)
+    wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica whose engine is stuck")
+    cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
@@ -144,7 +144,7 @@ def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: 
     finally:
         cluster.kill(victim["pid"], signal.SIGCONT)
     check_same(outcomes, undisturbed)
-    cluster.wait_routable(2, timeout_s=60)
+    cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "the engine still computes for nobody")
 
 
@@ -186,7 +186,7 @@ def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
     asyncio.run(kill())
     wait_for(cluster.idle, SOON_S, "a dead ingress still holds blocks")
     wait_for(lambda: not cluster.channels() & before, SOON_S, "a dead ingress still holds channels")
-    cluster.wait_routable(2, timeout_s=60)
+    cluster.wait_routable(2, timeout_s=SOON_S)
     assert asyncio.run(complete_at(cluster, "Hello", 4)).done
 
 

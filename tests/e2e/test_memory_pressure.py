@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from local_cluster import BreakableCluster
 
-from loadtests.experiments.pressure import Pressed, blocks_needed, press, redeploy
+from loadtests.experiments.recovery import Pressed, blocks_needed, press, redeploy
 from loadtests.workloads import prompts
 
 STREAMS, TOKENS = 16, 48

@@ -12,7 +12,7 @@ from local_cluster import SOON_S, BreakableCluster
 
 from loadtests.client import MODEL
 from loadtests.cluster import wait_for
-from loadtests.experiments.pressure import redeploy
+from loadtests.experiments.recovery import redeploy
 from loadtests.workloads import prompts
 
 CLIENTS, TOKENS = 40, 32
@@ -69,7 +69,7 @@ async def flood(url: str) -> list[Answer]:
                     await asyncio.sleep(0.2)
 
         # Newcomers while the first ones still wait: all at once would be a burst, which is taken.
-        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(SOON_S), asyncio.TaskGroup() as group:
             for prompt in prompts(CLIENTS, seed=9):
                 group.create_task(keep_asking(prompt))
                 await asyncio.sleep(0.1)
@@ -104,4 +104,4 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
         waits = re.findall(r"^ray_quire_expected_wait_seconds\{.*\} (\S+)$", text, re.MULTILINE)
         return sum(map(float, totals)) == len(refused) and sum(map(float, waits)) == 0.0
 
-    wait_for(published, 60.0, "the metrics do not say so")
+    wait_for(published, SOON_S, "the metrics do not say so")

@@ -150,7 +150,7 @@ def test_every_part_names_policies_that_there_are_and_can_go_to_another_process(
     parts = scenarios(Path("somewhere.csv"), 3)
     for part in parts.values():
         assert all(match.policy in POLICIES for match in part.matches)
-        pickle.dumps(part.matches[0])
+        pickle.dumps(part.matches[:1])
     assert all(match.load.args == (Path("somewhere.csv"), 3) for match in parts["recorded"].matches)
 
 
@@ -169,7 +169,7 @@ def comparison(load: str, ours: tuple[float, float], **ray: tuple[float, float])
     figures = {OURS: ours} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
     figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False))
     return Comparison(
-        load, {name: Outcome(name, *both, 3.0, 1, 4, 0.0, 0.0, 0.1, 0.0) for name, both in figures.items()}
+        load, {name: Outcome(name, *both, 3.0, 1, 4, 0.0, 0.0, 0.1) for name, both in figures.items()}
     )
 
 

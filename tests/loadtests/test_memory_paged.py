@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.scheduling.recovery import RecoveryMode
-from loadtests.experiments.memory import command as memory
 from loadtests.experiments.memory import constants as given
+from loadtests.experiments.memory import parts as memory
 from loadtests.experiments.memory.constants import ALPACA, GPU_LIKE, SHAREGPT, RecoveryLoad, Truth
 from loadtests.experiments.memory.jobs import Job, make_jobs, own_tokens
 from loadtests.experiments.memory.measure import Meter, Result

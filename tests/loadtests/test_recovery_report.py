@@ -11,8 +11,7 @@ from engine.request import FinishReason
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
 from engine.scheduling.scheduler_stats import SchedulerStats
 from loadtests.client import Outcome
-from loadtests.experiments.pressure import Pressed, blocks_needed, figures_of
-from loadtests.experiments.recovery import Run, bars, requests_of
+from loadtests.experiments.recovery import Pressed, Run, bars, blocks_needed, pressed_figures, requests_of
 from loadtests.report import Figure
 
 
@@ -90,11 +89,14 @@ def test_streams_must_be_whole_and_the_same_and_somebody_must_have_been_preempte
     streams = [stream("abc"), stream("xyz")]
     good = Pressed(streams, 3, {"swap": 3, "recompute": 0})
     said = ["abc", "xyz"]
-    assert all(figure.holds for figure in figures_of("small", good, said))
-    assert verdicts(figures_of("small", good, ["abc", "xyw"])) == [False, True]
-    assert verdicts(figures_of("small", replace(good, preemptions=0), said)) == [True, False]
+    assert all(figure.holds for figure in pressed_figures("small", good, said))
+    assert verdicts(pressed_figures("small", good, ["abc", "xyw"])) == [False, True]
+    assert verdicts(pressed_figures("small", replace(good, preemptions=0), said)) == [True, False]
     for wrong in (Outcome(503), Outcome(), replace(streams[1], done=False)):
-        assert verdicts(figures_of("small", replace(good, outcomes=[streams[0], wrong]), said)) == [False, True]
+        assert verdicts(pressed_figures("small", replace(good, outcomes=[streams[0], wrong]), said)) == [
+            False,
+            True,
+        ]
 
 
 def test_blocks_are_counted_whole() -> None:

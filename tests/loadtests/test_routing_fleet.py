@@ -57,8 +57,8 @@ def test_every_request_ends_once(arm: Arm) -> None:
     fleet = Fleet(arm, workload, CALM.replica, replicas=3, ingresses=2, seed=1)
     outcome = fleet.run()
     assert outcome.unfinished == 0
-    assert sorted(record.number for record in outcome.records) == [job.number for job in workload.jobs]
-    assert all(record.arrival < record.first <= record.last for record in outcome.records)
+    assert sorted(record.job.number for record in outcome.records) == [job.number for job in workload.jobs]
+    assert all(record.job.arrival < record.first <= record.last for record in outcome.records)
     assert sum(replica.scheduler.stats().generated_tokens for replica in fleet.replicas) == sum(
         job.output for job in workload.jobs
     )

@@ -12,20 +12,23 @@ from app.api.openai_types import ChatMessage
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.config import ROUTERS
 from loadtests.client import Outcome
-from loadtests.experiments.routing_live.command import (
+from loadtests.experiments.routing_live import (
+    ANSWER,
     BLOCK_SIZE,
     COMPARED,
+    GROUPS,
     HELD,
     MAX_NUM_SEQS,
     OURS,
+    Ask,
     Reply,
     Run,
+    Traffic,
     cached_share,
     failed,
     figures_of,
     pool_blocks,
 )
-from loadtests.experiments.routing_live.traffic import ANSWER, GROUPS, Ask, Traffic
 
 SYSTEMS = [400, 415]
 

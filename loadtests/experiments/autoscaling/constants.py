@@ -38,7 +38,7 @@ SERVICE = Service()
 STARTUP_S = 60.0
 MAX_REPLICAS = 40
 FLEET = 1_000
-"""Replicas of the largest run."""
+"""Replicas among which a decision is timed."""
 RATE_OF_ONE = 7.5
 """Chat requests per second for each replica that there will be, about."""
 TRACE_TIMES = 30

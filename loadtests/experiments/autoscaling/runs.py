@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -33,7 +32,6 @@ class Outcome:
     most_stopped: float  # largest share of the fleet that one decision stopped, where it was not one replica
     reaction_s: float  # from the first request of an overload that waits to a higher target; else infinite
     ttft_p99: float
-    cpu_s: float  # processor time of the simulation
 
 
 def simulate(
@@ -52,7 +50,6 @@ def simulate(
     Reports are sampled every ``every_s`` seconds, each then followed by a decision, which sees those that are
     ``delay_s`` old.
     """
-    began = time.process_time()
     fleet = Fleet(workload, most, first, startup_s)
     late: deque[tuple[float, dict[int, ReplicaStats]]] = deque()
     moves: list[int] = []
@@ -108,7 +105,6 @@ def simulate(
         most_stopped,
         _reaction(workload, wait - fleet.uncached / fleet.service.prefill_rate, ups),
         float(np.quantile(wait, 0.99, method="higher")) if len(wait) else 0.0,
-        time.process_time() - began,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError
-from loadtests.experiments.autoscaling.constants import FLEET, LONGEST_TRACE_S, MOST_REQUESTS
+from loadtests.experiments.autoscaling.constants import LONGEST_TRACE_S, MOST_REQUESTS
 from loadtests.experiments.autoscaling.traces import TraceError, read_records
 
 Floats = npt.NDArray[np.float64]
@@ -80,8 +80,6 @@ LONG_PROMPTS = partial(
 )
 # Short prompts and answers: sequence slots run out first.
 SHORT_CHAT = partial(poisson, "short chat", 60.0 * (0.5 + 0.9 * _ARCH), 1_800.0, (50.0, 0.5), (500.0, 0.5))
-# Long prompts and answers, for the largest fleet about half full.
-MANY = partial(poisson, "many replicas", 0.4 * FLEET, 3_600.0, (8_000.0, 0.5), (4_000.0, 0.5))
 
 _CALM_S, _RUSH_S = 60.0, 10.0
 

@@ -1,8 +1,13 @@
-"""The parts of the experiment: which systems meet in each, and what must come of it."""
+"""``python -m loadtests.memory``: how well KV memory is used, in simulated time.
+
+The real scheduler, block pool and prefix index, with a model that only takes time, against contiguous
+allocation: Orca with three ways to reserve, by the buddy allocator as published and by first fit. Every
+assumption is in ``loadtests/experiments/memory/constants.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TypeVar
@@ -19,7 +24,7 @@ from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.sharing import SharingMeter
 from loadtests.experiments.simulated_replica import SimulatedReplica, StepCost
-from loadtests.report import Figure, most
+from loadtests.report import Figure, finish, most, parse, print_figures
 
 Case = TypeVar("Case")
 
@@ -180,3 +185,19 @@ def run_mode(load: RecoveryLoad, told: StepCost, truth: Truth, mode: RecoveryMod
 def _watched(name: str, cases: Sequence[Case]) -> Iterable[Case]:
     """The cases, with a progress bar where somebody watches."""
     return tqdm(cases, desc=name, unit="case", disable=None)
+
+
+PARTS: dict[str, Callable[[], list[Figure]]] = {
+    part.__name__: part for part in (saturation, parallel, beam, prefix, recovery)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the chosen parts, print the figures of each as it ends, hold them to their bars."""
+    arguments = parse("memory", __doc__, {"--only": (PARTS, "parts")}, argv)
+    figures: list[Figure] = []
+    for name in arguments.only:
+        found = PARTS[name]()
+        print_figures(name, found)
+        figures += found
+    finish("loadtests.memory", figures, arguments)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     if "--live" in given:  # it has options of its own
         rest = [word for word in given if word != "--live"]
-        importlib.import_module("loadtests.experiments.routing_live.command").main(rest)
+        importlib.import_module("loadtests.experiments.routing_live").main(rest)
         return
     options = {
         "--only": (SCENARIOS, "scenarios"),
@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         scenario = SCENARIOS[name](arguments.seeds)
         found = scenario.judge(in_processes(simulate, scenario.runs, arguments.workers))
         named = [replace(figure, name=f"{name}: {figure.name}") for figure in found]
-        print(
-            f"\n{scenario.title}; {scenario.note}", *(figure.line() for figure in named), sep="\n", flush=True
-        )
+        print(f"\n{scenario.title}", *(figure.line() for figure in named), sep="\n", flush=True)
         figures += named
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.routing", figures, arguments, seeds=arguments.seeds)

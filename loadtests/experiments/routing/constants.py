@@ -67,7 +67,8 @@ Its working set, 1.8 million tokens, is 73 % of eight times 308 thousand, the KV
 """
 
 EQUAL = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000, zipf=0.0)
-"""As published: every system prompt is as popular as any other."""
+"""As published: every system prompt is as popular as any other, at 73 % 8,730 to 14,900 tokens/s with an exact
+index, 4,300 to 7,000 with none."""
 
 REPLICAS = 8
 RATIO = 0.73

@@ -48,22 +48,17 @@ class _Flight:
 class Record:
     """A request that has ended; times in seconds, lengths in tokens."""
 
-    number: int
-    kind: str
-    session: int
-    turn: int
+    job: Job
     replica: int
-    arrival: float
     first: float
     last: float
-    prompt: int
     cached: int
     output: int
 
     @property
     def ttft(self) -> float:
         """Seconds to the first token."""
-        return self.first - self.arrival
+        return self.first - self.job.arrival
 
     @property
     def itl(self) -> float:
@@ -217,9 +212,7 @@ class Fleet:
         job, channel = flight.job, self._channels[flight.channel]
         made = len(flight.generated)
         channel.send(now, partial(channel.router.end, flight.attempt, made))
-        of = (job.number, job.kind, job.session, job.turn, place)
-        times = (job.arrival, flight.first, now)
-        self.outcome.records.append(Record(*of, *times, len(job.prompt.tokens), cached, made))
+        self.outcome.records.append(Record(job, place, flight.first, now, cached, made))
         follower = self._workload.follow(job, now, flight.generated)
         if follower is not None:
             self._push(follower.arrival, _Order.ARRIVAL, partial(self._arrive, follower))

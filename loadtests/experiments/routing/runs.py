@@ -109,12 +109,13 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
         before, after = max(windows, key=lambda window: window[1].generated - window[0].generated)
     start, until = before.at, after.at
     records = outcome.records
-    counted = [one for one in records if start <= (one.last if run.saturated else one.arrival) < until]
+    counted = [one for one in records if start <= (one.last if run.saturated else one.job.arrival) < until]
     first: dict[str, array[float]] = {}
     work: dict[int, int] = {}
     for record in counted:
-        first.setdefault(record.kind, array("d")).append(record.ttft)
-        work[record.replica] = work.get(record.replica, 0) + record.prompt + record.output
+        first.setdefault(record.job.kind, array("d")).append(record.ttft)
+        tokens = len(record.job.prompt.tokens) + record.output
+        work[record.replica] = work.get(record.replica, 0) + tokens
     queried = after.queried - before.queried
     kept, kept_tokens = _kept(counted, records)
     return Summary(
@@ -133,10 +134,10 @@ def _summary(run: Run, outcome: Outcome) -> Summary:
 
 
 def _kept(counted: Sequence[Record], records: Sequence[Record]) -> tuple[float, float]:
-    at = {(record.session, record.turn): record.replica for record in records}
-    later = [record for record in counted if record.turn > 0]
+    at = {(record.job.session, record.job.turn): record.replica for record in records}
+    later = [record for record in counted if record.job.turn > 0]
     if not later:
         return 1.0, 1.0
-    same = sum(at[record.session, record.turn - 1] == record.replica for record in later)
+    same = sum(at[record.job.session, record.job.turn - 1] == record.replica for record in later)
     cached = sum(record.cached for record in later)
-    return same / len(later), cached / sum(record.prompt for record in later)
+    return same / len(later), cached / sum(len(record.job.prompt.tokens) for record in later)

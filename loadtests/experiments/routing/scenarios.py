@@ -38,12 +38,11 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A part of the experiment; ``note`` says under which load."""
+    """A part of the experiment."""
 
     title: str
     runs: list[Run]
     measures: Sequence[Measure]
-    note: str = ""
 
     def judge(self, summaries: Sequence[Summary]) -> list[Figure]:
         """What the runs have shown, the seeds of each together; ``summaries`` in their order."""
@@ -100,17 +99,6 @@ def _ramp(name: str, shape: Shape, ratio: float, ingresses: int = 1) -> Run:
     return Run(name, SAME, shape, load, saturated=True, ingresses=ingresses)
 
 
-def _note(run: Run) -> str:
-    """The load of a scenario."""
-    load = run.load
-    if not run.saturated:
-        return f"{load.replicas} replicas, {load.rate:g} requests/s"
-    return (
-        f"{load.replicas} replicas; the rate rises from {given.RAMP_FROM:g} to {given.RAMP_TO:g} times "
-        f"{load.rate:.1f} requests/s, at which reading KV alone takes all the time"
-    )
-
-
 def _shared(seeds: int) -> Scenario:
     ramp = _ramp(SATURATED, given.SHARED, given.RATIO)
     calm = given.SERVED_SHARE * ramp.load.rate
@@ -128,7 +116,7 @@ def _shared(seeds: int) -> Scenario:
         Measure("ITL at a served rate, of round robin's", ITL, calm_ours, calm_turns, 1.05, at_most=True),
     )
     title = "System prompts of Zipf's popularity, working set 73 % of the fleet's KV memory"
-    return Scenario(title, runs, measures, f"{_note(ramp)}; round robin serves {calm:.1f} requests/s")
+    return Scenario(title, runs, measures)
 
 
 def _equal(seeds: int) -> Scenario:
@@ -143,8 +131,7 @@ def _equal(seeds: int) -> Scenario:
         Measure("under pressure, throughput of the oracle's", THROUGHPUT, here, best, _share(seeds)),
     )
     title = "The same, all system prompts equally popular as in the published measurements"
-    published = "published at 73 %: 8,730 to 14,900 tokens/s with an exact index, 4,300 to 7,000 with none"
-    return Scenario(title, runs, measures, f"{_note(ramp)}; {published}")
+    return Scenario(title, runs, measures)
 
 
 def _pressure(seeds: int) -> Scenario:
@@ -158,7 +145,7 @@ def _pressure(seeds: int) -> Scenario:
         Measure("throughput over the tree", THROUGHPUT, ours, tree, unit="x"),
         Measure("hit rate with 4 ingresses, of that with one", HITS, ours, alone, 0.977),
     )
-    return Scenario("Working set 1.3 times the fleet's KV memory", runs, measures, _note(one))
+    return Scenario("Working set 1.3 times the fleet's KV memory", runs, measures)
 
 
 def _hot(seeds: int) -> Scenario:
@@ -169,7 +156,7 @@ def _hot(seeds: int) -> Scenario:
         Measure("TTFT p99, of least tokens'", _p99, ours, least, 1.03, at_most=True),
         Measure("TTFT p99, of round robin's", _p99, ours, turns, 1.03, at_most=True),
     )
-    return Scenario("One system prompt for all", _seeds(seeds, run, arms), measures, _note(run))
+    return Scenario("One system prompt for all", _seeds(seeds, run, arms), measures)
 
 
 def _unique(seeds: int) -> Scenario:
@@ -183,7 +170,7 @@ def _unique(seeds: int) -> Scenario:
         Measure("TTFT p99, of least tokens'", _p99, ours, least, 1.02, at_most=True),
     )
     runs = _seeds(seeds, run, arms) + _seeds(seeds, ramp, arms)
-    return Scenario("No two prompts begin alike", runs, measures, _note(run))
+    return Scenario("No two prompts begin alike", runs, measures)
 
 
 def _cold(seeds: int) -> Scenario:
@@ -193,7 +180,7 @@ def _cold(seeds: int) -> Scenario:
     p99 = partial(_p99, kind="short")
     measures = (Measure("short prompts' TTFT p99, of counting requests", p99, ours, count, 0.5, at_most=True),)
     title = "One prompt in twenty is cold and has 16,000 to 32,000 tokens"
-    return Scenario(title, _seeds(seeds, run, arms), measures, _note(run))
+    return Scenario(title, _seeds(seeds, run, arms), measures)
 
 
 def _burst(seeds: int) -> Scenario:
@@ -218,8 +205,7 @@ def _chat(seeds: int) -> Scenario:
         Measure("follow-ups to the same replica", partial(_mean, "kept"), ours, None, 0.98),
         Measure("share of their tokens cached", partial(_mean, "kept_tokens"), ours, None, 0.94),
     )
-    note = f"{run.load.replicas} replicas, {run.load.rate:g} conversations/s"
-    return Scenario("Conversations of eight turns", _seeds(seeds, run, (Arm.PREFIX,)), measures, note)
+    return Scenario("Conversations of eight turns", _seeds(seeds, run, (Arm.PREFIX,)), measures)
 
 
 def _scale(seeds: int) -> Scenario:
@@ -237,7 +223,7 @@ def _scale(seeds: int) -> Scenario:
     name = "least new replica's share after 20 s, of a fair one"
     measures = (Measure(name, least, (SERVED, Arm.PREFIX), None, 0.8),)
     title = "Two replicas join two others under load"
-    return Scenario(title, _seeds(seeds, run, (Arm.PREFIX,)), measures, _note(run))
+    return Scenario(title, _seeds(seeds, run, (Arm.PREFIX,)), measures)
 
 
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {

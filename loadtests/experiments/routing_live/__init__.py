@@ -1,1 +1,0 @@
-"""Routing on real Ray Serve: ``python -m loadtests.routing --live``."""
