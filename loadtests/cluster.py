@@ -53,13 +53,11 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
         TimeoutError: it was not within ``timeout_s``; the message says ``what``.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
+    while not (value := condition()):
         if time.monotonic() >= deadline:
             raise TimeoutError(f"after {timeout_s:g} s: {what}")
         time.sleep(0.05)
+    return value
 
 
 def gone(pid: int) -> bool:

@@ -18,11 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKERS = (os.cpu_count() or 1, "runs at the same time")
+"""The option ``--workers``."""
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+Run = TypeVar("Run")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,23 +130,25 @@ def experiment(name: str) -> None:
     module.main()
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, the first to the left, the others to the right, and where they were measured."""
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
-    for n, row in enumerate([header, *rows]):
-        cells = [
-            str(c).ljust(w) if i == 0 else str(c).rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-        if n == 0:
-            print("  ".join("-" * w for w in widths))
-    print(f"[{where()}]")
+def in_processes(call: Callable[[Run], Result], runs: Sequence[Run], workers: int) -> list[Result]:
+    """What came of each run, in their order, with a progress bar where somebody watches.
+
+    ``call`` and the runs must be picklable: they go to fresh processes, unless there is one worker only.
+    """
+    watched = functools.partial(tqdm, total=len(runs), unit="run", disable=None)
+    if min(workers, len(runs)) <= 1:
+        return list(watched(map(call, runs)))
+    with get_context("spawn").Pool(min(workers, len(runs))) as pool:
+        return list(watched(pool.imap(call, runs, chunksize=1)))
 
 
 def print_figures(header: str, figures: Sequence[Figure]) -> None:
-    """All of them as a table."""
-    print_table([header, "figure"], [[figure.name, f"{figure.value:.3g}{figure.unit}"] for figure in figures])
+    """All of them as a table, and where they were measured."""
+    rows = [(header, "figure"), *((one.name, f"{one.value:.4g}{one.unit}") for one in figures)]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for name, value in (rows[0], ("-" * first, "-" * second), *rows[1:]):
+        print(f"{name:<{first}}  {value:>{second}}")
+    print(f"[{where()}]")
 
 
 def where() -> str:

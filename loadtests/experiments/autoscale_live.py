@@ -40,16 +40,12 @@ POOL_BLOCKS = 40  # of one replica; a second one is asked for beyond 30, and one
 DOWN_AFTER_S = 20.0
 ALONE_S = 32.0  # of the streams; longer than the policy looks back, or they and the clients are one trend
 TARGET_LIMIT_S, DOWN_LIMIT_S, END_LIMIT_S = 20.0, 140.0, 300.0
-REACTION_S = 3.0
-INTERVAL_S, ANSWER_LIMIT_S = 0.1, 3.0  # of looks
+REACTION_S, INTERVAL_S, ANSWER_LIMIT_S = 3.0, 0.1, 3.0  # the last two are of looks
 
 OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("engine_cpus", "threads", "engine_replicas", "min_replicas"), 1),
     "dtype": "bfloat16",
-    "engine_cpus": 1,
-    "threads": 1,
-    "engine_replicas": 1,
     "max_replicas": REPLICAS,
-    "min_replicas": 1,
     "block_size": BLOCK_SIZE,
     "num_blocks": POOL_BLOCKS,
     "token_budget": 128,

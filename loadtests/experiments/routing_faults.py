@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from loadtests.arrivals import closed_loop
 from loadtests.client import Outcome
-from loadtests.cluster import LocalCluster, seconds_until, wait_for
+from loadtests.cluster import seconds_until, wait_for
 from loadtests.experiments.fleet import (
     LIMIT_S,
     OPTIONS,
@@ -46,22 +46,9 @@ HANDED_OVER_S = HEARD_S = 10.0
 class RoutingFaults(Fleet):
     """All measurements, one after the other on one cluster."""
 
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        long_s: float = LONG_S,
-        share_s: float = SHARE_S,
-        share: float = SHARE,
-        after_s: float | None = None,
-        many: int = MANY,
-    ) -> None:
-        """``after_s`` is when a cordon moves what runs, if not by itself; ``many`` is the most engines."""
-        super().__init__(cluster)
-        self._long_s = long_s
-        self._share_s = share_s
-        self._share = share
-        self._after_s = after_s
-        self._many = many
+    long_s, share_s, share, many = LONG_S, SHARE_S, SHARE, MANY
+    after_s: float | None = None
+    """When a cordon moves what runs, if not when it does by itself."""
 
     def run(self) -> list[Figure]:
         """Every figure."""
@@ -77,13 +64,13 @@ class RoutingFaults(Fleet):
     def cordoned(self) -> list[Figure]:
         """A replica with running streams is cordoned for long, then used again."""
         gap = median([gap for outcome in self.say(prompts(LONG_STREAMS, seed=1), 24) for gap in outcome.gaps])
-        tokens = min(max(math.ceil(self._long_s / gap), 100), 1200)
+        tokens = min(max(math.ceil(self.long_s / gap), 100), 1200)
         texts = prompts(LONG_STREAMS)
         counts: dict[str, int] = {}
 
         def cordon() -> tuple[float, str]:
             victim = self.cluster.inspect()[0]["replica"]
-            self.cluster.cordon([victim], 300.0, self._after_s)
+            self.cluster.cordon([victim], 300.0, self.after_s)
             began = time.perf_counter()
             counts["before"] = self._routed()[victim]
             with ThreadPoolExecutor(1) as clients:
@@ -110,7 +97,7 @@ class RoutingFaults(Fleet):
     def scaled_up(self) -> list[Figure]:
         """More engines come under a load of different prompts."""
         before = set(self._routed())
-        self.cluster.scale(self._many)
+        self.cluster.scale(self.many)
         measured = False
 
         async def load() -> tuple[list[Sample], list[Outcome]]:
@@ -126,13 +113,13 @@ class RoutingFaults(Fleet):
 
         samples, outcomes = asyncio.run(load())
         new = sorted(set(samples[-1][1]) - before)
-        if len(new) != self._many - FEW:
-            raise RuntimeError(f"expected {self._many - FEW} new replicas, found {new}")
-        what = f"{FEW} to {self._many} engines"
-        reached = seconds_to_share(samples, new, self._share)
+        if len(new) != self.many - FEW:
+            raise RuntimeError(f"expected {self.many - FEW} new replicas, found {new}")
+        what = f"{FEW} to {self.many} engines"
+        reached = seconds_to_share(samples, new, self.share)
         return [
             most(f"{what}: requests that failed", sum(not outcome.complete for outcome in outcomes)),
-            most(f"{what}: {self._share:g} of an even share, and no less later", reached, self._share_s, " s"),
+            most(f"{what}: {self.share:g} of an even share, and no less later", reached, self.share_s, " s"),
         ]
 
     def one_of_many_killed(self) -> list[Figure]:
@@ -143,8 +130,8 @@ class RoutingFaults(Fleet):
         def kill() -> None:
             self.cluster.kill(max(self.cluster.inspect(), key=lambda state: state["live_requests"])["pid"])
 
-        outcomes, _ = self.while_streaming(texts, TOKENS, self._many, kill)
-        what = f"one of {self._many} killed"
+        outcomes, _ = self.while_streaming(texts, TOKENS, self.many, kill)
+        what = f"one of {self.many} killed"
         return [*stream_figures(what, outcomes, expected), *self.nothing_left(what)]
 
     def two_ingresses(self) -> list[Figure]:
@@ -208,10 +195,10 @@ class RoutingFaults(Fleet):
 
     def _count_shares(self) -> list[Sample]:
         """Attempts by replica, each second from when all engines are routable."""
-        self.cluster.wait_routable(self._many)
+        self.cluster.wait_routable(self.many)
         members = self.cluster.health()["channels"]
         samples: list[Sample] = []
-        while not samples or samples[-1][0] - samples[0][0] < self._share_s:
+        while not samples or samples[-1][0] - samples[0][0] < self.share_s:
             now, routed = time.perf_counter(), self._routed()
             samples.append((now, {name: routed.get(name, 0) for name in members}))
             time.sleep(1.0)

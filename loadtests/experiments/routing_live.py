@@ -37,9 +37,7 @@ BLOCK_SIZE = 16
 MAX_NUM_SEQS = 8
 TOKEN_BUDGET = 64  # of a step, the same on every machine: a quarter of a second or so on one core of a desktop
 HELD = 0.6  # of the system prompts, what one pool holds beside its running requests
-LOAD = (
-    0.65  # of the calibrated capacity: above what is served without regard to prefixes, below what is with it
-)
+LOAD = 0.65  # of the calibrated capacity: above what is served without prefixes, below what is with them
 SETTLE = 20  # arrivals before those that count, on average
 ROUNDS = 5  # of the calibration: requests for each sequence slot
 REQUEST_LIMIT_S = 600.0

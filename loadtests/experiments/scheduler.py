@@ -109,8 +109,8 @@ class Bench:
 
     def end(self, load: str) -> None:
         """End all requests."""
-        if load != "mix" and self.scheduler.stats().running != self._running:
-            raise RuntimeError(f"{load}: {self.scheduler.stats().running} ran at the end")
+        if load != "mix" and (ran := self.scheduler.stats().running) != self._running:
+            raise RuntimeError(f"{load}: {ran} ran at the end")
         for request_id in list(self._live):
             self._end(self.scheduler.abort(request_id))
         self._leave_available(self.pool.num_blocks)

@@ -20,9 +20,16 @@ def check(figures: list[Figure]) -> None:
     assert [figure.line() for figure in figures if figure.unit != " s" and not figure.holds] == []
 
 
+class QuickFaults(RoutingFaults):
+    """With less of everything."""
+
+    long_s, share_s, share, many = 4.0, 6.0, 0.5, 3
+    after_s = 0.5
+
+
 @pytest.fixture
 def faults(cluster: BreakableCluster) -> Iterator[RoutingFaults]:
-    yield RoutingFaults(cluster, long_s=4.0, share_s=6.0, share=0.5, after_s=0.5, many=3)
+    yield QuickFaults(cluster)
     cluster.cordon([], 0.0)
     cluster.scale(2)
     wait_for(lambda: len(cluster.ingresses()) == 1, 120.0, "the second ingress is still there")

@@ -17,8 +17,7 @@ from loadtests.experiments.autoscaling import workloads
 from loadtests.experiments.autoscaling.comparison import overview
 from loadtests.experiments.autoscaling.constants import TRACE_TIMES
 from loadtests.experiments.autoscaling.scenarios import Judgement, Match, most_stopped, scenarios
-from loadtests.in_processes import WORKERS, in_processes
-from loadtests.report import finish, parse, print_figures
+from loadtests.report import WORKERS, finish, in_processes, parse, print_figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:

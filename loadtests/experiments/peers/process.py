@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -64,22 +64,23 @@ class PeerProcess:
         self._process.communicate()
 
 
-def environment_of(peers: Path, name: str) -> Path | None:
-    """The interpreter of a peer's environment; none if it is not complete."""
-    interpreter = peers / name / "bin" / "python"
-    return interpreter if (peers / name / ".ready").exists() and interpreter.exists() else None
+def command_of(name: str, peers: Path, threads: int) -> tuple[list[str], dict[str, str]] | None:
+    """A peer's command and environment; none if its own environment is not complete.
 
-
-def vllm_command(peers: Path, threads: int) -> tuple[list[str], dict[str, str]] | None:
-    """With the allocator and the OpenMP library that its makers advise for a CPU."""
-    python = environment_of(peers, "vllm")
-    if python is None:
+    vLLM runs with the allocator and the OpenMP library that its makers advise for a CPU, llama.cpp with the
+    weights that it is used with: four bits and a scale, a quarter of the bytes of bfloat16.
+    """
+    folder = peers / ("vllm" if name == VLLM else "llamacpp")
+    python = folder / "bin" / "python"
+    model = peers / "smol_hf" if name == VLLM else next((peers / "smol").rglob("*.gguf"), None)
+    if not (folder / ".ready").exists() or not python.exists() or model is None:
         return None
+    command = [str(python), str(SCRIPT), "vllm" if name == VLLM else "llama.cpp", str(model), str(threads)]
     preloaded = [
         *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))[:1],
-        *sorted((peers / "vllm").rglob("libiomp5.so"))[:1],
+        *sorted(folder.rglob("libiomp5.so"))[:1],
     ]
-    return [str(python), str(SCRIPT), "vllm", str(peers / "smol_hf"), str(threads)], {
+    environment = {
         "LD_PRELOAD": ":".join(map(str, preloaded)),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -87,23 +88,9 @@ def vllm_command(peers: Path, threads: int) -> tuple[list[str], dict[str, str]] 
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PATH": f"{peers / 'vllm' / 'bin'}:{os.environ.get('PATH', '')}",
+        "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', '')}",
     }
-
-
-def llama_cpp_command(peers: Path, threads: int) -> tuple[list[str], dict[str, str]] | None:
-    """With the weights that it is used with: four bits and a scale, a quarter of the bytes of bfloat16."""
-    python = environment_of(peers, "llamacpp")
-    weights = next((peers / "smol").rglob("*.gguf"), None)
-    if python is None or weights is None:
-        return None
-    return [str(python), str(SCRIPT), "llama.cpp", str(weights), str(threads)], {}
-
-
-COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]] | None]] = {
-    VLLM: vllm_command,
-    LLAMA_CPP: llama_cpp_command,
-}
+    return command, environment if name == VLLM else {}
 
 
 @contextmanager
@@ -111,8 +98,8 @@ def peer_processes(folder: str | None, threads: int, logs: Path) -> Iterator[dic
     """The peers of ``folder``, started; says on standard error which are absent."""
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
-        for name, command_of in COMMANDS.items():
-            command = command_of(Path(folder), threads) if folder else None
+        for name in (VLLM, LLAMA_CPP):
+            command = command_of(name, Path(folder), threads) if folder else None
             if command is None:
                 print(f"{name} is left out: QUIRE_PEERS names no folder that has it", file=sys.stderr)
                 continue

@@ -103,9 +103,6 @@ class LedgerRouter(Router):
 class LastingIndex(KvIndex):
     """The application's index, in which a block that was sent for is expected until it is withdrawn."""
 
-    def __init__(self) -> None:
-        super().__init__(max_speculative=_UNBOUNDED)
-
     def speculate(
         self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
     ) -> None:
@@ -117,7 +114,7 @@ class OracleRouter(LedgerRouter):
     """The same cost on perfect knowledge: every ingress asks this one, and it looks into the replicas."""
 
     def __init__(self) -> None:
-        self._exact = LastingIndex()
+        self._exact = LastingIndex(max_speculative=_UNBOUNDED)
         super().__init__(Policy.PREFIX, self._exact)
         self.hears = False
         self._replicas: list[SimulatedReplica] = []

@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from loadtests.experiments.routing.runs import simulate
 from loadtests.experiments.routing.scenarios import SCENARIOS
-from loadtests.in_processes import WORKERS, in_processes
-from loadtests.report import Figure, finish, parse
+from loadtests.report import WORKERS, Figure, finish, in_processes, parse
 
 
 def main(argv: Sequence[str] | None = None) -> None:

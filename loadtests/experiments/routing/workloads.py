@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.kv.block_keys import block_keys
 from engine.request import CacheNamespace
@@ -20,14 +21,11 @@ ROOT = key_scheme(given.BLOCK_SIZE).root(CacheNamespace())
 """Key of the only root: one model, one tenant."""
 
 
-class Prompt:
+class Prompt(NamedTuple):
     """Token ids and the keys of their full blocks; shared by all requests that ask the same."""
 
-    __slots__ = ("keys", "tokens")
-
-    def __init__(self, tokens: list[int], keys: list[int]) -> None:
-        self.tokens = tokens
-        self.keys = keys
+    tokens: list[int]
+    keys: list[int]
 
 
 @dataclass(slots=True, eq=False)
