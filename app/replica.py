@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from app.config import AppConfig
 from app.launch import placement
 from app.launch.model_store import resolve
 from app.replica_stats import StatsReporter
+from app.routing.requirement import Build
 from app.watchdog import Watchdog
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
@@ -50,7 +53,9 @@ class EngineReplica:
         self._death: BaseException | None = None
         self._engine = self._start_engine()
         engine = self._engine
-        hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity)
+        digest = hashlib.blake2b(repr(options).encode(), digest_size=8).hexdigest()
+        build = Build(digest, time.time())
+        hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity, build)
         self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
         self._metrics = metrics.EngineMetrics(options.service.model_name)
         node = ray.get_runtime_context().get_node_id()

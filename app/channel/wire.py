@@ -24,14 +24,14 @@ from typing import Any
 
 from app.channel.wire_sections import KvSection, Section, pack_section, unpack_section
 from app.routing.load import LoadReport
-from app.routing.requirement import ReplicaProfile
+from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile
 from engine.errors import InvalidRequestError, QuireError
 from engine.kv.block_keys import KeyScheme
 from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 7
+VERSION = 8
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
@@ -90,6 +90,7 @@ class Hello:
     window: int | None = None
     probe: tuple[int, ...] = ()
     model: ModelIdentity = field(default_factory=ModelIdentity)
+    build: Build = UNKNOWN_BUILD
 
     @classmethod
     def of(
@@ -98,9 +99,10 @@ class Hello:
         keys: KeyScheme | None,
         window: int | None,
         model: ModelIdentity = ModelIdentity(),  # noqa: B008  (it is immutable)
+        build: Build = UNKNOWN_BUILD,
     ) -> Hello:
         """A hello with this process's probe."""
-        return cls(limits, keys, window, () if keys is None else tuple(keys.probe()), model)
+        return cls(limits, keys, window, () if keys is None else tuple(keys.probe()), model, build)
 
     @property
     def profile(self) -> ReplicaProfile:
@@ -213,7 +215,7 @@ def _unpack_hello(data: bytes) -> Hello:
     body = json.loads(data)
     keys = None if body["keys"] is None else KeyScheme(**body["keys"])
     limits, model = ModelLimits(**body["limits"]), ModelIdentity(**body["model"])
-    return Hello(limits, keys, body["window"], tuple(body["probe"]), model)
+    return Hello(limits, keys, body["window"], tuple(body["probe"]), model, Build(**body["build"]))
 
 
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:

@@ -91,7 +91,7 @@ class Drainer:
             if not request.ended and request.moving and now - since < PATIENCE_S
         }
         work = sum(tokens for tokens, _ in self._moving.values())
-        limit = WORK_S * ledger.prefill_rate(others)
+        limit = WORK_S * ledger.prefill_rate(others, self.fleet.likely_victims.names())
         on_due = [self.running[attempt] for attempt in ledger.attempts_on(due) if attempt in self.running]
         for request in sorted(on_due, key=lambda request: request.context_tokens):
             if request.ended or request.interrupt.is_set():

@@ -273,7 +273,7 @@ class EngineClient:
             self._foreign.add(route.replica)
         else:
             self._limits.opened(route.replica, hello.limits)
-            self._ledger.open(route, hello.profile)
+            self._ledger.open(route, hello.profile, hello.build)
             self._parts.kv.open(route, hello)
         self._waiter.notify()
         self._settle()

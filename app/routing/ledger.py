@@ -23,7 +23,7 @@ from app.routing.cost import RoutingRequest, view_of
 from app.routing.load import PREFILL_RATE, LoadReport, average, sane
 from app.routing.policies import CHOICES, Decision, Policy, least_booked
 from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
-from app.routing.requirement import ReplicaProfile, Requirement
+from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile, Requirement
 from app.routing.routing_meta import RoutingMeta
 from app.routing.waiting import ExpectedWait, expected_wait
 from engine.errors import QuireError
@@ -128,12 +128,12 @@ class Ledger:
 
     # ---- routes and reports
 
-    def open(self, route: Route, profile: ReplicaProfile | None = None) -> None:
+    def open(self, route: Route, profile: ReplicaProfile | None = None, build: Build = UNKNOWN_BUILD) -> None:
         """Make a replica routable for what its ``profile`` allows; for everything without one."""
         with self._lock:
             state = self._replicas.pop(route.replica, None) or ReplicaState(route.replica)
             self._replicas[route.replica] = state
-            state.open(route, profile)
+            state.open(route, profile, build)
             self._list_routable()
             if self._index is not None:
                 self._guarded(route.replica, partial(self._index.add, *route))
@@ -287,10 +287,10 @@ class Ledger:
 
     # ---- figures
 
-    def prefill_rate(self, members: Collection[str]) -> float:
-        """Prompt tokens per second of all routable ``members`` together."""
+    def prefill_rate(self, members: Collection[str], likely_victims: Collection[str] = ()) -> float:
+        """Prompt tokens per second of all routable ``members`` together to which requests move."""
         with self._lock:
-            loads = [state.load for state in self._able(members, None)]
+            loads = [state.load for state in _that_stay(self._able(members, None), likely_victims)]
             return sum(PREFILL_RATE if load is None else load.prefill_rate or PREFILL_RATE for load in loads)
 
     def load(self) -> dict[str, int]:
@@ -342,12 +342,12 @@ class Ledger:
     ) -> list[ReplicaState]:
         """Routable ``members`` that can run the request.
 
-        One that has run before goes back to that replica, or to a likely victim, only if there is no other.
+        One that has run before goes back to its replica, or to one that may stop soon, only if there is no other.
         """
         replicas = self._able(members, meta.requirement)
         if meta.avoid:
             replicas = [state for state in replicas if state.replica != meta.avoid] or replicas
-            replicas = [state for state in replicas if state.replica not in likely_victims] or replicas
+            replicas = _that_stay(replicas, likely_victims)
         return replicas
 
     def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> Decision:
@@ -486,3 +486,12 @@ class Ledger:
             change(*arguments)
         except Exception:  # noqa: BLE001  (as in _decide)
             self._faults.add()
+
+
+def _that_stay(replicas: list[ReplicaState], likely_victims: Collection[str]) -> list[ReplicaState]:
+    """Without likely victims, and of these without those that a redeploy will replace; all, if none is left."""
+    replicas = [state for state in replicas if state.replica not in likely_victims] or replicas
+    if len({state.build.options for state in replicas}) > 1:
+        newest = max(replicas, key=lambda state: state.build.started_at).build.options
+        replicas = [state for state in replicas if state.build.options == newest]
+    return replicas

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from app.routing.load import PREFILL_RATE, LoadReport
-from app.routing.requirement import ReplicaProfile
+from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile
 
 SHORTEST_CLAIM_S, LONGEST_CLAIM_S = 0.5, 10.0
 
@@ -125,6 +125,8 @@ class ReplicaState:
     """The open one."""
     profile: ReplicaProfile | None = None
     """What the replica offers, if it has said; it survives a closed channel."""
+    build: Build = UNKNOWN_BUILD
+    """With which options it runs."""
     suspected: bool = False
     """Silent; gets nothing new."""
     stalled: bool = False
@@ -157,9 +159,9 @@ class ReplicaState:
         """Whether it may get new requests."""
         return self.route is not None and not self.suspected and not self.stalled
 
-    def open(self, route: Route, profile: ReplicaProfile | None = None) -> None:
+    def open(self, route: Route, profile: ReplicaProfile | None = None, build: Build = UNKNOWN_BUILD) -> None:
         """A channel has opened; nothing is known of the load behind it yet."""
-        self.profile = profile
+        self.profile, self.build = profile, build
         self.route, self.suspected, self.stalled, self.load, self.view = route, False, False, None, None
         self.pending = {}
 

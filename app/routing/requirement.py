@@ -19,6 +19,20 @@ class ReplicaProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """With which options a replica runs, and since when, in seconds since the epoch.
+
+    While a redeploy rolls, replicas with the options of the last one that started stay, and all others go.
+    """
+
+    options: str = ""
+    started_at: float = 0.0
+
+
+UNKNOWN_BUILD = Build()
+
+
+@dataclass(frozen=True, slots=True)
 class Requirement:
     """What a request requires of its next replica.
 

@@ -21,6 +21,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.routing import fleet
+from app.routing.requirement import UNKNOWN_BUILD, Build
 from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
 from engine.models.identity import ModelIdentity
@@ -108,10 +109,13 @@ class CountingEngine:
 class LoopbackReplica:
     """One engine replica; ``kill`` breaks every call to it, now and later."""
 
-    def __init__(self, name: str, limits: ModelLimits = LIMITS, weights: int = 0) -> None:
+    def __init__(
+        self, name: str, limits: ModelLimits = LIMITS, weights: int = 0, build: Build = UNKNOWN_BUILD
+    ) -> None:
         self.name = name
         self.engine = CountingEngine(limits, weights)
-        self.hub = ChannelHub(wire.Hello(limits, model=model(weights)), self.engine.abort, clock=loop_time)
+        hello = wire.Hello(limits, model=model(weights), build=build)
+        self.hub = ChannelHub(hello, self.engine.abort, clock=loop_time)
         self.engine.hub = self.hub
         self.dead = False
         self.cached_blocks = 0
@@ -207,8 +211,10 @@ class LoopbackHandle:
     def options(self, **_: Any) -> LoopbackHandle:
         return self
 
-    def add(self, limits: ModelLimits = LIMITS, weights: int = 0) -> LoopbackReplica:
-        replica = LoopbackReplica(f"replica-{len(self.replicas)}", limits, weights)
+    def add(
+        self, limits: ModelLimits = LIMITS, weights: int = 0, build: Build = UNKNOWN_BUILD
+    ) -> LoopbackReplica:
+        replica = LoopbackReplica(f"replica-{len(self.replicas)}", limits, weights, build)
         self.replicas[replica.name] = replica
         self.announce(*self.replicas)
         return replica

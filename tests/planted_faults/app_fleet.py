@@ -148,10 +148,17 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/routing/ledger.py",
-        "            replicas = [state for state in replicas if state.replica not in likely_victims] or replicas\n",
+        "    replicas = [state for state in replicas if state.replica not in likely_victims] or replicas\n",
         "",
         _DRAIN,
         "streams move to replicas that stop next",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "    if len({state.build.options for state in replicas}) > 1:",
+        "    if False:",
+        _DRAIN,
+        "streams move to replicas that a redeploy will replace",
     ),
     Fault(
         "app/fleet/drain.py",

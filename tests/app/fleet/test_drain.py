@@ -8,6 +8,7 @@ from engine_client_setting import collect, quiet, request, run, started, until
 from loopback import LoopbackReplica, expected_tokens, stepping
 
 from app.fleet import drain
+from app.routing.requirement import Build
 
 PROMPT = [1] * 2000
 
@@ -97,6 +98,26 @@ def test_a_request_moves_to_a_likely_victim_where_no_other_is_left() -> None:
         await until(lambda: live(victim) == [1])
         async with stepping(handle):
             assert await job == expected_tokens([3], 300)
+        await client.stop()
+
+    run(test)
+
+
+def test_while_a_redeploy_rolls_streams_move_once() -> None:
+    async def test() -> None:
+        handle, client = await started(0)
+        old = [handle.add(build=Build("old", float(place))) for place in range(3)]
+        await until(lambda: len(handle.fleet.ledger.routable()) == 3)
+        jobs = [asyncio.ensure_future(collect(client, request([index], 300))) for index in range(9)]
+        await until(lambda: live(*old) == [3, 3, 3])
+        new = handle.add(build=Build("new", 9.0))
+        await until(lambda: len(handle.fleet.ledger.routable()) == 4)
+        handle.announce(*[replica.name for replica in (*old[1:], new)])
+        await until(lambda: live(old[0]) == [0])
+        await until(lambda: sum(live(*old, new)) == 9)
+        assert live(*old, new) == [0, 3, 3, 3]
+        async with stepping(handle):
+            assert await asyncio.gather(*jobs) == [expected_tokens([index], 300) for index in range(9)]
         await client.stop()
 
     run(test)
