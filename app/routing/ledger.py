@@ -342,7 +342,7 @@ class Ledger:
     ) -> list[ReplicaState]:
         """Routable ``members`` that can run the request.
 
-        One that has run before returns to its replica, or goes to one that may stop soon, only as a last resort.
+        One that has run before returns to its replica, or goes to one that may stop soon, if no other is left.
         """
         replicas = self._able(members, meta.requirement)
         if meta.avoid:

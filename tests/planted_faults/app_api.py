@@ -100,8 +100,8 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/tenant.py",
-        'hashlib.blake2b("\\0".join(values).encode("latin-1")',
-        'hashlib.blake2b(values[0].encode("latin-1")',
+        'text = "\\0".join([key, *values] if key else values)',
+        'text = "\\0".join([key, *values[:1]] if key else values[:1])',
         _TENANT,
         "of a tenant header that comes twice, the first alone counts",
     ),

@@ -127,8 +127,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/in_flight.py",
-        "return Requirement(len(self.request.token_ids), self.request.params, self.model)",
-        "return Requirement(len(self.request.token_ids), self.request.params, None)",
+        "self.request.params, self.model, alone=self.suspect)",
+        "self.request.params, None, alone=self.suspect)",
         _UNLIKE,
         "a request that moves goes on with another model",
     ),
