@@ -152,6 +152,28 @@ class IngressOptions(Group):
     max_live_requests: int = option(
         4096, "Return 503 for requests beyond this number at one ingress", live=True, ge=1
     )
+    max_client_requests: int | None = option(
+        None,
+        "Return 429 for requests of one client (see `tenant_header`) beyond this number at one ingress. "
+        "`auto`: seven eighths of `max_live_requests`",
+        live=True,
+        ge=1,
+    )
+    max_client_tokens: int | None = option(
+        None,
+        "Return 429 for requests of one client while its live ones at one ingress would have more prompt "
+        "tokens than this. `auto`: no limit",
+        live=True,
+        ge=1,
+    )
+    min_priority: int = option(
+        0,
+        "Lowest `priority` that clients may ask for; lower runs first. At 0 no client gets ahead of requests "
+        "that do not ask",
+        live=True,
+        ge=-1000,
+        le=0,
+    )
     max_wait_s: float | None = option(
         None,
         "Return 429 once the expected wait, even at `max_replicas`, has exceeded this for this long, in "
@@ -181,8 +203,8 @@ class IngressOptions(Group):
     tenant_header: str | None = option(
         None,
         "Request header that identifies the tenant, such as `x-tenant` or `authorization`. Tenants do not "
-        "share cached prefixes. A trusted gateway must set or check the header. `auto`: all clients are one "
-        "tenant",
+        "share cached prefixes, and get fair shares of the engines. A trusted gateway must set or check the "
+        "header. `auto`: all clients are one tenant, and those with another API key or `user` get fair shares",
         live=True,
         pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
     )

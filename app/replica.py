@@ -133,6 +133,7 @@ class EngineReplica:
             "running": stats.scheduler.running,
             "waiting": stats.scheduler.waiting,
             "swapped": stats.scheduler.swapped,
+            "steps": stats.steps,
             "generated_tokens": stats.scheduler.generated_tokens,
             "preemptions": stats.scheduler.preemptions,
             "recoveries": {kind.value: count for kind, count in stats.scheduler.recovery.finished.items()},

@@ -24,7 +24,8 @@ class TokenGenerator(Protocol):
 class GenerationJob:
     """One response: ``options.params.n`` choices for each prompt, text continuations or chat answers.
 
-    ``tenant`` partitions the prefix cache; see ``app/api/tenant.py``. ``request_id`` need not be unique.
+    ``tenant`` partitions the prefix cache, and ``client`` gets a fair share; see ``app/api/tenant.py``.
+    ``request_id`` need not be unique.
     """
 
     options: GenerationOptions
@@ -32,6 +33,7 @@ class GenerationJob:
     chat: bool
     tenant: str
     request_id: str
+    client: str = ""
 
     def engine_request_id(self, prompt: int) -> str:
         """The request's ID; with several prompts, also which of them it is."""
@@ -87,6 +89,7 @@ async def _of_prompt(
         params=options.params,
         namespace=CacheNamespace(tenant=job.tenant, salt=options.cache_salt),
         priority=options.priority,
+        client=job.client,
     )
     texts = {
         sequence: OutputText(

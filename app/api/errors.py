@@ -106,6 +106,18 @@ def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
     )
 
 
+def too_much_of_a_client(live: str, limit: int, option: str, retry_after_s: int) -> ApiError:
+    """429 while one client has as much in progress as it may; ``live`` says what it would have."""
+    return ApiError(
+        429,
+        f"with this request you would have {live} in progress, but at most {limit} are allowed for one client "
+        f"({option}); try again in {retry_after_s} s",
+        code="client_limit_exceeded",
+        kind="rate_limit_error",
+        retry_after_s=retry_after_s,
+    )
+
+
 def too_many_bodies(most: int, retry_after_s: int = RETRY_AFTER_SECONDS) -> ApiError:
     """503 while the large bodies that one ingress replica reads take all the memory that they may."""
     return ApiError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Collection
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
-from app.api.errors import ApiFault, model_not_found, overloaded, too_many_live
+from app.api.errors import ApiFault, model_not_found
 from app.api.keys import KeyFile
+from app.api.live_requests import LiveRequests, Permit
 from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
-from app.api.openai_types import ChatRequest, CompletionRequest
+from app.api.openai_types import ChatRequest, CompletionRequest, GenerationOptions
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.request_body import BodyReader
 from app.api.request_record import RequestRecord
@@ -51,7 +52,7 @@ class OpenAIService:
 
     ``options`` may be replaced at any time; each request reads
     the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
-    ``num_live`` counts choices, each from its request's arrival to the end of the response. ``overload`` may
+    ``overload`` may
     refuse requests before anything is done for them; by default it refuses none. ``instance`` names the server.
     ``gate`` knows the API keys; by default there are none.
     """
@@ -74,7 +75,7 @@ class OpenAIService:
         self._started = int(time.time())
         self.bodies = BodyReader()
         self.options = options
-        self.num_live = 0
+        self._live = LiveRequests()
         self.engine_wait_s = engine_wait_s
         self.overload = overload or OverloadControl()
         self.instance = instance
@@ -110,28 +111,35 @@ class OpenAIService:
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
-        self._check_model(request.options.model)
+        self._check_options(request.options)
         record = RequestRecord(caller, "completions", request.options.stream)
-        with self._admit(record, len(request.prompts) * request.options.params.width) as permits:
+        choices = len(request.prompts) * request.options.params.width
+        with self._admit(record, choices) as (permit, held):
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            job = GenerationJob(request.options, prompts, False, caller.tenant, caller.request_id)
+            job = GenerationJob(
+                request.options, prompts, False, caller.tenant, caller.request_id, caller.client
+            )
+            permit.add_tokens(job.prompt_tokens, self.options)
             response = await self._respond(job, limits, record)
-            return _Admitted(response, permits.pop_all())
+            return _Admitted(response, held.pop_all())
 
     async def chat(self, request: ChatRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
-        self._check_model(request.options.model)
+        self._check_options(request.options)
         record = RequestRecord(caller, "chat", request.options.stream)
-        with self._admit(record, request.options.params.width) as permits:
+        with self._admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
             owner = caller.tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
-            job = GenerationJob(request.options, [prompt], True, caller.tenant, caller.request_id)
+            job = GenerationJob(
+                request.options, [prompt], True, caller.tenant, caller.request_id, caller.client
+            )
+            permit.add_tokens(job.prompt_tokens, self.options)
             response = await self._respond(job, limits, record)
-            return _Admitted(response, permits.pop_all())
+            return _Admitted(response, held.pop_all())
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
@@ -168,24 +176,32 @@ class OpenAIService:
             return ApiFault(500, message, "server_error", code="reset_failed").to_response()
         return JSONResponse({"replicas": replicas, "freed_blocks": freed})
 
-    def _admit(self, record: RequestRecord, sequences: int) -> ExitStack:
-        """Take permits before the request waits for anything; closing the result releases them."""
-        refusal = self.overload.refusal()
-        if refusal is not None:
-            raise overloaded(refusal)
-        limit = self.options.max_live_requests
-        if self.num_live + sequences > limit:
-            raise too_many_live(self.num_live, limit, self.overload.retry_after_s())
-        if record.caller.limits is not None:
-            record.caller.limits.admit()
-        self.num_live += sequences
-        permits = ExitStack()
-        permits.callback(self._release, sequences)
-        permits.callback(record.end)
-        return permits
+    @contextmanager
+    def _admit(self, record: RequestRecord, choices: int) -> Iterator[tuple[Permit, ExitStack]]:
+        """Take permits before the request waits for anything; they are released unless the stack is emptied."""
+        caller = record.caller
+        permit = self._live.admit(caller.client, choices, self.options, self.overload)
+        with ExitStack() as held:
+            held.callback(permit.release)
+            if caller.limits is not None:
+                caller.limits.admit()
+            held.callback(record.end)
+            yield permit, held
 
-    def _release(self, sequences: int) -> None:
-        self.num_live -= sequences
+    @property
+    def num_live(self) -> int:
+        """Choices that are live, each from its request's arrival to the end of the response."""
+        return self._live.count
+
+    def _check_options(self, options: GenerationOptions) -> None:
+        self._check_model(options.model)
+        best = self.options.min_priority
+        if options.priority < best:
+            raise InvalidRequestError(
+                f"priority is {options.priority} but must be at least {best}, which runs first here "
+                "(min_priority)",
+                "priority",
+            )
 
     async def _respond(self, job: GenerationJob, limits: FleetLimits, record: RequestRecord) -> ASGIApp:
         if job.prompt_tokens <= INLINE_TOKENS:

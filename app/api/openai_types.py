@@ -74,6 +74,7 @@ class GenerationOptions:
     params: SamplingParams
     stop: tuple[str, ...]
     cache_salt: str
+    user: str  # as the client names it; empty if it does not
     priority: int  # lower runs first
     stream: bool
     include_usage: bool  # a last chunk with the usage
@@ -179,6 +180,7 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         params=params,
         stop=stop,
         cache_salt=salt,
+        user=fields.get("user", ""),
         priority=_priority(fields),
         stream=stream,
         include_usage=stream_options.get("include_usage", False),

@@ -26,7 +26,7 @@ from app.api.key_limits import KeyLimits
 from app.api.openai_service import OpenAIService
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_id import request_id_of
-from app.api.tenant import tenant_of
+from app.api.tenant import client_of, tenant_of
 from app.api.tokenization import parse_detokenize, parse_tokenize
 
 
@@ -47,13 +47,13 @@ async def get_model(request: Request) -> Response:
 async def completions(request: Request) -> ASGIApp:
     service = _service(request)
     asked = await service.bodies.read(request, parse_completion)
-    return await service.completions(asked, _caller(request))
+    return await service.completions(asked, _caller(request, asked.options.user))
 
 
 async def chat_completions(request: Request) -> ASGIApp:
     service = _service(request)
     asked = await service.bodies.read(request, parse_chat)
-    return await service.chat(asked, _caller(request))
+    return await service.chat(asked, _caller(request, asked.options.user))
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -119,9 +119,10 @@ def _service(request: Request) -> OpenAIService:
     return service
 
 
-def _caller(request: Request) -> Caller:
+def _caller(request: Request, user: str = "") -> Caller:
     limits: KeyLimits | None = request.state.key_limits
-    tenant = tenant_of(
-        request.headers, _service(request).options.tenant_header, "" if limits is None else limits.key.id
-    )
-    return Caller(tenant, request_id_of(request.headers), limits)
+    header = _service(request).options.tenant_header
+    tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
+    named = header is not None or limits is not None
+    client = tenant if named else client_of(request.headers, user)
+    return Caller(tenant, request_id_of(request.headers), limits, client)

@@ -1,7 +1,8 @@
-"""The tenant of a request: from a header that a gateway sets, never from the body.
+"""Who sends a request: the tenant, whose requests share cached prefixes, and the client, who gets a fair share.
 
-Requests share cached prefixes only within a tenant. Whoever shares cached blocks can learn by timing which
-prompts others have sent; tenants must not.
+The tenant comes from the API key and a header that a gateway sets, never from the body. Whoever shares cached
+blocks can learn by timing which prompts others have sent; tenants must not. The client is the tenant. If
+nothing names tenants, it is what the request says of itself: its ``Authorization`` header and ``user``.
 """
 
 from __future__ import annotations
@@ -26,3 +27,13 @@ def tenant_of(headers: Headers, name: str | None, key: str = "") -> str:
     text = "\0".join([key, *values] if key else values)
     person = b"key" if key else b""
     return hashlib.blake2b(text.encode("latin-1"), digest_size=DIGEST_BYTES, person=person).hexdigest()
+
+
+def client_of(headers: Headers, user: str) -> str:
+    """The client where nothing names tenants, by what the request says of itself; empty if it says nothing."""
+    values = headers.getlist("authorization")
+    if not values and not user:
+        return ""
+    # ``user`` is the last one, and the others contain no NUL.
+    said = [*(value.encode("latin-1") for value in values), user.encode()]
+    return hashlib.blake2b(b"\0".join(said), digest_size=DIGEST_BYTES, person=b"client").hexdigest()

@@ -45,6 +45,7 @@ async def run_attempt(
                     arrival=time.monotonic() - submission.age_s,
                     generated_before=submission.generated_before,
                     outputs=submission.outputs,
+                    tenant=submission.client,
                 )
             )
             return {"generated": await attempt.done}

@@ -31,7 +31,7 @@ from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 8
+VERSION = 9
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
@@ -144,6 +144,7 @@ class Submission:
     generated_before: int = 0
     outputs: tuple[tuple[int, ...] | None, ...] = ()
     age_s: float = 0.0  # since the client's request arrived; keeps its place in the queue
+    client: str = ""  # who gets a fair share of the engine
 
 
 def pack_records(
@@ -247,6 +248,7 @@ def pack_submission(submission: Submission) -> bytes:
             "priority": submission.priority,
             "generated_before": submission.generated_before,
             "age_s": submission.age_s,
+            "client": submission.client,
         }
     ).encode()
     tokens = [*submission.token_ids, *itertools.chain.from_iterable(filter(None, submission.outputs))]
@@ -281,6 +283,7 @@ def unpack_submission(data: bytes) -> Submission:
             generated_before=operator.index(head["generated_before"]),
             outputs=outputs,
             age_s=float(head["age_s"]),
+            client=_text(head["client"]),
         )
     except InvalidRequestError:
         raise
@@ -299,6 +302,12 @@ def _unpack_outputs(
         outputs.append(None if length is None else struct.unpack_from(f"<{length}I", data, offset))
         offset += 4 * (length or 0)
     return tuple(outputs), offset
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _check_version(version: int) -> None:

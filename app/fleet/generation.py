@@ -40,6 +40,7 @@ class GenerateRequest:
     params: SamplingParams
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
+    client: str = ""  # who gets a fair share of the engines
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
 
 

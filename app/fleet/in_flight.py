@@ -120,6 +120,7 @@ class InFlightRequest:
             params=request.params,
             namespace=request.namespace,
             priority=request.priority,
+            client=request.client,
             generated_before=len(self.outputs[0]) if single else 0,
             outputs=tuple(
                 None if finished else tuple(output)

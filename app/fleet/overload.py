@@ -98,8 +98,12 @@ class OverloadControl:
         """Other limits from now on; see the class."""
         self._max_wait_s, self._max_replicas, self._startup_s = max_wait_s, max_replicas, startup_s
 
-    def refusal(self) -> Refusal | None:
-        """The refusal for a new request; ``None`` admits it."""
+    def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
+        """The refusal for a new request; ``None`` admits it.
+
+        ``share`` returns how much of what waits is ahead of the request, between 0 and 1: engines serve clients
+        in fair shares.
+        """
         if self._lag.behind:
             self._refused += 1
             retry_after_s = 1 + math.ceil(min(self._lag.seconds, LONGEST_BASE_S))
@@ -110,8 +114,11 @@ class OverloadControl:
             self.update()
         if not (self._overloaded and self._over):
             return None
+        wait = self._scaled_s * share()
+        if wait <= self._limit_s:
+            return None
         self._refused += 1
-        return Refusal(self._scaled_s, self._limit_s, self.retry_after_s(), self._granted_s)
+        return Refusal(wait, self._limit_s, self.retry_after_s(), self._granted_s)
 
     @property
     def refusing(self) -> bool:

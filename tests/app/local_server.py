@@ -62,7 +62,14 @@ class LocalClient:
         ended = False
         try:
             self.engine.submit(
-                Request(request_id, list(request.token_ids), params, request.namespace, request.priority)
+                Request(
+                    request_id,
+                    list(request.token_ids),
+                    params,
+                    request.namespace,
+                    request.priority,
+                    tenant=request.client,
+                )
             )
             while not ended:
                 delta = await queue.get()

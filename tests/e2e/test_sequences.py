@@ -87,8 +87,10 @@ def test_the_best_of_more_come_back(sdk: openai.OpenAI) -> None:
 
 def test_priorities_are_taken(sdk: openai.OpenAI) -> None:
     plain = texts(sdk.completions.create(**SAMPLED))
-    urgent = {**SAMPLED, "extra_body": {"ignore_eos": True, "priority": -10}}
+    urgent = {**SAMPLED, "extra_body": {"ignore_eos": True, "priority": 10}}
     assert texts(sdk.completions.create(**urgent)) == plain
+    with pytest.raises(openai.BadRequestError, match="must be at least 0"):
+        sdk.completions.create(**{**SAMPLED, "extra_body": {"priority": -1}})
     with pytest.raises(openai.BadRequestError, match="between -1000"):
         sdk.completions.create(**{**SAMPLED, "extra_body": {"priority": 5000}})
 

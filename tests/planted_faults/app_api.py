@@ -11,6 +11,7 @@ _TENANT = ("app/api/test_tenant.py",)
 _JSON = ("app/api/test_json_pieces.py",)
 _BODY = ("app/api/test_request_body.py",)
 _TYPES = ("app/api/test_openai_types.py",)
+_LIVE = ("app/api/test_live_requests.py",)
 _INPUT = ("app/api/test_bad_input.py",)
 
 API: list[Fault] = [
@@ -189,5 +190,40 @@ API: list[Fault] = [
         '"content", "name") or key in OUTPUT_ONLY:',
         _TYPES,
         "any message may have what only servers send",
+    ),
+    Fault(
+        "app/api/live_requests.py",
+        "        return min(sum(min(count, own) for count in self._of_clients.values()) / self.count, 1.0)",
+        "        return 1.0",
+        _LIVE,
+        "a flood of one client refuses all",
+    ),
+    Fault(
+        "app/api/live_requests.py",
+        "        return min(sum(min(count, own) for count in self._of_clients.values()) / self.count, 1.0)",
+        "        return min(own / self.count, 1.0)",
+        _LIVE,
+        "overload control never refuses one of many clients",
+    ),
+    Fault(
+        "app/api/live_requests.py",
+        "        if client and own > own_most:",
+        "        if False:",
+        _LIVE,
+        "one client fills an ingress",
+    ),
+    Fault(
+        "app/api/live_requests.py",
+        "            counter[client] -= amount",
+        "            pass",
+        _LIVE,
+        "what a client has had counts for ever",
+    ),
+    Fault(
+        "app/api/openai_service.py",
+        "        if options.priority < best:",
+        "        if False:",
+        _LIVE,
+        "any client may go ahead of all others",
     ),
 ]

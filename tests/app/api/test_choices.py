@@ -164,7 +164,7 @@ def test_more_choices_than_slots_are_put_off(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
-    server.set_options(monkeypatch, max_live_requests=3)
+    server.set_options(monkeypatch, max_live_requests=3, min_priority=-5)
     assert http.post(COMPLETIONS, json={**COUNT, "n": 4}).status_code == 503
     assert http.post(COMPLETIONS, json={**COUNT, "n": 3, "priority": -5}).status_code == 200
     wait_until(lambda: server.service.num_live == 0)

@@ -10,7 +10,7 @@ import pytest
 from local_server import COUNT, LocalServer
 from starlette.datastructures import Headers
 
-from app.api.tenant import tenant_of
+from app.api.tenant import client_of, tenant_of
 from app.fleet.cache_reset import CacheReset
 
 SECRET = "Bearer sk-very-secret"
@@ -50,6 +50,15 @@ def test_a_second_header_leads_away_from_every_other_tenant() -> None:
 
     assert len({of("a"), of("b"), of("a", "b"), of("b", "a"), of("a,b"), of("a", ""), of("")}) == 7
     assert tenant_of(Headers(raw=[(b"x-tenant", b"\xff")]), "x-tenant")
+
+
+def test_a_client_is_what_the_request_says_of_itself() -> None:
+    def of(key: str | None, user: str = "") -> str:
+        return client_of(Headers({} if key is None else {"authorization": key}), user)
+
+    assert of(None) == ""
+    assert len({of(None), of("k"), of("k", "u"), of("k", "v"), of("l", "u"), of(None, "u")}) == 6
+    assert len(of("k", "any text: \u00e4\u2013\0")) == 32
 
 
 @pytest.mark.usefixtures("tenants")

@@ -171,6 +171,7 @@ def test_submission_round_trip(
         generated_before=3,
         outputs=outputs,
         age_s=0.25,
+        client=salt,
     )
     assert wire.unpack_submission(wire.pack_submission(submission)) == submission
 
@@ -242,6 +243,8 @@ def test_nothing_else_comes_of_damaged_messages(whole: bytes, edits: list[tuple[
                 (b"priority", b"1.5"),
                 (b"generated_before", b"null"),
                 (b"age_s", b'"x"'),
+                (b"client", b"7"),
+                (b"client", b"null"),
                 (b"namespace", b"null"),
                 (b"namespace", b'{"other": 1}'),
                 (b"outputs", b"[[]]"),

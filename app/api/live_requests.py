@@ -1,0 +1,108 @@
+"""What is live at one ingress, in all and of each client: no client alone fills it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from app.api.errors import overloaded, too_many_live, too_much_of_a_client
+from app.config import IngressOptions
+from app.fleet.overload import OverloadControl
+from engine.errors import InvalidRequestError, QuireError
+
+CLIENT_SHARE = 0.875
+"""Part of ``max_live_requests`` that one client may have by default."""
+
+
+class LiveRequests:
+    """Counts choices, each from its request's arrival to the end of the response; used on the event loop.
+
+    A client that is not known (an empty name) has no limit of its own.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._of_clients: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()  # of prompts, by client
+
+    def admit(self, client: str, choices: int, options: IngressOptions, overload: OverloadControl) -> Permit:
+        """Take permits for the choices of one request, before anything is done for it.
+
+        Raises:
+            ApiError: 429 or 503, with the limit.
+            InvalidRequestError: the request alone is beyond its client's limit.
+        """
+        refusal = overload.refusal(lambda: self.share_ahead(client, choices))
+        if refusal is not None:
+            raise overloaded(refusal)
+        most = options.max_live_requests
+        own_most = options.max_client_requests or max(round(CLIENT_SHARE * most), 1)
+        own = self._of_clients[client] + choices
+        if client and own > own_most:
+            raise _too_much(own, choices, own_most, "max_client_requests", "requests", overload)
+        if self.count + choices > most:
+            raise too_many_live(self.count, most, overload.retry_after_s())
+        self.count += choices
+        self._of_clients[client] = own
+        return Permit(self, client, choices, overload)
+
+    def share_ahead(self, client: str, choices: int) -> float:
+        """The part of what is live that engines serve before the next request of a client.
+
+        They serve all clients alike, so of each other client as much is ahead as this one has, at most.
+        """
+        if not self.count:
+            return 1.0
+        own = self._of_clients[client] + choices
+        return min(sum(min(count, own) for count in self._of_clients.values()) / self.count, 1.0)
+
+    def add_tokens(self, client: str, tokens: int, options: IngressOptions, overload: OverloadControl) -> None:
+        """Count the prompt tokens of a request.
+
+        Raises:
+            ApiError: 429, beyond the client's limit.
+            InvalidRequestError: the request alone is beyond it.
+        """
+        most = options.max_client_tokens
+        own = self._tokens[client] + tokens
+        if client and most is not None and own > most:
+            raise _too_much(own, tokens, most, "max_client_tokens", "prompt tokens", overload)
+        self._tokens[client] = own
+
+    def release(self, client: str, choices: int, tokens: int) -> None:
+        """The response has ended."""
+        self.count -= choices
+        for counter, amount in ((self._of_clients, choices), (self._tokens, tokens)):
+            counter[client] -= amount
+            if counter[client] <= 0:
+                del counter[client]
+
+
+class Permit:
+    """What one request holds; give it back once."""
+
+    def __init__(self, live: LiveRequests, client: str, choices: int, overload: OverloadControl) -> None:
+        self._live = live
+        self._client = client
+        self._choices = choices
+        self._overload = overload
+        self._tokens = 0
+
+    def add_tokens(self, tokens: int, options: IngressOptions) -> None:
+        """The request's prompts have so many tokens."""
+        self._live.add_tokens(self._client, tokens, options, self._overload)
+        self._tokens = tokens
+
+    def release(self) -> None:
+        """The response has ended."""
+        self._live.release(self._client, self._choices, self._tokens)
+
+
+def _too_much(
+    would_have: int, asked: int, most: int, option: str, what: str, overload: OverloadControl
+) -> QuireError:
+    if asked > most:  # no wait would help
+        return InvalidRequestError(
+            f"the request has {asked} {what} but one client may have at most {most} in progress ({option})",
+            code="client_limit_exceeded",
+        )
+    return too_much_of_a_client(f"{would_have} {what}", most, option, overload.retry_after_s())
