@@ -120,7 +120,7 @@ def test_whole_answers_end_when_their_clients_leave(cluster: BreakableCluster) -
 
 def test_idle_connections_lock_nobody_out(cluster: BreakableCluster) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= hard < 2 * IDLE + 2000:
+    if 0 <= hard < 4 * IDLE + 1000:  # HAProxy allows one address a quarter
         pytest.skip("this machine allows too few open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as connections:
