@@ -51,7 +51,7 @@ def test_it_has_started_once_an_engine_is_routable() -> None:
         handle.add()
         await starting
         handle.announce()
-        await ingress.reconfigure(deployed(log_level="WARNING"))  # only the start waits
+        await asyncio.wait_for(ingress.reconfigure(deployed(log_level="WARNING")), 30)  # only the start waits
 
     with_ingress(test, 0)
 

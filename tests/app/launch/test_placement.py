@@ -121,6 +121,7 @@ def test_threads_follow_what_is_asked_for() -> None:
     ("args", "nodes", "replicas"),
     [
         ({"engine_replicas": 1}, [GPU_NODE], 0),  # the only GPU is taken
+        ({"engine_replicas": 1, "engine_cpus": 1}, [GPU_NODE], 0),
         ({"engine_replicas": 1}, [{"CPU": 16.0, "GPU": 2.0}], 1),
         ({"engine_replicas": 2}, [GPU_NODE, GPU_NODE], 0),
         ({"engine_replicas": 2}, [GPU_NODE, GPU_NODE, GPU_NODE], 1),
