@@ -112,12 +112,16 @@ def test_while_a_redeploy_rolls_streams_move_once() -> None:
         await until(lambda: live(*old) == [3, 3, 3])
         new = handle.add(build=Build("new", 9.0))
         await until(lambda: len(handle.fleet.ledger.routable()) == 4)
+        await client.cordon([replica.name for replica in old], 600, after_s=600)
+        jobs += [asyncio.ensure_future(collect(client, request([index], 300))) for index in range(9, 18)]
+        await until(lambda: live(*old, new) == [3, 3, 3, 9])
+        await client.cordon([], 0)
         handle.announce(*[replica.name for replica in (*old[1:], new)])
         await until(lambda: live(old[0]) == [0])
-        await until(lambda: sum(live(*old, new)) == 9)
-        assert live(*old, new) == [0, 3, 3, 3]
+        await until(lambda: sum(live(*old, new)) == 18)
+        assert live(*old, new) == [0, 3, 3, 12]
         async with stepping(handle):
-            assert await asyncio.gather(*jobs) == [expected_tokens([index], 300) for index in range(9)]
+            assert await asyncio.gather(*jobs) == [expected_tokens([index], 300) for index in range(18)]
         await client.stop()
 
     run(test)

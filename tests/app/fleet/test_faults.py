@@ -14,6 +14,7 @@ from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 
 from app.api.errors import fault_of
 from app.fleet.engine_client import EngineClient
+from app.fleet.faults import PROOF_TOKENS
 from app.fleet.generation import EngineDeathsError
 
 POISON = 999
@@ -156,6 +157,32 @@ def test_suspects_run_one_to_a_replica_the_youngest_first() -> None:
             await asyncio.gather(*jobs)
         assert not any(state.alone for state in handle.fleet.ledger._replicas.values())
         await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_cleared_neighbour_is_not_blamed_for_what_a_suspect_did() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (first,) = handle.replicas.values()
+        jobs = [asyncio.ensure_future(collect(client, request([index], 300))) for index in range(2)]
+        await until(lambda: len(first.engine.live) == 2)
+        second = handle.add()
+        await until(lambda: len(handle.fleet.ledger.routable()) == 2)
+        first.kill()
+        await until(lambda: len(second.engine.live) == 1)
+        (cleared,) = (live.token_ids[0] for live in second.engine.live.values())
+        for _ in range(PROOF_TOKENS):
+            second.engine.step()
+        await until(lambda: len(second.engine.live) == 2)
+        assert sorted(live.suspect for live in client._requests) == [False, True]
+        second.kill()
+        handle.announce(handle.add().name)
+        async with stepping(handle):
+            with pytest.raises(EngineDeathsError):
+                await jobs[1 - cleared]
+            assert await jobs[cleared] == expected_tokens([cleared], 300)
         await client.stop()
 
     run(test)
