@@ -278,6 +278,23 @@ def test_a_replica_that_is_ended_after_its_time_to_stop_has_not_died() -> None:
     run(test)
 
 
+def test_what_the_ingress_brought_about_is_no_death() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        job = asyncio.ensure_future(collect(client, request([3], 50)))
+        await until(lambda: any(replica.engine.live for replica in handle.replicas.values()))
+        (attempt,) = client._parts.attempts.running
+        booking = handle.fleet.ledger.booking(attempt)
+        assert booking is not None
+        client.on_closed(booking.route, "no beat came", False)
+        assert [(live.deaths, live.suspect) for live in client._requests] == [(0, False)]
+        async with stepping(handle):
+            assert await job == expected_tokens([3], 50)
+        await client.stop()
+
+    run(test)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_dies_a_request_ends_well_or_engines_died_under_it_twice(seed: int) -> None:
     async def test() -> None:
