@@ -32,6 +32,7 @@ COMMANDS = {
     "http": Command("loadtests.throughput --http", 1.5),
     "faults": Command("loadtests.faults", 2),
     "routing_faults": Command("loadtests.routing_faults", 2.5),
+    "streams": Command("loadtests.streams --stop", 6),
     "pressure": Command("loadtests.recovery --http", 3),
     "recovery": Command("loadtests.recovery", 2.5),
     "routing_live": Command("loadtests.routing --live", 3, seeds=True),
