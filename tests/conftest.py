@@ -17,9 +17,10 @@ OWN_DEPLOYMENT = {
     "test_memory_pressure.py": 1,
     "test_autoscaling.py": 2,
     "test_refusals.py": 2,
+    "test_unlike_replicas.py": 2,
 }
 """Files of it that deploy the application with other options; the first ones begin with the usual ones."""
-SECOND_RAY = {*OWN_DEPLOYMENT, "test_routing_faults.py"}
+SECOND_RAY = {"test_autoscaling.py", "test_deploys.py", "test_memory_pressure.py", "test_routing_faults.py"}
 """Files that take about half of the time of all: two workers, each with a Ray of its own, share them."""
 
 MUCH = 800_000_000
