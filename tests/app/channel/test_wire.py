@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from app.channel import wire
 from app.channel.wire_sections import SLICE_KEYS, Section, SnapshotSlice, slices
 from app.routing.load import LoadReport
+from app.routing.requirement import Build
 from engine.errors import InvalidRequestError
 from engine.kv.block_keys import KeyScheme
 from engine.kv.kv_events import KvBatch, KvSnapshot
+from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
@@ -107,7 +109,8 @@ def test_slices_make_the_snapshot(count: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_hello_round_trip_with_keys(window: int | None) -> None:
-    hello = wire.Hello.of(LIMITS, KeyScheme("revision", "torch.float32", 16), window)
+    model, build = ModelIdentity("revision", "torch.float32", "tokenizer"), Build("options", 1.5)
+    hello = wire.Hello.of(LIMITS, KeyScheme("revision", "torch.float32", 16), window, model, build)
     back = wire.unpack_frame(wire.pack_hello(3, 0, hello)).hello
     assert back == hello
     assert back.agrees
