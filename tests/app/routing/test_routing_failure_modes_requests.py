@@ -90,11 +90,14 @@ def test_keys_are_made_once_however_many_replicas_there_are_and_however_often_it
         setting = Recorded(5)
         await setting.started()
         task = asyncio.create_task(collect(setting.client, request(prompt, max_tokens=40)))
+        left: list[str] = []
         for _ in range(3):
             busy = await holder(setting.handle)
             setting.handle.step()
             await asyncio.sleep(0.005)
-            busy.kill()
+            left.append(busy.name)
+            await setting.client.cordon(left, 600, after_s=0.0)
+            await until(lambda busy=busy: not busy.engine.live)  # type: ignore[misc]
         async with stepping(setting.handle):
             assert await task == expected_tokens(prompt, 40)
         assert len(setting.sent) >= 4
