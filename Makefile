@@ -47,7 +47,7 @@ faults: $(READY)  ## Plant faults in copies of the code: 95 % must be caught by 
 loadtest: $(READY)  ## 60 s of streaming chat by 16 users with Locust; report in loadtests/reports/.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)
 
-bench: $(READY)  ## Run every measuring command with its checks, about 45 minutes (some: make bench ARGS="--only kernels memory").
+bench: $(READY)  ## Run every measuring command with its checks, about 50 minutes (some: make bench ARGS="--only kernels memory").
 	$(BIN)/python -m loadtests.bench $(ARGS)
 
 clean:  ## Remove the environment, caches and reports (the model cache in your home stays).

@@ -1,4 +1,4 @@
-"""``make bench``: every measuring command that needs no GPU, with its checks: 45 minutes on two idle cores.
+"""``make bench``: every measuring command that needs no GPU, with its checks: 50 minutes on two idle cores.
 
 Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``;
 ``docs/benchmarks.md`` is updated from them.
