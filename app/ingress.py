@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,9 @@ from app.routing.policies import Policy
 from app.routing.waiting import ExpectedWait
 from engine.models.identity import tokenizer_digest
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that parses or tokenizes may hold the interpreter lock; Python's default is 5 ms."""
+
 
 def routing_policy(routing: config.Routing) -> Policy:
     """How the ledger chooses; with Serve's own routers it gets one candidate."""
@@ -50,6 +55,7 @@ class IngressReplica:
     """The deployment's body: owns the channels to the engines and the service that the routes call."""
 
     def __init__(self, options: AppConfig, engine: Any) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._live = config.LiveOptions(options, "ingress")
         folder = resolve(options.service.model)
         self._client = EngineClient(
@@ -81,6 +87,10 @@ class IngressReplica:
             instance=options.ingress.instance or cluster_instance(),
             gate=Gate(KeyFile(options.ingress.api_keys_file), options.ingress.ingress_replicas),
         )
+        # What is here now stays: otherwise a large body in pieces makes the garbage collector look at all of it
+        # again and again, for hundreds of milliseconds.
+        gc.collect()
+        gc.freeze()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes.
