@@ -105,7 +105,7 @@ def assemble(options: AppConfig, replica_class: type | None = None, room: bool =
         num_replicas=options.ingress.ingress_replicas,
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
-        user_config=options.user_config("ingress"),
+        user_config={},  # None would keep Serve from calling reconfigure()
         **_common_options(options),
     )
     ingress = with_version(ingress, version_of(options, "ingress", IngressReplica))
@@ -131,7 +131,7 @@ def engine_deployment(options: AppConfig, replica_class: type | None = None, roo
         ray_actor_options=placement.actor_options(options, nodes),
         logging_config={"enable_access_log": False},  # there is a beat each second
         request_router_config=RequestRouterConfig(request_router_class=config.ROUTERS[options.ingress.routing]),
-        user_config=options.user_config("engine"),
+        user_config=options.user_config(),
         **_common_options(options),
     )
     return with_version(deployment, version_of(options, "engine", replica_class))

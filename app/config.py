@@ -57,12 +57,6 @@ Deployment = Literal["ingress", "engine"]
 LIVE_GROUPS: dict[Deployment, tuple[str, ...]] = {"ingress": ("service", "ingress"), "engine": ("service",)}
 """Groups whose live options each deployment applies, in its ``reconfigure``."""
 
-READ_GROUPS: dict[Deployment, tuple[str, ...]] = {
-    "ingress": ("service", "ingress", "scaling"),
-    "engine": ("service",),
-}
-"""Groups whose options the running replicas of each deployment must learn of if a change restarts none."""
-
 RESTARTED: dict[str, tuple[Deployment, ...]] = {
     "service": ("ingress", "engine"),
     "ingress": ("ingress",),
@@ -72,8 +66,7 @@ RESTARTED: dict[str, tuple[Deployment, ...]] = {
 """Deployments whose replicas a change restarts, by group of the option; a declaration may say otherwise."""
 
 ARGS = "args"
-"""Key of ``user_config`` under which the application's builder hands a deployment its options that restart
-nothing."""
+"""Key of ``user_config`` under which the application's builder hands engines what restarts none of them."""
 
 
 def option(
@@ -88,10 +81,9 @@ def option(
     """The declaration of an option; ``limits`` are those of pydantic's ``Field``.
 
     Args:
-        live: a deployment applies it in ``reconfigure``, so that a change restarts nothing.
+        live: a deployment applies it in ``reconfigure``. A change of ``args`` restarts ingresses all the same.
         policy: only the scaling policy reads it, so it has no effect on a fixed number of replicas.
-        restarts: the deployments whose replicas a change restarts; by default those of its group, with ``live``
-            none.
+        restarts: the deployments whose replicas a change restarts; by default those of its group.
     """
     restarted = None if restarts is None else list[JsonValue](restarts)
     extra: JsonDict = {"live": live, "policy": policy, "restarts": [] if live else restarted}
@@ -226,14 +218,14 @@ class ScalingOptions(Group):
         2,
         "Number of engines, each on its own device (on a CPU: on a share of the cores). With `max_replicas`: "
         "the number at startup, by default the minimum",
-        restarts=(),
+        restarts=("ingress",),
         ge=1,
         le=MAX_REPLICAS,
     )
     max_replicas: int | None = option(
         None,
         "Scale the number of engines with demand, up to this many. `auto`: a fixed number, `engine_replicas`",
-        restarts=(),
+        restarts=("ingress",),
         ge=1,
         le=MAX_REPLICAS,
     )
@@ -241,7 +233,7 @@ class ScalingOptions(Group):
         None,
         "Number of engines without any work. `auto`: 1. At 0 the last engine stops, too, and the next request "
         "waits for one to start",
-        restarts=(),
+        restarts=("ingress",),
         ge=0,
     )
     engine_cpus: float | None = option(
@@ -258,7 +250,12 @@ class ScalingOptions(Group):
         policy=True,
     )
     ttft_target_s: float = option(
-        2.0, "Target time to the first token, in seconds", restarts=(), policy=True, ge=0.001, le=MAX_SCALING_S
+        2.0,
+        "Target time to the first token, in seconds",
+        restarts=("ingress",),
+        policy=True,
+        ge=0.001,
+        le=MAX_SCALING_S,
     )
     tpot_target_s: float = option(
         0.05, "Target time per output token, in seconds", restarts=(), policy=True, ge=0.0001, le=MAX_SCALING_S
@@ -292,13 +289,16 @@ class ScalingOptions(Group):
     startup_s: float = option(
         60.0,
         "Assumed startup time of an engine, in seconds, until startups have been measured",
-        restarts=(),
+        restarts=("ingress",),
         policy=True,
         ge=0.1,
         le=MAX_SCALING_S,
     )
     scaling_shadow: bool = option(
-        False, "Decide and report, but leave the number of engines unchanged", restarts=(), policy=True
+        False,
+        "Decide and report, but leave the number of engines unchanged",
+        restarts=("ingress",),
+        policy=True,
     )
 
     @model_validator(mode="after")
@@ -403,15 +403,12 @@ class AppConfig(Group):
             **dataclasses.asdict(self.engine),
         )
 
-    def user_config(self, deployment: Deployment) -> dict[str, Any]:
-        """Tells the replicas of a deployment, new and running ones, the options that restart none of them."""
+    def user_config(self) -> dict[str, Any]:
+        """Tells the engine replicas, new and running ones, the options that they apply without a restart."""
         values = {
-            name: getattr(getattr(self, option.group), name)
+            name: getattr(self.service, name)
             for name, option in OPTIONS.items()
-            if option.group in READ_GROUPS[deployment]
-            and deployment not in option.restarts
-            # Whether it was given decides on the number at the start.
-            and (name != "engine_replicas" or name in self.scaling.model_fields_set)
+            if option.group == "service" and "engine" not in option.restarts
         }
         return {ARGS: values}
 
@@ -433,7 +430,7 @@ class AppConfig(Group):
         base = self.model_dump(exclude_unset=True)
         if ARGS in given:  # all of these options, so that one that was taken back has its default
             for name, option in OPTIONS.items():
-                if deployment not in option.restarts:
+                if option.group == "service" and deployment not in option.restarts:
                     base.get(option.group, {}).pop(name, None)
         values = given.pop(ARGS, {})
         live = [name for name, option in OPTIONS.items() if deployment in option.live_in]
@@ -511,6 +508,9 @@ def _declared() -> dict[str, Option]:
 
 
 def _restarts(group: str, schema: Mapping[str, Any]) -> tuple[Deployment, ...]:
+    if schema.get("live"):
+        # While an ingress reconfigures, Serve takes it from HAProxy; a successor answers all the time.
+        return ("ingress",) if group in LIVE_GROUPS["ingress"] else ()
     declared = schema.get("restarts")
     return RESTARTED.get(group, ()) if declared is None else tuple(declared)
 

@@ -67,8 +67,12 @@ class IngressReplica:
             own_thread=True,
             drain_timeout_s=options.service.drain_timeout_s,
         )
-        self._engines = engine.deployment_id
-        self._victims: VictimFeed | None = None  # only while the number of engines follows demand
+        self._victims: VictimFeed | None = None
+        if options.scaling.scales:
+            of = engine.deployment_id
+            self._victims = VictimFeed(
+                of.app_name, of.name, fleet.get_fleet(of.app_name, of.name).likely_victims
+            )
         self._overload = OverloadControl(
             expected_wait(engine),
             max_wait_s=options.max_wait_s,
@@ -103,23 +107,14 @@ class IngressReplica:
         logs.configure(*options.service.logging, logs.replica_name("ingress"))
         self.service.options = options.ingress
         self.service.engine_wait_s = options.replica_wait_s
-        scaling = options.scaling
-        self._client.configure(options.replica_wait_s, scaling.to_zero)
-        self._overload.configure(options.max_wait_s, scaling.reachable_replicas, scaling.startup_grace_s)
+        self._client.configure(options.replica_wait_s)
+        self._overload.configure(options.max_wait_s)
         self._overload.start()
-        self._follow_victims(scaling.scales)
-        await self._client.start()
-        if first and not scaling.to_zero:
-            await self._client.first_route()
-
-    def _follow_victims(self, follow: bool) -> None:
-        if follow and self._victims is None:
-            app, name = self._engines.app_name, self._engines.name
-            self._victims = VictimFeed(app, name, fleet.get_fleet(app, name).likely_victims)
+        if self._victims is not None:
             self._victims.start()
-        elif not follow and self._victims is not None:
-            self._victims.stop()
-            self._victims = None
+        await self._client.start()
+        if first and not options.scaling.to_zero:
+            await self._client.first_route()
 
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""

@@ -22,7 +22,7 @@ Set an option in one of these ways:
 Sizes are bytes, or text such as `512MB` and `2GiB`. `auto` is the same as leaving an option out.
 
 To change an option of a running application, change `args` and deploy again. The column *restarts* names the
-deployments whose replicas are then replaced; all other options take effect in running replicas.
+deployments whose replicas are then replaced; for an option that names none, running replicas go on.
 [Deployment](deployment.md#deploying-again) describes how.
 """
 

@@ -83,10 +83,9 @@ class EngineClient:
         self._thread: ChannelThread | None = None
         self._stopped = False
 
-    def configure(self, unavailable_after_s: float, to_zero: bool) -> None:
-        """Other values from now on, for requests that begin to wait; see the class."""
+    def configure(self, unavailable_after_s: float) -> None:
+        """Another limit from now on, for requests that begin to wait; see the class."""
         self._unavailable_after_s = unavailable_after_s
-        self._waiter.configure(self._handle if to_zero else None)
         if self._running is not None:
             self._running.attempts.unavailable_after_s = unavailable_after_s
 

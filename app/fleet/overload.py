@@ -94,9 +94,9 @@ class OverloadControl:
         self._refused = 0
         self._faults = FaultCounter("the expected wait could not be estimated; admitting all requests", logger)
 
-    def configure(self, max_wait_s: float, max_replicas: int, startup_s: float) -> None:
-        """Other limits from now on; see the class."""
-        self._max_wait_s, self._max_replicas, self._startup_s = max_wait_s, max_replicas, startup_s
+    def configure(self, max_wait_s: float) -> None:
+        """Another limit from now on; see the class."""
+        self._max_wait_s = max_wait_s
 
     def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it.

@@ -35,12 +35,6 @@ class ReplicaWaiter:
         self._task: asyncio.Task[None] | None = None
         self._timed_out = False  # a request waited in vain, and nothing has changed since
 
-    def configure(self, handle: Any | None) -> None:
-        """Whether the deployment may scale to zero has changed; see the class."""
-        self._handle = handle
-        if handle is None:
-            self.stop()
-
     def notify(self) -> None:
         """A replica has become routable, or the members have changed."""
         self._timed_out = False

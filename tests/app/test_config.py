@@ -337,19 +337,18 @@ def test_every_live_option_is_applied_somewhere() -> None:
 
 
 def test_an_option_that_is_taken_back_has_its_default_again() -> None:
-    start = config.load({"max_live_requests": 100, "engine_replicas": 3, "routing": "least_tokens"}, {})
-    now = start.with_live(config.load({}, {}).user_config("ingress"), "ingress")
-    assert now.ingress.max_live_requests == 4096
-    assert now.ingress.routing == "least_tokens"  # which needs a restart
-    assert now.scaling == config.load({}, {}).scaling
+    start = config.load({"log_level": "DEBUG", "stuck_after_s": 3, "max_num_seqs": 5}, {})
+    now = start.with_live(config.load({}, {}).user_config(), "engine")
+    assert (now.service.log_level, now.service.stuck_after_s) == ("INFO", 10)
+    assert now.engine.max_num_seqs == 5  # which needs a restart
 
 
 def test_options_from_args_and_from_the_config_file_are_told_apart() -> None:
     """The file's ``user_config`` replaces the builder's, and may name live options only."""
-    start = config.load({"max_live_requests": 100}, {})
-    deployed = config.load({"max_live_requests": 7, "max_replicas": 4}, {}).user_config("ingress")
-    assert start.with_live(deployed, "ingress").scaling.max_replicas == 4
-    both = start.with_live({**deployed, "max_live_requests": 9}, "ingress")
-    assert both.ingress.max_live_requests == 9
-    with pytest.raises(ConfigError, match="user_config of ingress cannot change max_replicas"):
-        start.with_live({"max_replicas": 4}, "ingress")
+    start = config.load({}, {})
+    deployed = config.load({"log_level": "ERROR", "stuck_after_s": 4}, {}).user_config()
+    assert start.with_live(deployed, "engine").service.stuck_after_s == 4
+    both = start.with_live({**deployed, "log_level": "DEBUG"}, "engine")
+    assert both.service.log_level == "DEBUG"
+    with pytest.raises(ConfigError, match="user_config of engine cannot change stuck_after_s"):
+        start.with_live({"stuck_after_s": 4}, "engine")

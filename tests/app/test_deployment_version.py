@@ -75,17 +75,27 @@ def test_what_the_names_promise() -> None:
     restarts = {name: set(config.OPTIONS[name].restarts) for name in CHANGES}
     assert restarts["model"] == {"ingress", "engine"}
     assert restarts["max_num_seqs"] == restarts["threads"] == restarts["kv_memory"] == {"engine"}
-    assert restarts["routing"] == restarts["served_model_name"] == {"ingress"}
-    for name in ("unavailable_after_s", "log_level", "max_replicas", "engine_replicas", "drain_timeout_s"):
-        assert restarts[name] == set()
+    for name in ("routing", "unavailable_after_s", "log_level", "max_replicas", "engine_replicas"):
+        assert restarts[name] == {"ingress"}
+    assert restarts["drain_timeout_s"] == restarts["stuck_after_s"] == restarts["ingress_replicas"] == set()
 
 
-def test_what_restarts_nothing_reaches_those_that_run() -> None:
-    before, after = as_serve_gets_them(), as_serve_gets_them(unavailable_after_s=61)
-    assert before["engine"] == after["engine"]
-    start = config.load({"unavailable_after_s": 60}, {})
-    now = start.with_live(after["ingress"].user_config, "ingress")
-    assert now.ingress.unavailable_after_s == 61
+def test_what_restarts_no_engine_reaches_those_that_run() -> None:
+    before, after = as_serve_gets_them(), as_serve_gets_them(log_level="DEBUG", stuck_after_s=5)
+    assert before["engine"].version == after["engine"].version
+    now = config.load({}, {}).with_live(after["engine"].user_config, "engine").service
+    assert (now.log_level, now.stuck_after_s) == ("DEBUG", 5)
+
+
+def test_other_options_leave_engines_as_they_are() -> None:
+    assert as_serve_gets_them()["engine"] == as_serve_gets_them(unavailable_after_s=61)["engine"]
+
+
+def test_no_option_of_args_reconfigures_an_ingress() -> None:
+    """While it reconfigures, Serve takes it from HAProxy, and there may be no other."""
+    before = as_serve_gets_them()["ingress"].user_config
+    for name, value in CHANGES.items():
+        assert as_serve_gets_them(**{name: value})["ingress"].user_config == before
 
 
 def test_equal_options_make_equal_deployments() -> None:

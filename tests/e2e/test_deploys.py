@@ -101,15 +101,15 @@ def test_a_model_that_is_not_there_changes_nothing(cluster: BreakableCluster, sa
 
 
 def test_an_option_restarts_what_it_concerns(cluster: BreakableCluster, said: list[str]) -> None:
-    """Of the ingress first, then of the engines; options that change live restart neither."""
+    """Of the ingress first, then of the engines."""
     engines, ingresses = replicas(cluster)
-    options: dict[str, Any] = {**OPTIONS, "routing": "least_tokens", "log_level": "WARNING"}
+    options: dict[str, Any] = {**OPTIONS, "unavailable_after_s": 61, "log_level": "WARNING"}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
     after = replicas(cluster)
     assert after[0] == engines
     assert not after[1] & ingresses
 
-    options |= {"max_num_seqs": 128, "unavailable_after_s": 61}
+    options |= {"max_num_seqs": 128}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
     assert not replicas(cluster)[0] & engines
     assert replicas(cluster)[1] == after[1]

@@ -90,15 +90,15 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/ingress.py",
-        "        if first and not scaling.to_zero:\n",
+        "        if first and not options.scaling.to_zero:\n",
         "        if False:\n",
         _INGRESS,
         "the old ingress leaves while the new one has no engine",
     ),
     Fault(
         "app/ingress.py",
-        "        if first and not scaling.to_zero:\n",
-        "        if not scaling.to_zero:\n",
+        "        if first and not options.scaling.to_zero:\n",
+        "        if not options.scaling.to_zero:\n",
         _INGRESS,
         "a change of options hangs while no engine is routable",
     ),
