@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 from leftovers import give_back
 
 from app.launch.model_store import resolve
+
+# Examples take as long as a busy machine lets them.
+hypothesis.settings.register_profile("quire", deadline=None)
+hypothesis.settings.load_profile("quire")
 
 END_TO_END = Path(__file__).parent / "e2e"
 OWN_DEPLOYMENT = {
