@@ -183,12 +183,12 @@ class Engine:
         try:
             return self.runner.run(chunks), {}
         except Exception:
-            logger.warning("a step of %d requests failed; running its parts", len(chunks), exc_info=True)
+            logger.warning("a step of %d requests failed; rerunning it in parts", len(chunks), exc_info=True)
         # Only here has the exception let go of the failed step's tensors.
         return self._run_in_parts(chunks)
 
     def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
-        """Run a failed step by halves, and a chunk that finds too little memory by halves of its tokens.
+        """Run a failed step by halves, and a chunk that runs out of memory by halves of its tokens.
 
         Returns the outcomes of all chunks that sample (0 for a failed one), and the message of each failed
         request. If every chunk fails, a probe of the model decides whether they or the engine are at fault.
@@ -213,7 +213,7 @@ class Engine:
             elif no_memory and part[0].length > 1:
                 parts += [[half] for half in _halves(part[0])]
             else:
-                what = "finds too little memory" if no_memory else "failed"
+                what = "ran out of memory" if no_memory else "failed"
                 failed[part[0].sequence.key] = f"the request's computation {what}: {reason}"
         if len(failed) == len(chunks):
             self.runner.probe()

@@ -185,7 +185,8 @@ class EngineThread:
     def progress(self) -> tuple[int, int] | None:
         """Changes with each turn of the loop and each layer of a step; ``None`` while the engine is idle.
 
-        A busy engine whose progress stays the same is stuck. Takes no lock.
+        A busy engine whose progress stays the same is stuck. A replayed decode step counts its layers at
+        its end. Takes no lock.
         """
         engine = self._running()
         return None if self._idle else (self._turns, engine.layers_run)

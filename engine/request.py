@@ -188,7 +188,8 @@ def _check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) 
     if set(map(type, token_ids)) - {int}:
         place, token = next((i, t) for i, t in enumerate(token_ids) if type(t) is not int)
         raise InvalidRequestError(
-            f"token id {place} is {shown(token)}, a {type(token).__name__}, but must be an int", param
+            f"the token id at index {place} is {shown(token)}, a {type(token).__name__}, but must be an int",
+            param,
         )
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
         token = next(t for t in token_ids if not 0 <= t < limits.vocab_size)
@@ -204,7 +205,7 @@ def _check_text(name: str, value: object) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _wrong(name, value, "text without halves of surrogate pairs") from None
+        raise _wrong(name, value, "text without lone surrogates") from None
 
 
 def _wrong(name: str, value: object, must_be: str) -> InvalidRequestError:

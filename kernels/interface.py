@@ -100,7 +100,10 @@ class Recording(ABC):
 
     @abstractmethod
     def replay(self) -> None:
-        """Do it all again; results lie where those of the recorded run lay. Raises ``MemoryError``."""
+        """Do it all again; results lie where those of the recorded run lay.
+
+        Raises ``MemoryError`` if there is too little; the results are then garbage.
+        """
 
 
 class Kernels(ABC):

@@ -45,9 +45,8 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
     for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
         tables[row, :needed] = chunk.sequence.block_table[:needed]
-    np.maximum(
-        tables, 0, out=tables
-    )  # absent blocks lie outside every window: nothing reads what is named there
+    # Absent blocks lie outside every window: nothing reads what is named there.
+    np.maximum(tables, 0, out=tables)
 
     rows = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(total) + (starts - query_start[:-1])[rows]

@@ -18,7 +18,7 @@ GROUP = 64
 """Tokens of a group, of which only the likeliest counts when the least of the best is sought."""
 
 
-def log_normalisers(logits: Tensor) -> list[float]:
+def log_normalizers(logits: Tensor) -> list[float]:
     """Log of the summed exponentials of each row of ``logits`` (float32 ``[S, vocab]``).
 
     Raises:
@@ -74,15 +74,15 @@ def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
 
 
 def logprobs_of(
-    logits: Tensor, rows: Sequence[int], tokens: Sequence[Sequence[int]], normalisers: Sequence[float]
+    logits: Tensor, rows: Sequence[int], tokens: Sequence[Sequence[int]], normalizers: Sequence[float]
 ) -> list[tuple[float, ...]]:
-    """Of ``tokens[i]`` in row ``rows[i]`` of ``logits``, whose normaliser is ``normalisers[i]``."""
+    """Of ``tokens[i]`` in row ``rows[i]`` of ``logits``, whose normalizer is ``normalizers[i]``."""
     flat_rows = [row for row, several in zip(rows, tokens, strict=True) for _ in several]
     flat_tokens = [token for several in tokens for token in several]
     values = iter(logits[flat_rows, flat_tokens].tolist())
     return [
-        tuple(next(values) - normaliser for _ in several)
-        for several, normaliser in zip(tokens, normalisers, strict=True)
+        tuple(next(values) - normalizer for _ in several)
+        for several, normalizer in zip(tokens, normalizers, strict=True)
     ]
 
 

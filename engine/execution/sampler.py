@@ -6,9 +6,9 @@ three filters keep tokens by a threshold, so tokens that tie with the last one k
 The draw takes two exact steps (the group's probability times the token's within the group): the vocabulary
 is cut into ``GROUPS_OF`` interleaved groups, a race of exponentials (the Gumbel-max trick) chooses a group by
 its summed weight, then a token within it. So a row costs some hundred random numbers instead of one per
-token of the vocabulary. The sums of the draw are explicit trees, so its bits do not depend on the other rows;
-kernels that draw follow the same steps, and differ in the last bit of a weight at most;
-on a GPU top-p goes by torch's running sums, whose order of additions may depend on the number of rows.
+token of the vocabulary. The sums of the draw are explicit trees, so its bits do not depend on the other rows.
+Kernels that draw follow the same steps; a weight of theirs may differ in its last bit. On a GPU top-p goes by
+torch's running sums, whose order of additions may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.execution.logprobs import likeliest, log_normalisers, logprobs_of, no_finite_maximum
+from engine.execution.logprobs import likeliest, log_normalizers, logprobs_of, no_finite_maximum
 from engine.execution.random import draw_key, exponential
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
@@ -38,6 +38,8 @@ _SMALL_K = 256  # from a larger one on, top-k sorts a whole row
 _MOST = 2**31 - 1  # a larger top-k means the same
 
 _SORTED_AT_ONCE = 1 << 22  # weights: what sorting them takes stays near 100 MB
+
+_UNFILTERED = SamplingParams()  # temperature 1 and no filter: the cheapest row
 
 _GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every token id
 
@@ -87,7 +89,7 @@ class Sampler:
         several = [index for index, row in enumerate(rows) if not row.plain]
         if not several:
             return [*self._choose(logits, rows)]
-        normalisers = log_normalisers(logits if len(several) == len(rows) else logits[several])
+        normalizers = log_normalizers(logits if len(several) == len(rows) else logits[several])
         chosen = iter(self._choose(logits, rows))
         draws = [[next(chosen) for _ in range(1 + len(row.extra_seeds))] for row in rows]
         searching = [index for index in several if rows[index].best]
@@ -100,7 +102,7 @@ class Sampler:
                 draws[index] = tokens
         outcomes: list[int | Candidates] = [tokens[0] for tokens in draws]
         asked = [draws[index] for index in several]
-        for index, logprobs in zip(several, logprobs_of(logits, several, asked, normalisers), strict=True):
+        for index, logprobs in zip(several, logprobs_of(logits, several, asked, normalizers), strict=True):
             outcomes[index] = Candidates(tuple(draws[index]), logprobs)
         return outcomes
 
@@ -144,8 +146,8 @@ def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
 
 
 def _draw_options(rows: Sequence[SampleRow], random: set[int]) -> DrawOptions:
-    """For the kernels, which draw nothing from the rows that are not ``random``."""
-    params = [row.params for row in rows]
+    """For the kernels. Rows that are not ``random`` draw nothing, so their filters are left out."""
+    params = [row.params if i in random else _UNFILTERED for i, row in enumerate(rows)]
     seeds = [(row.seed, *row.extra_seeds) if i in random else () for i, row in enumerate(rows)]
     keys = [draw_key(seed, row.position) for row, own in zip(rows, seeds, strict=True) for seed in own]
     return DrawOptions(

@@ -420,8 +420,7 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
         factor is None or 1.0 / MAX_FACTOR <= factor <= MAX_FACTOR
     ):
         raise fields.error(
-            f"rope_parameters.factor is {factor} but must be a number above 0, from {1.0 / MAX_FACTOR:g} to "
-            f"{MAX_FACTOR:g}"
+            f"rope_parameters.factor is {factor} but must be from {1.0 / MAX_FACTOR:g} to {MAX_FACTOR:g}"
         )
     if rope_type is RopeType.LINEAR:
         return RopeConfig(rope_type, theta, factor or 1.0), max_position

@@ -100,7 +100,7 @@ class Decoder:
         self.embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, index, reader) for index in range(config.num_layers)]
         self.layers_run = 0
-        """Since the start, in all steps: it grows while a step proceeds, however long that takes."""
+        """Since the start, in all steps. It grows while a step runs; a replay adds all layers at its end."""
         self.norm = reader.norm("model.norm.weight", config.hidden_size)
         self.head: PackedLinear
         if config.tie_word_embeddings:

@@ -48,7 +48,7 @@ class ModelIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's ``system_fingerprint``: changes with anything that may change answers."""
+        """OpenAI's ``system_fingerprint``: changes with anything but the device that may change answers."""
         digest = hashlib.blake2b(digest_size=6)
         for part in astuple(self):
             _add(digest, str(part).encode())

@@ -15,8 +15,7 @@ SHORT_TOKENS = 16
 
 
 class PrefillShares:
-    """The rules, step by step; :meth:`reset` is called in each step, :meth:`begin`
-    in those with a prefill.
+    """The rules, step by step. :meth:`reset` is called in each step, :meth:`begin` in those with a prefill.
 
     Tokens go by the order of the sequences that ask for some. If more is wanted than there is:
 

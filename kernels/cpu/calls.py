@@ -94,7 +94,7 @@ class Calls:
         self._kept: list[Any] = []
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Call ``name``; 0 or ``None`` unless it ran out of memory."""
+        """Call ``name`` and return what it returns, and note the call if the run is recorded."""
         if self._words is not None:
             words = [_word(type_, value) for type_, value in zip(REPLAYED[name], arguments, strict=True)]
             self._words += [self._numbers[name], *words]

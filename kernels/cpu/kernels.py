@@ -25,11 +25,11 @@ _ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
 class CpuKernels(Kernels):
-    """Kernels compiled for this CPU; see ``attention.cpp``, ``elementwise.cpp`` and ``gemm.cpp``.
+    """Kernels compiled for this CPU; see the ``*.cpp`` files beside this one.
 
     Tensors are dense in their last dimension (``kv_layer`` in its last three); rows may be strided. The bits of
     a result do not depend on ``num_threads``, batch, chunking, block size or placement of blocks. They differ
-    between CPUs with vectors of different width.
+    between CPUs with vectors of different width; in bfloat16 also by AVX-512 BF16 and AMX.
 
     Raises :class:`kernels.cpu.build.BuildError` where the kernels cannot be compiled.
     """

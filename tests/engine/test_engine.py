@@ -266,7 +266,7 @@ def test_a_request_that_finds_too_little_memory_alone_fails_and_the_others_go_on
     assert made(deltas["a"]) == expected
     (error,) = deltas["large"]
     assert error.finish_reason is FinishReason.ERROR
-    assert "too little memory: no memory for the attention" in str(error.error)
+    assert "ran out of memory: no memory for the attention" in str(error.error)
     assert_idle(engine)
 
 

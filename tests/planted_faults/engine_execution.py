@@ -104,6 +104,13 @@ EXECUTION: list[Fault] = [
         "greedy rows draw, too, and shift the tokens of the others",
     ),
     Fault(
+        "engine/execution/sampler.py",
+        "    params = [row.params if i in random else _UNFILTERED for i, row in enumerate(rows)]",
+        "    params = [row.params for row in rows]",
+        _SAMPLER,
+        "the kernel divides the logits of greedy rows by 0",
+    ),
+    Fault(
         "kernels/cpu/sampling.cpp",
         "return count_above(some, cut) >= row.top_k; };",
         "return count_above(some, cut) > row.top_k; };",
@@ -248,7 +255,7 @@ EXECUTION: list[Fault] = [
         "            elif no_memory and part[0].length > 1:",
         "            elif False:",
         _ENGINE,
-        "a long chunk that finds too little memory alone fails",
+        "a long chunk that runs out of memory fails at once",
     ),
     Fault(
         "engine/llm.py",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import QuireError
-from engine.execution.logprobs import likeliest, log_normalisers, tree_sums
+from engine.execution.logprobs import likeliest, log_normalizers, tree_sums
 from engine.execution.sampler import Sampler, SampleRow
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
@@ -139,6 +139,6 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, row: dict[str, Any]
     with pytest.raises(QuireError, match="finite"):
         sample_one(logits, SampleRow(SamplingParams(), 0, 0, **row))
     with pytest.raises(QuireError, match="finite"):
-        log_normalisers(torch.full((1, 3), -math.inf))
+        log_normalizers(torch.full((1, 3), -math.inf))
     with pytest.raises(QuireError, match="finite"):
         sample_one(torch.zeros(1, 3), SampleRow(GREEDY, 0, 0, (0, 1, 2), **row))

@@ -210,6 +210,22 @@ def test_the_kernel_draws_what_torch_draws(vocab: int) -> None:
             assert Sampler(CpuKernels(threads)).sample(logits.clone(), rows) == expected
 
 
+def test_rows_that_draw_nothing_ask_the_kernel_for_no_filter() -> None:
+    """A temperature of 0 would make their weights NaN, and their filters would be worked out for nothing."""
+    filtered = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+    rows = [
+        SampleRow(SamplingParams(temperature=0.0, **filtered), 1, 0),
+        SampleRow(SamplingParams(temperature=0.5, **filtered), 2, 0),
+        SampleRow(SamplingParams(temperature=0.5, **filtered), 3, 0, best=2),
+    ]
+    options = sampler._draw_options(rows, {1})
+    assert options.num_draws.tolist() == [0, 1, 0]
+    assert options.temperature.tolist() == [1.0, 0.5, 1.0]
+    assert options.top_k.tolist() == [0, 3, 0]
+    assert options.top_p.tolist() == [1.0, 0.5, 1.0]
+    assert options.min_p[[0, 2]].tolist() == [0.0, 0.0]
+
+
 def test_the_kth_largest_weight_is_exact_for_any_k() -> None:
     weights = torch.rand(4, 1000, generator=torch.Generator().manual_seed(0))
     ordered = weights.sort(dim=1, descending=True).values
