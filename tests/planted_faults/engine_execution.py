@@ -140,7 +140,7 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/logprobs.py",
-        "        tuple(next(values) - normaliser for _ in several)",
+        "        tuple(next(values) - normalizer for _ in several)",
         "        tuple(next(values) for _ in several)",
         _LOGPROBS,
         "log probabilities are not normalized",
