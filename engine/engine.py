@@ -100,7 +100,7 @@ class Engine:
         self._steps = 0
         self._step_seconds = 0.0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""
-        logger.info("at most %d tokens and %d requests a step%s", self.token_budget, max_num_seqs, rate)
+        logger.info("at most %d tokens and %d sequences a step%s", self.token_budget, max_num_seqs, rate)
 
     def add(self, request: Request) -> None:
         """Queue ``request``; it runs from the next step on.
