@@ -50,15 +50,16 @@ class EventStream:
             try:
                 async for event in events:
                     self._sending = True
-                    if not self._begun:
-                        await self._begin(send)
+                    await self._begin(send)
                     await self._send(send, event)
                     self._sending = False
             except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
                 fault = fault_of(error)
+                self._sending = True
                 if not self._begun:
                     await fault.to_response()(scope, receive, send)
                     return
+                await self._begin(send)
                 event = b"data: " + fault.to_json().encode() + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         self._sending = True
@@ -77,10 +78,10 @@ class EventStream:
 
     async def _wait(self, send: Send) -> float:
         """Called after the headers' time, then as this asks: the seconds until the next call."""
+        if self._sending:  # to a client that reads slowly
+            return KEEP_ALIVE_S
         if not self._begun:
             await self._begin(send)
-            return KEEP_ALIVE_S
-        if self._sending:  # to a client that reads slowly
             return KEEP_ALIVE_S
         quiet = asyncio.get_running_loop().time() - self._sent
         if quiet < KEEP_ALIVE_S:

@@ -119,9 +119,10 @@ class Relay:
                 logger.exception("an event of a channel could not be handled")
                 if route is not None:
                     self._channels.fail(route, describe(error))
-            if self._clock() >= until and self._waiting and not self._scheduled:
-                self._scheduled = True
-                self._loop.call_soon(self._drain)
+            if self._clock() >= until and self._waiting:
+                if not self._scheduled:  # an event that came meanwhile has scheduled the next turn
+                    self._scheduled = True
+                    self._loop.call_soon(self._drain)
                 return
 
     def _records(self, route: Route, records: list[wire.Record]) -> None:

@@ -44,6 +44,28 @@ API: list[Fault] = [
         "comments pile up for a client that does not read",
     ),
     Fault(
+        "app/api/sse.py",
+        "                await self._begin(send)\n                event = b",
+        "                event = b",
+        _SSE,
+        "an error overtakes headers that leave slowly",
+    ),
+    Fault(
+        "app/api/sse.py",
+        "                    await self._begin(send)\n                    await self._send",
+        "                    if not self._begun:\n                        await self._begin(send)\n"
+        "                    await self._send",
+        _SSE,
+        "an event overtakes headers that leave slowly",
+    ),
+    Fault(
+        "app/api/sse.py",
+        "                fault = fault_of(error)\n                self._sending = True\n",
+        "                fault = fault_of(error)\n",
+        _SSE,
+        "an error that leaves slowly is followed by headers of a stream",
+    ),
+    Fault(
         "app/api/routes.py",
         "    return InstanceHeader(api, lambda: get_service().instance)",
         "    return api",

@@ -28,10 +28,17 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/relay.py",
-        "            if self._clock() >= until and self._waiting and not self._scheduled:",
+        "            if self._clock() >= until and self._waiting:",
         "            if False:",
         _RELAY,
         "a backlog of frames keeps the loop from everything else",
+    ),
+    Fault(
+        "app/channel/relay.py",
+        "            if self._clock() >= until and self._waiting:",
+        "            if self._clock() >= until and self._waiting and not self._scheduled:",
+        _RELAY,
+        "frames that keep coming keep the loop from everything else",
     ),
     Fault(
         "app/channel/relay.py",

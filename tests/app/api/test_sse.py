@@ -152,6 +152,36 @@ def test_an_error_after_the_headers_and_before_the_first_event_is_an_event(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("pause", [sse.HEADERS_WITHIN_S / 2, 1.5 * sse.HEADERS_WITHIN_S])
+@pytest.mark.parametrize("step", [b"a", UnavailableError("gone")])
+def test_headers_that_leave_slowly_leave_once_and_first(pause: float, step: bytes | Exception) -> None:
+    """Sending them takes as long as they may wait for the first event, which comes meanwhile."""
+
+    async def main() -> None:
+        async def stream() -> AsyncGenerator[bytes, None]:
+            await asyncio.sleep(pause)
+            if isinstance(step, Exception):
+                raise step
+            yield step
+
+        connection = Connection()
+        send = connection.send
+
+        async def send_slowly(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                await asyncio.sleep(sse.HEADERS_WITHIN_S)
+            await send(message)
+
+        connection.send = send_slowly  # type: ignore[method-assign]
+        await exchange(EventStream(stream()), connection)
+        starts = [message["type"] == "http.response.start" for message in connection.sent]
+        assert starts[0]
+        assert sum(starts) == 1
+        assert connection.complete
+
+    run_virtually(main())
+
+
 def test_comments_fill_every_silence_and_no_other_time() -> None:
     """Times are those of the events: a comment each 15 s after what was sent last."""
 

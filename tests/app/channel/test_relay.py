@@ -155,6 +155,29 @@ def test_a_backlog_leaves_the_loop_to_others_and_shows_its_age() -> None:
     run_virtually(test())
 
 
+def test_events_that_keep_coming_leave_the_loop_to_others() -> None:
+    async def test() -> None:
+        recorder = Recorder()
+        loop: Any = asyncio.get_running_loop()
+
+        def take_long() -> None:
+            loop._jumping.now += SLICE_S / 2
+            if len(recorder.calls) < 10:
+                relay.on_suspect(ROUTE, True)
+
+        recorder.act = take_long
+        relay = Relay(recorder, recorder)
+        relay.on_suspect(ROUTE, True)
+        relay.on_suspect(ROUTE, True)
+        seen = []
+        while relay.lag_s or len(recorder.calls) < 11:
+            await asyncio.sleep(0)
+            seen.append(len(recorder.calls))
+        assert [count for count in seen if count] == [2, 4, 6, 8, 10, 11]
+
+    run_virtually(test())
+
+
 class ThreadedHandle:
     """A handle whose replica answers in the thread that calls; ``beats`` are counted there."""
 
