@@ -138,6 +138,21 @@ def model_not_found(name: str, served: str) -> ApiError:
 
 def fault_of(error: Exception) -> ApiFault:
     """The answer for ``error``. An unexpected error is logged; the client sees no details."""
+    fault = _answer_to(error)
+    if fault.code == "internal":
+        logger.error("unexpected error while serving a request", exc_info=error)
+    elif isinstance(error, GenerationError):
+        logger.error("generation failed: %s", error)
+    return fault
+
+
+def fault_code(error: Exception) -> str:
+    """The code of the answer for ``error``, or its status if it has none; without logging it."""
+    fault = _answer_to(error)
+    return fault.code or str(fault.status)
+
+
+def _answer_to(error: Exception) -> ApiFault:
     if isinstance(error, ApiError):
         return error.fault
     if isinstance(error, InvalidRequestError):
@@ -145,24 +160,10 @@ def fault_of(error: Exception) -> ApiFault:
     if isinstance(error, UnavailableError):
         return ApiFault(503, str(error), "service_unavailable_error", code="unavailable")
     if isinstance(error, EngineDeathsError):
-        logger.error("request given up: %s", error)
         return ApiFault(500, str(error), "server_error", code="engine_died", retriable=False)
     if isinstance(error, GenerationError):
-        logger.error("generation failed: %s", error)
         return ApiFault(500, str(error), "server_error", code="generation_failed")
-    logger.error("unexpected error while serving a request", exc_info=error)
     return ApiFault(500, "an internal error ended this request; see the log", "server_error", code="internal")
-
-
-def fault_code(error: Exception) -> str:
-    """The code of the answer for ``error``, without logging it."""
-    if isinstance(error, ApiError):
-        return error.fault.code or str(error.fault.status)
-    if isinstance(error, InvalidRequestError):
-        return error.code
-    if isinstance(error, UnavailableError):
-        return "unavailable"
-    return "generation_failed" if isinstance(error, GenerationError) else "internal"
 
 
 def show(value: object) -> str:

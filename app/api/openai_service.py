@@ -186,7 +186,8 @@ class OpenAIService:
             if caller.limits is not None:
                 caller.limits.admit()
             held.callback(record.end)
-            yield permit, held
+            with record.failing():
+                yield permit, held
 
     @property
     def num_live(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -20,29 +19,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Filled while the request runs; ``outcome`` is ``ok``, ``disconnected``, or an error's code."""
+    """Filled from admission on; ``outcome`` is ``ok``, ``disconnected``, or an error's code."""
 
     caller: Caller
     route: str
     stream: bool
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
-    outcome: str = "refused"  # until it runs
+    outcome: str = "disconnected"  # until it ends otherwise
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None  # monotonic seconds
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around the work; notes how it ends."""
-        self.outcome = "disconnected"
+        with self.failing():
+            yield
+        self.outcome = "ok"
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around what precedes the work; notes an error."""
         try:
             yield
-        except (GeneratorExit, asyncio.CancelledError):
-            raise
         except Exception as error:
             self.outcome = fault_code(error)
             raise
-        self.outcome = "ok"
 
     def token(self, finish_reason: str | None) -> None:
         """A choice has new tokens, or has ended."""

@@ -21,7 +21,7 @@ from app.api.errors import ApiError
 from app.api.key_limits import KeyLimits
 from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
 from app.api.request_record import RequestRecord
-from app.fleet.generation import GenerationError, UnavailableError
+from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
 from app.logs import FIELDS
 from engine.errors import InvalidRequestError
 
@@ -55,7 +55,7 @@ def test_a_refused_request_and_one_whose_client_left_are_logged(
 ) -> None:
     assert http.post("/v1/completions", json={"prompt": [1] * 600}).status_code == 400
     (refused,) = wait_for(records, 1)
-    assert (refused["outcome"], refused["output_tokens"]) == ("refused", 0)
+    assert (refused["outcome"], refused["output_tokens"]) == ("context_length_exceeded", 0)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         body = b'{"prompt": "one, two,", "max_tokens": 300, "ignore_eos": true, "stream": true}'
@@ -83,6 +83,8 @@ def wait_for(records: pytest.LogCaptureFixture, count: int) -> list[dict[str, An
         (GeneratorExit(), "disconnected"),
         (UnavailableError("none"), "unavailable"),
         (GenerationError("failed"), "generation_failed"),
+        (EngineDeathsError("failed"), "engine_died"),
+        (ApiError(405, "no"), "405"),
         (InvalidRequestError("wrong", "prompt", "kv_pool_exceeded"), "kv_pool_exceeded"),
         (ApiError(429, "wait", code="overloaded"), "overloaded"),
         (ZeroDivisionError(), "internal"),
@@ -90,7 +92,7 @@ def wait_for(records: pytest.LogCaptureFixture, count: int) -> list[dict[str, An
 )
 def test_the_outcome_tells_how_the_work_ended(error: BaseException | None, outcome: str) -> None:
     record = RequestRecord(Caller("", "r"), "chat", False)
-    assert record.outcome == "refused"
+    assert record.outcome == "disconnected"  # if nothing else comes of it
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, record.running():
         if error is not None:
