@@ -110,7 +110,7 @@ class ServiceOptions(Group):
         live=True,
     )
     drain_timeout_s: float = option(
-        600.0, "Maximum time that a replica may take to stop, in seconds", restarts=(), gt=0
+        600.0, "Maximum time that a replica may take to stop, in seconds", restarts=("ingress",), gt=0
     )
     stuck_after_s: float = option(
         10.0,
@@ -134,7 +134,7 @@ class ServiceOptions(Group):
 class IngressOptions(Group):
     """Ingress: HTTP, routing, and overload control."""
 
-    ingress_replicas: int = option(1, "Number of HTTP front ends", restarts=(), ge=1, le=MAX_REPLICAS)
+    ingress_replicas: int = option(1, "Number of HTTP front ends", ge=1, le=MAX_REPLICAS)
     routing: Routing = option(
         "prefix",
         "How the ingress chooses an engine: `prefix` minimizes the estimated cost in seconds and counts "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,15 +29,14 @@ class Gate:
 
     keys: KeyFile
     replicas: int = 1
-    _limits: dict[str, KeyLimits] | None = None
+    _limits: dict[str, KeyLimits] = field(default_factory=dict)
 
     def limits_of(self, key: ApiKey) -> KeyLimits:
-        """The state of ``key``, which outlives a changed file as long as its entry is the same."""
-        if self._limits is None:
-            self._limits = {}
+        """The state of ``key``; a changed file does not touch it as long as its entry and share are the same."""
+        share = 1.0 / self.replicas
         found = self._limits.get(key.id)
-        if found is None or found.key != key:
-            found = self._limits[key.id] = KeyLimits(key, 1.0 / self.replicas)
+        if found is None or (found.key, found.share) != (key, share):
+            found = self._limits[key.id] = KeyLimits(key, share)
         return found
 
 
@@ -83,7 +82,7 @@ class Authentication:
 
 
 def presented_key(headers: Headers) -> str | None:
-    """The key that a request presents; ``None`` if it presents none, or two."""
+    """The key that a request presents; ``None`` without exactly one that can be read and may count."""
     authorization = headers.getlist("authorization")
     others = headers.getlist("x-api-key")
     if len(authorization) + len(others) != 1:
@@ -112,7 +111,7 @@ def _unauthorized(presented: bool, person: bool) -> ASGIApp:
     message = (
         "the API key is not valid"
         if presented
-        else "this server needs an API key; send it as 'Authorization: Bearer KEY'"
+        else "this server needs an API key; send one, as 'Authorization: Bearer KEY'"
     )
     response = ApiFault(401, message, "invalid_request_error", code="invalid_api_key").to_response()
     response.headers["www-authenticate"] = 'Basic realm="Quire", charset="UTF-8"' if person else "Bearer"

@@ -14,22 +14,23 @@ MINUTE_S = 60.0
 
 
 class TokenBucket:
-    """A rate limit: holds up to ``per_minute`` units and gains as many in a minute, evenly.
+    """A rate limit: gains ``per_minute`` units in a minute, evenly, and holds as many, at least one.
 
     Taking may drive it below zero, since the cost of a request is known only at its end; nothing can be taken
     until it is positive again.
     """
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
-        self.per_minute = per_minute
+        self.size = max(per_minute, 1.0)  # else an ingress whose share is less would never admit a request
+        self._per_minute = per_minute
         self._clock = clock
-        self._level = per_minute
+        self._level = self.size
         self._at = clock()
 
     def level(self) -> float:
         """What it holds now."""
         now = self._clock()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / MINUTE_S)
+        self._level = min(self.size, self._level + (now - self._at) * self._per_minute / MINUTE_S)
         self._at = now
         return self._level
 
@@ -39,7 +40,7 @@ class TokenBucket:
 
     def wait_s(self, units: float) -> float:
         """Seconds until it holds ``units``; 0 if it does."""
-        return max(0.0, (units - self.level()) * MINUTE_S / self.per_minute)
+        return max(0.0, (units - self.level()) * MINUTE_S / self._per_minute)
 
 
 @dataclass(slots=True)
@@ -90,9 +91,9 @@ class KeyLimits:
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
                 values = {
-                    "limit": str(math.floor(bucket.per_minute)),
+                    "limit": str(math.floor(bucket.size)),
                     "remaining": str(max(0, math.floor(bucket.level()))),
-                    "reset": f"{bucket.wait_s(bucket.per_minute):.1f}s",
+                    "reset": f"{bucket.wait_s(bucket.size):.1f}s",
                 }
                 found += [(f"x-ratelimit-{what}-{name}".encode(), v.encode()) for what, v in values.items()]
         return found

@@ -85,7 +85,7 @@ class EngineClient:
 
     def configure(self, unavailable_after_s: float) -> None:
         """Another limit from now on, for requests that begin to wait; see the class."""
-        self._unavailable_after_s = unavailable_after_s
+        self._unavailable_after_s = self._limits.expected_s = unavailable_after_s
         if self._running is not None:
             self._running.attempts.unavailable_after_s = unavailable_after_s
 
@@ -139,6 +139,8 @@ class EngineClient:
             UnavailableError: no replica could run it, or continue it, within the time limit.
             GenerationError: the engine failed to compute it.
         """
+        if self._stopped:
+            raise UnavailableError(STOPPING)
         await self.start()
         limits = self.limits()
         if limits is not None:
@@ -147,8 +149,6 @@ class EngineClient:
             # Drawn here, so that sampling continues the same on another replica.
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
-        if self._stopped:
-            raise UnavailableError(STOPPING)
         in_flight = InFlightRequest(request)
         self._requests.add(in_flight)
         # In an empty context: Serve must not take the attempts for children of one HTTP request.

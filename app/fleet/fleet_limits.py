@@ -45,7 +45,7 @@ class LimitsRecord:
     """
 
     def __init__(self, expected_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._expected_s = expected_s
+        self.expected_s = expected_s
         self._clock = clock
         self._limits: dict[str, ModelLimits] = {}
         self._dead: dict[str, float] = {}  # when each died
@@ -72,7 +72,7 @@ class LimitsRecord:
     def current(self) -> FleetLimits | None:
         """The limits now; ``None`` until a replica has named its own."""
         for replica, died in list(self._dead.items()):
-            if self._clock() - died > self._expected_s:
+            if self._clock() - died > self.expected_s:
                 del self._dead[replica], self._limits[replica]
                 self._changed = True
         if self._changed and self._limits:

@@ -77,7 +77,9 @@ def test_what_the_names_promise() -> None:
     assert restarts["max_num_seqs"] == restarts["threads"] == restarts["kv_memory"] == {"engine"}
     for name in ("routing", "unavailable_after_s", "log_level", "max_replicas", "engine_replicas"):
         assert restarts[name] == {"ingress"}
-    assert restarts["drain_timeout_s"] == restarts["stuck_after_s"] == restarts["ingress_replicas"] == set()
+    assert restarts["stuck_after_s"] == set()
+    # Ingresses go by them: when a replica died, and which share of a key's limits is theirs.
+    assert restarts["drain_timeout_s"] == restarts["ingress_replicas"] == {"ingress"}
 
 
 def test_what_restarts_no_engine_reaches_those_that_run() -> None:

@@ -64,6 +64,7 @@ def test_limits_change_while_it_runs() -> None:
         await ingress.reconfigure({"unavailable_after_s": 7, "max_wait_s": 3})
         assert ingress.service.engine_wait_s == 7.0
         assert ingress._client._parts.attempts.unavailable_after_s == 7.0
+        assert ingress._client._limits.expected_s == 7.0
         ingress._overload.update()
         assert ingress._overload.inspect()["limit_s"] == 63.0  # with the grace for replicas that start
 

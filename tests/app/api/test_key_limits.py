@@ -81,6 +81,17 @@ def test_each_ingress_enforces_its_share_and_reports_it() -> None:
     assert KeyLimits(ApiKey(id="a", sha256=DIGEST)).headers() == []
 
 
+def test_a_share_of_less_than_one_request_a_minute_is_still_a_rate() -> None:
+    """Two requests a minute, divided among four ingresses: each admits one in two minutes."""
+    clock = Clock()
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, requests_per_minute=2), 0.25, clock)
+    limits.admit()
+    assert refusal(limits)[1] == 120
+    assert dict(limits.headers())[b"x-ratelimit-limit-requests"] == b"1"
+    clock.now = 120.0
+    limits.admit()
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 500)), max_size=30))
 def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, float]]) -> None:
     """What is taken only while the level is positive stays within rate × time + one bucket + one overdraft."""

@@ -200,7 +200,7 @@ def test_a_large_replica_that_died_is_expected_back_and_one_that_was_stopped_is_
             await until(lambda: len(handle.fleet.ledger.routable()) == 2)
             handle.announce(small.name)
             await until(lambda: not again.hub.inspect())
-        client._limits._expected_s = 0.0  # the first one has been replaced
+        client._limits.expected_s = 0.0  # the first one has been replaced
         with pytest.raises(InvalidRequestError, match="KV pool of 1024 tokens"):
             await collect(client, request(LONG, 20))
         await client.stop()
