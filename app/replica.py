@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.config import AppConfig
+from app.deployment_version import version_of
 from app.launch import placement
 from app.launch.model_store import resolve
 from app.replica_stats import StatsReporter
@@ -53,8 +53,7 @@ class EngineReplica:
         self._death: BaseException | None = None
         self._engine = self._start_engine()
         engine = self._engine
-        digest = hashlib.blake2b(repr(options).encode(), digest_size=8).hexdigest()
-        build = Build(digest, time.time())
+        build = Build(version_of(options, "engine", type(self)), time.time())
         hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity, build)
         self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
         self._metrics = metrics.EngineMetrics(options.service.model_name)

@@ -32,7 +32,7 @@ class Gate:
     _limits: dict[str, KeyLimits] = field(default_factory=dict)
 
     def limits_of(self, key: ApiKey) -> KeyLimits:
-        """The state of ``key``; a changed file does not touch it as long as its entry and share are the same."""
+        """The state of ``key``, which outlives a changed file as long as its entry is the same."""
         share = 1.0 / self.replicas
         found = self._limits.get(key.id)
         if found is None or (found.key, found.share) != (key, share):

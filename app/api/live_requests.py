@@ -29,7 +29,7 @@ class LiveRequests:
 
         Raises:
             ApiError: 429 or 503, with the limit.
-            InvalidRequestError: the request alone is beyond its client's limit.
+            InvalidRequestError: the request alone is beyond its client's limit, or the ingress's.
         """
         refusal = overload.refusal(lambda: self.share_ahead(client, choices))
         if refusal is not None:
@@ -39,6 +39,10 @@ class LiveRequests:
         own = self._of_clients[client] + choices
         if client and own > own_most:
             raise _too_much(own, choices, own_most, "max_client_requests", "requests", overload)
+        if choices > most:  # no wait would help
+            raise InvalidRequestError(
+                f"the request has {choices} choices but at most {most} may be live (max_live_requests)"
+            )
         if self.count + choices > most:
             raise too_many_live(self.count, most, overload.retry_after_s())
         self.count += choices

@@ -42,6 +42,7 @@ class ChannelSet:
         self._epochs = itertools.count(1)
         self._channels: dict[str, IngressChannel] = {}
         self._leaving: dict[str, float] = {}  # since when
+        self._stopped = False
         self.fleet.listen(self._members_from_router)
 
     def present(self) -> Collection[str]:
@@ -98,6 +99,7 @@ class ChannelSet:
     async def stop(self) -> None:
         """Close every channel."""
         self.fleet.unlisten(self._members_from_router)
+        self._stopped = True
         channels = list(self._channels.values())
         self._channels.clear()
         self._leaving.clear()
@@ -130,6 +132,8 @@ class ChannelSet:
             self._loop.call_soon_threadsafe(self._update, members, context=contextvars.Context())
 
     def _update(self, members: frozenset[str]) -> None:
+        if self._stopped:  # the router's last call was on its way
+            return
         for replica in members - self._channels.keys():
             self.fleet.pin(replica, True)
             self._channels[replica] = IngressChannel(

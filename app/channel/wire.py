@@ -31,7 +31,7 @@ from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 
-VERSION = 9
+VERSION = 10
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.autoscaling.fault_counter import FaultCounter
-from app.fleet.loop_lag import BEHIND_S, LoopLag
+from app.fleet.loop_lag import BEHIND_S, HOLD_S, LoopLag
 from app.metrics import OverloadMetrics
 from app.routing.waiting import ExpectedWait
 
@@ -106,10 +106,7 @@ class OverloadControl:
         """
         if self._lag.behind:
             self._refused += 1
-            retry_after_s = 1 + math.ceil(min(self._lag.seconds, LONGEST_BASE_S))
-            return Refusal(
-                self._lag.seconds, BEHIND_S, retry_after_s + self._rng.randint(0, retry_after_s), behind=True
-            )
+            return Refusal(self._lag.seconds, BEHIND_S, self._later(self._lag.seconds + HOLD_S), behind=True)
         if self._clock() - self._looked_at >= EVERY_S:
             self.update()
         if not (self._overloaded and self._over):
@@ -143,8 +140,10 @@ class OverloadControl:
         Up to half of it is added at random for each refusal: otherwise requests that were refused together
         would return together, even those of one client.
         """
-        allowed = self._limit_s if math.isfinite(self._limit_s) else 0.0
-        base = min(max(math.ceil(min(self._scaled_s - allowed, LONGEST_BASE_S)), 1), LONGEST_BASE_S)
+        return self._later(self._scaled_s - (self._limit_s if math.isfinite(self._limit_s) else 0.0))
+
+    def _later(self, seconds: float) -> int:
+        base = min(max(math.ceil(min(seconds, LONGEST_BASE_S)), 1), LONGEST_BASE_S)
         return min(base + self._rng.randint(0, max(base // 2, 1)), LONGEST_RETRY_S)
 
     def update(self) -> None:

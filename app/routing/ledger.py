@@ -491,7 +491,7 @@ class Ledger:
 def _that_stay(replicas: list[ReplicaState], likely_victims: Collection[str]) -> list[ReplicaState]:
     """Without likely victims, and of these without those that a redeploy will replace; all, if none is left."""
     replicas = [state for state in replicas if state.replica not in likely_victims] or replicas
-    if len({state.build.options for state in replicas}) > 1:
-        newest = max(replicas, key=lambda state: state.build.started_at).build.options
-        replicas = [state for state in replicas if state.build.options == newest]
+    if len({state.build.version for state in replicas}) > 1:
+        newest = max(replicas, key=lambda state: state.build.started_at).build.version
+        replicas = [state for state in replicas if state.build.version == newest]
     return replicas

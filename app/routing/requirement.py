@@ -20,12 +20,13 @@ class ReplicaProfile:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """With which options a replica runs, and since when, in seconds since the epoch.
+    """What a replica is made of, and since when, in seconds since the epoch.
 
-    While a redeploy rolls, replicas with the options of the last one that started stay, and all others go.
+    ``version`` is that of its deployment (see ``app/deployment_version.py``): other options that restart no
+    engine make no other version. While a redeploy rolls, replicas of the version of the last one that started stay, and all others go.
     """
 
-    options: str = ""
+    version: str = ""
     started_at: float = 0.0
 
 

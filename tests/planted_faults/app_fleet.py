@@ -155,7 +155,7 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/routing/ledger.py",
-        "    if len({state.build.options for state in replicas}) > 1:",
+        "    if len({state.build.version for state in replicas}) > 1:",
         "    if False:",
         _DRAIN,
         "streams move to replicas that a redeploy will replace",

@@ -83,6 +83,8 @@ def test_clients_that_are_not_known_have_no_limit_of_their_own() -> None:
         live.admit("", 1, options, CALM).add_tokens(5, options)
     with pytest.raises(ApiError, match="max_live_requests"):
         live.admit("", 1, options, CALM)
+    with pytest.raises(InvalidRequestError, match=r"9 choices but at most 8 .*max_live_requests"):
+        live.admit("", 9, options, CALM)  # no wait would help
 
 
 def test_a_flood_of_one_client_refuses_that_one_alone() -> None:

@@ -109,7 +109,7 @@ def test_slices_make_the_snapshot(count: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_hello_round_trip_with_keys(window: int | None) -> None:
-    model, build = ModelIdentity("revision", "torch.float32", "tokenizer"), Build("options", 1.5)
+    model, build = ModelIdentity("revision", "torch.float32", "tokenizer"), Build("version", 1.5)
     hello = wire.Hello.of(LIMITS, KeyScheme("revision", "torch.float32", 16), window, model, build)
     back = wire.unpack_frame(wire.pack_hello(3, 0, hello)).hello
     assert back == hello
