@@ -33,10 +33,9 @@ class Gate:
 
     def limits_of(self, key: ApiKey) -> KeyLimits:
         """The state of ``key``, which outlives a changed file as long as its entry is the same."""
-        share = 1.0 / self.replicas
         found = self._limits.get(key.id)
-        if found is None or (found.key, found.share) != (key, share):
-            found = self._limits[key.id] = KeyLimits(key, share)
+        if found is None or found.key != key:
+            found = self._limits[key.id] = KeyLimits(key, 1.0 / self.replicas)
         return found
 
 

@@ -144,23 +144,28 @@ class OpenAIService:
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
         self._check_model(request.model)
-        longest = (await self._limits()).max_model_len
-        if request.prompt is None:
-            tokens = await self._tokenizer.encode_chat(request.messages, longest, (caller.tenant, ""))
-        else:
-            (tokens,) = await self._tokenizer.encode_texts(
-                [request.prompt], longest, request.add_special_tokens
-            )
-        strings = self._tokenizer.names(tokens) if request.token_strings else None
+        record = RequestRecord(caller, "tokenize", False)
+        with self._admit(record, 1), record.running():
+            longest = (await self._limits()).max_model_len
+            if request.prompt is None:
+                tokens = await self._tokenizer.encode_chat(request.messages, longest, (caller.tenant, ""))
+            else:
+                (tokens,) = await self._tokenizer.encode_texts(
+                    [request.prompt], longest, request.add_special_tokens
+                )
+            strings = await self._tokenizer.names(tokens) if request.token_strings else None
         return JSONResponse(
             {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
         )
 
-    async def detokenize(self, request: DetokenizeRequest) -> Response:
+    async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
         self._check_model(request.model)
-        longest = (await self._limits()).max_model_len
-        return JSONResponse({"prompt": await self._tokenizer.decode(request.tokens, longest)})
+        record = RequestRecord(caller, "detokenize", False)
+        with self._admit(record, 1), record.running():
+            longest = (await self._limits()).max_model_len
+            text = await self._tokenizer.decode(request.tokens, longest)
+        return JSONResponse({"prompt": text})
 
     async def reset_prefix_cache(self) -> Response:
         """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.

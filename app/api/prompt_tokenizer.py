@@ -97,9 +97,9 @@ class PromptTokenizer:
             )
         return await self._run(len(tokens), lambda: self._decode(tokens))
 
-    def names(self, tokens: Sequence[int]) -> list[str]:
+    async def names(self, tokens: Sequence[int]) -> list[str]:
         """The vocabulary's entry of each token."""
-        return [str(self._backend.id_to_token(token)) for token in tokens]
+        return await self._run(len(tokens), lambda: [str(self._backend.id_to_token(token)) for token in tokens])
 
     async def encode_chat(
         self, messages: Sequence[ChatMessage], max_tokens: int, owner: Hashable = None

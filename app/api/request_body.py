@@ -21,6 +21,9 @@ MAX_HELD_BYTES = 128 * 1024 * 1024
 INLINE_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: in 5 ms at worst, nearly always in less than 0.1 ms."""
 
+WITHIN_S = 120.0
+"""Seconds in which a body must be complete: clients that send slowly would hold what others need."""
+
 MAX_THREADS = 2
 """Bodies parsed at the same time: threads share one interpreter, so more would only make each slower."""
 
@@ -41,7 +44,8 @@ class BodyReader:
 
         Raises:
             ApiError: 413 above ``MAX_BODY_BYTES``, before all of it is read, or above ``MAX_VALUES`` values;
-                400 if it is not a JSON object; 503 while other bodies take ``MAX_HELD_BYTES``.
+                400 if it is not a JSON object; 408 if it is not complete ``WITHIN_S``; 503 while other bodies
+                take ``MAX_HELD_BYTES``.
             InvalidRequestError: from ``parse``.
         """
         declared = request.headers.get("content-length", "")
@@ -50,18 +54,23 @@ class BodyReader:
         body = bytearray()
         held = 0
         try:
-            async for chunk in request.stream():
-                if len(body) + len(chunk) > MAX_BODY_BYTES:
-                    raise _too_large()
-                if len(body) + len(chunk) > INLINE_BYTES:
-                    if self.held_bytes + len(chunk) > MAX_HELD_BYTES:
-                        raise too_many_bodies(MAX_HELD_BYTES)
-                    held += len(chunk)
-                    self.held_bytes += len(chunk)
-                body += chunk
+            async with asyncio.timeout(WITHIN_S):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if len(body) + len(chunk) > INLINE_BYTES:
+                        if self.held_bytes + len(chunk) > MAX_HELD_BYTES:
+                            raise too_many_bodies(MAX_HELD_BYTES)
+                        held += len(chunk)
+                        self.held_bytes += len(chunk)
+                    body += chunk
             if len(body) <= INLINE_BYTES:
                 return parse(parse_json_object(body))
             return await self.in_thread(lambda: parse(parse_json_object(body)))
+        except TimeoutError as error:
+            raise ApiError(
+                408, f"the body was not complete within {WITHIN_S:g} s", code="request_timeout"
+            ) from error
         except ClientDisconnect as error:
             raise ApiError(400, "the client disconnected before the body was complete") from error
         finally:

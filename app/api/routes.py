@@ -71,7 +71,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     service = _service(request)
-    return await service.detokenize(await service.bodies.read(request, parse_detokenize))
+    return await service.detokenize(await service.bodies.read(request, parse_detokenize), _caller(request))
 
 
 async def ping(request: Request) -> Response:

@@ -22,8 +22,8 @@ class ReplicaProfile:
 class Build:
     """What a replica is made of, and since when, in seconds since the epoch.
 
-    ``version`` is that of its deployment (see ``app/deployment_version.py``): other options that restart no
-    engine make no other version. While a redeploy rolls, replicas of the version of the last one that started stay, and all others go.
+    ``version`` is that of its deployment (see ``app/deployment_version.py``). While a redeploy rolls, replicas
+    of the version of the last one that started stay, and all others go.
     """
 
     version: str = ""

@@ -66,6 +66,20 @@ API: list[Fault] = [
         "an error that leaves slowly is followed by headers of a stream",
     ),
     Fault(
+        "app/api/request_body.py",
+        "            async with asyncio.timeout(WITHIN_S):",
+        "            async with asyncio.timeout(None):",
+        _BODY,
+        "clients that send slowly hold the memory of all large bodies",
+    ),
+    Fault(
+        "app/api/key_limits.py",
+        "        self.size = max(per_minute, 1.0)",
+        "        self.size = per_minute",
+        ("app/api/test_key_limits.py",),
+        "a key whose share is less than one request a minute is never admitted",
+    ),
+    Fault(
         "app/api/routes.py",
         "    return InstanceHeader(api, lambda: get_service().instance)",
         "    return api",
@@ -144,7 +158,7 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
-        "                if len(body) + len(chunk) > MAX_BODY_BYTES:\n                    raise _too_large()\n",
+        "                    if len(body) + len(chunk) > MAX_BODY_BYTES:\n                        raise _too_large()\n",
         "",
         _INPUT,
         "a body of unknown length may have any size",

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from virtual_time import run_virtually
 
 from app.api import request_body
 from app.api.errors import ERROR_HANDLERS, ApiError
@@ -107,6 +108,24 @@ def test_bodies_that_take_too_much_together_get_503_and_small_ones_pass(
         assert (await client.post("/", content=large)).status_code == 200
 
     run(bodies, parse_completion, work)
+    assert bodies.held_bytes == 0
+
+
+def test_a_body_that_does_not_end_is_given_up_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "WITHIN_S", 30.0)
+    bodies = BodyReader()
+
+    async def trickle() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 50_000
+            await asyncio.sleep(request_body.WITHIN_S / 10)
+
+    async def main() -> None:
+        with pytest.raises(ApiError, match="not complete within 30 s") as caught:
+            await bodies.read(_request(trickle()), parse_completion)
+        assert (caught.value.fault.status, caught.value.fault.code) == (408, "request_timeout")
+
+    run_virtually(main())
     assert bodies.held_bytes == 0
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from importlib import metadata
+from pathlib import Path
 
 import httpx
 import pytest
 from local_server import MODEL, LocalServer
 from starlette.types import Message
 
+from app.api.authentication import Gate
+from app.api.keys import KeyFile, digest_of
 from app.api.openai_service import OpenAIService
 from app.api.routes import make_api
 
@@ -43,6 +46,21 @@ def test_a_prompt_becomes_the_tokens_that_completions_uses(http: httpx.Client) -
     assert usage["prompt_tokens"] == body["count"]
     back = http.post("/detokenize", json={"model": MODEL, "tokens": body["tokens"]}).json()
     assert back == {"prompt": "one, two<|im_end|>"}
+
+
+def test_tokens_are_counted_within_the_limits_of_a_caller(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}, requests_per_minute: 2}}\n")
+    monkeypatch.setattr(server.service, "gate", Gate(KeyFile(str(path), {})))
+    header = {"x-api-key": "key"}
+    answers = [
+        http.post(f"/{route}", json=body, headers=header)
+        for route, body in (("tokenize", {"prompt": "a"}), ("detokenize", {"tokens": [1]})) * 2
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
+    assert server.service.num_live == 0
 
 
 def test_messages_become_the_tokens_that_chat_uses(http: httpx.Client) -> None:
