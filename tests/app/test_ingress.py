@@ -202,7 +202,9 @@ def test_a_client_that_leaves_frees_the_engine(server: LocalServer, http: httpx.
 def test_more_requests_than_allowed_are_put_off(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.set_options(monkeypatch, max_live_requests=0)
+    wait_until(lambda: server.service.num_live == 0)
+    monkeypatch.setattr(server.service._live, "count", 1)
+    server.set_options(monkeypatch, max_live_requests=1)
     response = http.post("/v1/completions", json=COUNT)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1

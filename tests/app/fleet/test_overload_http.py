@@ -118,7 +118,8 @@ def test_too_many_live_requests_are_told_when_to_come_again(
     while server.service.num_live:  # a request of another test, whose answer its client has had already
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    server.set_options(monkeypatch, max_live_requests=0)
+    monkeypatch.setattr(server.service._live, "count", 1)
+    server.set_options(monkeypatch, max_live_requests=1)
     unlimited = OverloadControl(lambda: ExpectedWait(20.0, 1))
     for overload, least, most in ((unlimited, 20, 30), (OverloadControl(), 1, 2)):
         monkeypatch.setattr(server.service, "overload", overload)
@@ -127,7 +128,7 @@ def test_too_many_live_requests_are_told_when_to_come_again(
         assert least <= int(response.headers["retry-after"]) <= most
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
-        assert "0 requests are live and at most 0 are allowed (max_live_requests)" in error["message"]
+        assert "1 requests are live and at most 1 are allowed (max_live_requests)" in error["message"]
 
 
 def test_openais_client_knows_it_and_comes_again_when_told(
