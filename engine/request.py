@@ -70,7 +70,7 @@ class Request:
     arrival: float = 0.0  # monotonic seconds; 0 lets the engine stamp it
     generated_before: int = 0
     outputs: tuple[tuple[int, ...] | None, ...] = ()
-    tenant: str = ""  # for whom it is done: tenants get fair shares of the engine
+    tenant: str = ""  # who gets a fair share: the client; ``namespace.tenant`` partitions the prefix cache
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much
