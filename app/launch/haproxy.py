@@ -33,6 +33,8 @@ OTHER_FILES = 300
 
 TABLE = "quire_addresses"
 
+OWNER = "owner"
+
 UNAVAILABLE = {
     "message": f"no ingress of this server is available; try again in {RETRY_AFTER_S} s",
     "type": "service_unavailable_error",
@@ -53,12 +55,55 @@ def main() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if files == resource.RLIM_INFINITY:
         files = sys.maxsize
-    path.write_text(changed(path.read_text(), unavailable, files, os.environ))
+    memory = path.with_name("servers.json")
+    config, servers = with_servers(path.read_text(), recall(memory))
+    memory.write_text(json.dumps({OWNER: owner(), **servers}))
+    path.write_text(changed(config, unavailable, files, os.environ))
     die_with_parent()
     binary = haproxy_binary()
     # -dS: no splicing. With it, HAProxy does not see a client leave that has sent its body apart from its
     # headers: the request runs on to its end, and HAProxy spins.
     os.execv(binary, [binary, "-dS", *arguments])
+
+
+def with_servers(config: str, known: Mapping[str, list[str]]) -> tuple[str, dict[str, list[str]]]:
+    """Serve's configuration with the ``known`` servers of each backend that it left without, and all servers.
+
+    While Serve builds an application, and after a build that failed, it knows of no ingress, though those of
+    the version before run on; should they all go down, Serve's fallback takes their place.
+    """
+    blocks = re.split(r"^(?=\S)", config, flags=re.MULTILINE)
+    servers: dict[str, list[str]] = {}
+    for place, block in enumerate(blocks):
+        fallback = re.search(r"^( *server \S+ \S+) check backup$", block, re.MULTILINE)
+        if not block.startswith("backend ") or fallback is None:
+            continue
+        name = block.split(maxsplit=2)[1]
+        here = re.findall(r"^ *server \S+ \S+ check(?! backup).*$", block, re.MULTILINE)
+        servers[name] = here or known.get(name, [])
+        if servers[name] and not here:
+            lines = "\n".join([*servers[name], f"{fallback[1]} backup check"])
+            blocks[place] = f"{block[: fallback.start()]}{lines}{block[fallback.end() :]}"
+    return "".join(blocks), {name: lines for name, lines in servers.items() if lines}
+
+
+def recall(memory: Path) -> dict[str, list[str]]:
+    """The servers of the configuration before, by backend; none of another Serve's."""
+    try:
+        known: dict[str, list[str]] = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if known.pop(OWNER, None) == owner() else {}
+
+
+def owner() -> list[str]:
+    """Names Serve's proxy actor, which runs this: its process, and when that started."""
+    parent = os.getppid()
+    try:
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [str(parent)]
+    return [str(parent), fields[19]]
 
 
 def changed(config: str, unavailable: Path, files: int, environment: Mapping[str, str]) -> str:

@@ -76,8 +76,8 @@ class Instance:
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
-            # No load balancer stands in front of a server on one machine.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            # An ingress that leaves answers for so long: HAProxy takes seconds to learn of its successor.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         }
 
     def _wrapper(self) -> dict[str, str]:

@@ -109,4 +109,18 @@ DEPLOYS: list[Fault] = [
         _INGRESS,
         "unavailable_after_s needs a restart",
     ),
+    Fault(
+        "app/launch/haproxy.py",
+        "here or known.get(name, [])",
+        "here",
+        ("app/launch/test_haproxy_servers.py",),
+        "no ingress answers while Serve builds",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        "    return known if known.pop(OWNER, None) == owner() else {}",
+        "    return known",
+        ("app/launch/test_haproxy_servers.py",),
+        "HAProxy sends requests to the servers of another Serve",
+    ),
 ]
