@@ -10,9 +10,9 @@ _CLIENT = (
     "app/fleet/test_engine_client_routes.py",
     "app/fleet/test_engine_client_sequences.py",
 )
-_UNLIKE = ("app/fleet/test_unlike_replicas.py",)
+_UNLIKE = ("app/fleet/test_equal_replicas.py",)
 _DRAIN = ("app/fleet/test_drain.py",)
-_FAULTS = ("app/fleet/test_faults.py", "app/fleet/test_engine_client_routes.py")
+_FAULTS = ("app/fleet/test_fault_counts.py", "app/fleet/test_engine_client_routes.py")
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
 _QUEUE = ("app/fleet/test_delta_queue.py",)
