@@ -109,7 +109,7 @@ class OverloadControl:
             return Refusal(self._lag.seconds, BEHIND_S, self._later(self._lag.seconds + HOLD_S), behind=True)
         if self._clock() - self._looked_at >= EVERY_S:
             self.update()
-        if not (self._overloaded and self._over):
+        if not self._overloaded:
             return None
         wait = self._scaled_s * share()
         if wait <= self._limit_s:

@@ -260,8 +260,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/overload.py",
-        "        if not (self._overloaded and self._over):",
-        "        if not self._overloaded:",
+        "        if wait <= self._limit_s:\n            return None\n",
+        "",
         _OVERLOAD,
         "an overload refuses requests while the wait is within the limit",
     ),
