@@ -165,6 +165,11 @@ def test_more_choices_than_slots_are_put_off(
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
     server.set_options(monkeypatch, max_live_requests=3, min_priority=-5)
-    assert http.post(COMPLETIONS, json={**COUNT, "n": 4}).status_code == 503
+    never = http.post(COMPLETIONS, json={**COUNT, "n": 4})
+    assert never.status_code == 400
+    assert "4 choices but at most 3 may be live" in never.json()["error"]["message"]
+    monkeypatch.setattr(server.service._live, "count", 1)
+    assert http.post(COMPLETIONS, json={**COUNT, "n": 3}).status_code == 503
+    monkeypatch.setattr(server.service._live, "count", 0)
     assert http.post(COMPLETIONS, json={**COUNT, "n": 3, "priority": -5}).status_code == 200
     wait_until(lambda: server.service.num_live == 0)
