@@ -110,10 +110,64 @@ static void locate(const Call& call, const T* kv, int64_t request, int64_t tile_
     for (int64_t t = visible.end; t < TILE; ++t) keys[t] = keys[visible.end - 1];
 }
 
+// The rows of an item: those of each head after each other, its queries one by one, the heads of a group together.
+struct ItemRows {
+    const Call& call;
+    const Item& item;
+    int64_t group = call.group(), head_rows = item.num_queries * group, count = head_rows * item.num_heads;
+    int64_t first = call.query_start[item.request] + item.first_query;
+
+    int64_t query_of(int64_t row) const { return row % head_rows / group; }
+
+    // In a row of q and of the output.
+    int64_t place(int64_t row) const {
+        const int64_t head = item.first_head + row / head_rows;
+        return (head * group + row % group) * call.head_dim;
+    }
+};
+
+// What an item's rows have come to: in the split that is computed, and in those before it.
+struct Sums {
+    float *acc, *peaks, *totals, *merged, *merged_peaks, *merged_totals;
+};
+
+static void merge_split(const ItemRows& rows, const Sums& sums, int64_t split, int64_t dim) {
+    for (int64_t row = 0; row < rows.count; ++row) {
+        const int64_t position = rows.item.first_position + rows.query_of(row);
+        const int64_t first = rows.call.first_visible(position);
+        if (position < split || first >= split + SPLIT) continue;
+        if (first >= split) {
+            sums.merged_peaks[row] = sums.peaks[row];
+            sums.merged_totals[row] = sums.totals[row];
+            std::memcpy(sums.merged + row * dim, sums.acc + row * dim, dim * sizeof(float));
+        } else {
+            merge(sums.merged_peaks + row, sums.merged_totals + row, sums.merged + row * dim, sums.peaks[row],
+                  sums.totals[row], sums.acc + row * dim, dim);
+        }
+    }
+}
+
+// The result of one split that others are still to be merged with, or the finished rows.
+template <class T>
+static void leave(const ItemRows& rows, const Sums& sums, int64_t dim, T* out) {
+    const Call& call = rows.call;
+    if (float* partial = rows.item.partial) {
+        std::memcpy(partial, sums.acc, rows.count * dim * sizeof(float));
+        std::memcpy(partial + rows.count * dim, sums.peaks, rows.count * sizeof(float));
+        std::memcpy(partial + rows.count * (dim + 1), sums.totals, rows.count * sizeof(float));
+        return;
+    }
+    for (int64_t row = 0; row < rows.count; ++row) {
+        T* to = out + (rows.first + rows.query_of(row)) * call.num_heads * call.head_dim + rows.place(row);
+        write_row(sums.merged + row * dim, to, call.head_dim, 1.0f / sums.merged_totals[row]);
+    }
+}
+
 template <class T, int DU>
 static void run_item(const Call& call, const Item& item, const T* q, const T* kv, T* out) {
     const int64_t dim = DU ? DU * UNIT : call.padded_dim(), head_dim = DU ? dim : call.head_dim;
-    const int64_t group = call.group(), head_rows = item.num_queries * group, rows = head_rows * item.num_heads;
+    const ItemRows at{call, item};
+    const int64_t group = at.group, head_rows = at.head_rows, rows = at.count;
     const bool direct = head_rows <= DIRECT_ROWS && dim == head_dim;
 
     float* queries = scratch(rows * (3 * dim + 4) + (MAX_ROWS + 2 * dim) * TILE);
@@ -127,16 +181,11 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
     float* merged_peaks = totals + rows;
     float* merged_totals = merged_peaks + rows;
 
-    const int64_t first_row = call.query_start[item.request] + item.first_query;
-    const auto place = [&](int64_t row) {  // of an item's row in a row of q and of the output
-        const int64_t head = item.first_head + row / head_rows;
-        return (head * group + row % group) * call.head_dim;
-    };
-    const auto query_of = [&](int64_t row) { return row % head_rows / group; };
+    const Sums sums{acc, peaks, totals, merged, merged_peaks, merged_totals};
     const vf scale = splat(call.scale * LOG2_E);
     for (int64_t row = 0; row < rows; ++row) {
         float* query = queries + row * dim;
-        widen_row(q + (first_row + query_of(row)) * call.q_stride + place(row), query, head_dim);
+        widen_row(q + (at.first + at.query_of(row)) * call.q_stride + at.place(row), query, head_dim);
         for (int64_t i = 0; i < dim; i += LANES) store(query + i, load(query + i) * scale);
     }
 
@@ -203,38 +252,16 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
 
         const bool ends_split = (tile + TILE) % SPLIT == 0 || tile + TILE >= item.end;
         if (!ends_split || item.partial) continue;
-        const int64_t split = tile / SPLIT * SPLIT;
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t position = item.first_position + query_of(row);
-            const int64_t first = call.first_visible(position);
-            if (position < split || first >= split + SPLIT) continue;
-            if (first >= split) {
-                merged_peaks[row] = peaks[row];
-                merged_totals[row] = totals[row];
-                std::memcpy(merged + row * dim, acc + row * dim, dim * sizeof(float));
-            } else {
-                merge(merged_peaks + row, merged_totals + row, merged + row * dim, peaks[row], totals[row],
-                      acc + row * dim, dim);
-            }
-        }
+        merge_split(at, sums, tile / SPLIT * SPLIT, dim);
     }
-    if (item.partial) {
-        std::memcpy(item.partial, acc, rows * dim * sizeof(float));
-        std::memcpy(item.partial + rows * dim, peaks, rows * sizeof(float));
-        std::memcpy(item.partial + rows * (dim + 1), totals, rows * sizeof(float));
-        return;
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-        T* to = out + (first_row + query_of(row)) * call.num_heads * call.head_dim + place(row);
-        write_row(merged + row * dim, to, call.head_dim, 1.0f / merged_totals[row]);
-    }
+    leave(at, sums, dim, out);
 }
 
 #if defined(QUIRE_BF16_ATTENTION)
 // As run_item(), in hardware: see attention_bf16.h.
 static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q, const bf16* kv, bf16* out) {
-    const int64_t dim = call.padded_dim(), group = call.group(), head_rows = item.num_queries * group;
-    const int64_t rows = head_rows * item.num_heads;
+    const ItemRows at{call, item};
+    const int64_t dim = call.padded_dim(), group = at.group, head_rows = at.head_rows, rows = at.count;
 
     float* acc = scratch(rows * (dim * 5 / 2 + 19) + 16 + TILE * dim);
     float* merged = acc + rows * dim;
@@ -247,15 +274,10 @@ static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q,
     char* packed_keys = reinterpret_cast<char*>(acc) + (rows * (dim * 5 / 2 + 19) * 4 + 63) / 64 * 64;
     char* packed_values = packed_keys + TILE * dim * sizeof(bf16);
 
-    const int64_t first_row = call.query_start[item.request] + item.first_query;
-    const auto place = [&](int64_t row) {  // of an item's row in a row of q and of the output
-        const int64_t head = item.first_head + row / head_rows;
-        return (head * group + row % group) * call.head_dim;
-    };
-    const auto query_of = [&](int64_t row) { return row % head_rows / group; };
+    const Sums sums{acc, peaks, totals, merged, merged_peaks, merged_totals};
     for (int64_t row = 0; row < rows; ++row) {
         bf16* query = queries + row * dim;
-        std::memcpy(query, q + (first_row + query_of(row)) * call.q_stride + place(row),
+        std::memcpy(query, q + (at.first + at.query_of(row)) * call.q_stride + at.place(row),
                     call.head_dim * sizeof(bf16));
         std::fill(query + call.head_dim, query + dim, bf16{});
     }
@@ -305,31 +327,9 @@ static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q,
         if (!ends_split) continue;
         for (int64_t row = 0; row < rows; ++row) totals[row] = sum(load(totals + row * 16));
         if (item.partial) continue;
-        const int64_t split = tile / SPLIT * SPLIT;
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t position = item.first_position + query_of(row);
-            const int64_t first = call.first_visible(position);
-            if (position < split || first >= split + SPLIT) continue;
-            if (first >= split) {
-                merged_peaks[row] = peaks[row];
-                merged_totals[row] = totals[row];
-                std::memcpy(merged + row * dim, acc + row * dim, dim * sizeof(float));
-            } else {
-                merge(merged_peaks + row, merged_totals + row, merged + row * dim, peaks[row], totals[row],
-                      acc + row * dim, dim);
-            }
-        }
+        merge_split(at, sums, tile / SPLIT * SPLIT, dim);
     }
-    if (item.partial) {
-        std::memcpy(item.partial, acc, rows * dim * sizeof(float));
-        std::memcpy(item.partial + rows * dim, peaks, rows * sizeof(float));
-        std::memcpy(item.partial + rows * (dim + 1), totals, rows * sizeof(float));
-        return;
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-        bf16* to = out + (first_row + query_of(row)) * call.num_heads * call.head_dim + place(row);
-        write_row(merged + row * dim, to, call.head_dim, 1.0f / merged_totals[row]);
-    }
+    leave(at, sums, dim, out);
 }
 #endif
 
