@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from app.api.caller import Caller
 from app.api.openai_types import GenerationOptions
 from app.api.text import OutputText, TextDecoder
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
@@ -22,22 +23,17 @@ class TokenGenerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """One response: ``options.params.n`` choices for each prompt, text continuations or chat answers.
-
-    ``tenant`` partitions the prefix cache, and ``client`` gets a fair share; see ``app/api/tenant.py``.
-    ``request_id`` need not be unique.
-    """
+    """A response to ``caller``: ``options.params.n`` choices for each prompt, continuations or chat answers."""
 
     options: GenerationOptions
     prompts: list[list[int]]
     chat: bool
-    tenant: str
-    request_id: str
-    client: str = ""
+    caller: Caller
 
     def engine_request_id(self, prompt: int) -> str:
         """The request's ID; with several prompts, also which of them it is."""
-        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt}"
+        name = self.caller.request_id
+        return name if len(self.prompts) == 1 else f"{name}-{prompt}"
 
     @property
     def num_choices(self) -> int:
@@ -87,9 +83,9 @@ async def _of_prompt(
         request_id=job.engine_request_id(prompt),
         token_ids=job.prompts[prompt],
         params=options.params,
-        namespace=CacheNamespace(tenant=job.tenant, salt=options.cache_salt),
+        namespace=CacheNamespace(tenant=job.caller.tenant, salt=options.cache_salt),
         priority=options.priority,
-        client=job.client,
+        client=job.caller.client,
     )
     texts = {
         sequence: OutputText(

@@ -118,14 +118,15 @@ def too_much_of_a_client(live: str, limit: int, option: str, retry_after_s: int)
     )
 
 
-def too_many_bodies(most: int, retry_after_s: int = RETRY_AFTER_SECONDS) -> ApiError:
+def too_many_bodies(most: int) -> ApiError:
     """503 while the large bodies that one ingress replica reads take all the memory that they may."""
     return ApiError(
         503,
-        f"large request bodies that are being read take {most} bytes together; try again in {retry_after_s} s",
+        f"large request bodies that are being read take {most} bytes together; try again in "
+        f"{RETRY_AFTER_SECONDS} s",
         code="unavailable",
         kind="service_unavailable_error",
-        retry_after_s=retry_after_s,
+        retry_after_s=RETRY_AFTER_SECONDS,
     )
 
 

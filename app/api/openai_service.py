@@ -83,20 +83,26 @@ class OpenAIService:
 
     def health(self) -> Response:
         """200 while a request would find an engine or wake one, even if it is refused for now; else 503."""
+        status, body = self._health()
+        return JSONResponse(body, status)
+
+    def brief_health(self) -> Response:
+        """:meth:`health` for those without a key: nothing of the fleet but whether it can answer."""
+        status, body = self._health()
+        fields = ("status", "instance", "routable", "asleep")
+        return JSONResponse({name: value for name, value in body.items() if name in fields}, status)
+
+    def ping(self) -> Response:
+        """The status of :meth:`health` without its body."""
+        return Response(status_code=self._health()[0])
+
+    def _health(self) -> tuple[int, dict[str, Any]]:
         status = self._engines.status()
         ready = self._engines.limits() is not None and bool(status.get("routable"))
         asleep = bool(status.get("asleep"))
         working = "overloaded" if self.overload.refusing else "ok"
         state = working if ready else "asleep" if asleep else "unavailable"
-        body = {"status": state, "instance": self.instance, **status}
-        return JSONResponse(body, 200 if ready or asleep else 503)
-
-    def brief_health(self) -> Response:
-        """:meth:`health` for those without a key: nothing of the fleet but whether it can answer."""
-        full = self.health()
-        fields = ("status", "instance", "routable", "asleep")
-        told = {name: value for name, value in json.loads(bytes(full.body)).items() if name in fields}
-        return JSONResponse(told, full.status_code)
+        return 200 if ready or asleep else 503, {"status": state, "instance": self.instance, **status}
 
     def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
@@ -119,9 +125,7 @@ class OpenAIService:
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            job = GenerationJob(
-                request.options, prompts, False, caller.tenant, caller.request_id, caller.client
-            )
+            job = GenerationJob(request.options, prompts, False, caller)
             permit.add_tokens(job.prompt_tokens, self.options)
             response = await self._respond(job, limits, record)
             return _Admitted(response, held.pop_all())
@@ -134,9 +138,7 @@ class OpenAIService:
             limits = await self._limits()
             owner = caller.tenant, request.options.cache_salt
             prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
-            job = GenerationJob(
-                request.options, [prompt], True, caller.tenant, caller.request_id, caller.client
-            )
+            job = GenerationJob(request.options, [prompt], True, caller)
             permit.add_tokens(job.prompt_tokens, self.options)
             response = await self._respond(job, limits, record)
             return _Admitted(response, held.pop_all())
@@ -215,7 +217,7 @@ class OpenAIService:
         else:
             await self.bodies.in_thread(lambda: _check_prompts(job, limits))
         prefix = "chatcmpl" if job.chat else "cmpl"
-        envelope = Envelope(f"{prefix}-{job.request_id}", int(time.time()), self._model)
+        envelope = Envelope(f"{prefix}-{job.caller.request_id}", int(time.time()), self._model)
         return (
             EventStream(self._events(job, envelope, record))
             if job.options.stream

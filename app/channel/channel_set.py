@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from app.channel import relay
-from app.channel.ingress_channel import ChannelState, IngressChannel
+from app.channel.ingress_channel import ChannelState, IngressChannel, OwnerEvents
 from app.routing import fleet
 from app.routing.replica import Route
 from app.routing.requirement import Requirement
 
 
-class ChannelOwner(relay.Owner, Protocol):
+class ChannelOwner(OwnerEvents, Protocol):
     """What a set of channels reports to its owner."""
 
     def on_members(self) -> None:

@@ -55,8 +55,8 @@ class ChannelState(enum.Enum):
     CLOSED = "closed"
 
 
-class ChannelEvents(Protocol):
-    """What a channel reports, on its own loop."""
+class OwnerEvents(Protocol):
+    """What channels report to their owner in the end: see ``app/channel/relay.py``."""
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
         """The first frame has arrived; the replica is routable."""
@@ -75,6 +75,10 @@ class ChannelEvents(Protocol):
 
     def on_closed(self, route: Route, reason: str, fault: bool) -> None:
         """The channel has ended, and its attempts are lost; ``fault`` unless this process is to blame."""
+
+
+class ChannelEvents(OwnerEvents, Protocol):
+    """What a channel reports, on its own loop."""
 
     def on_frame_end(self, done: Callable[[], None]) -> None:
         """Call ``done`` once all that was reported before has been handled; then the frame is acknowledged."""

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.channel import wire
 from app.channel.failures import describe
+from app.channel.ingress_channel import OwnerEvents
 from app.channel.wire_sections import KvSection
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
@@ -20,22 +22,6 @@ SLICE_S = 0.02
 """The owner's loop does something else after this long."""
 
 logger = logging.getLogger(__name__)
-
-
-class Owner(Protocol):
-    """Whom the events are for; see ``ChannelEvents``. Called on its own event loop."""
-
-    def on_open(self, route: Route, hello: wire.Hello) -> None: ...
-
-    def on_records(self, route: Route, records: list[wire.Record]) -> list[int]: ...
-
-    def on_kv(self, route: Route, section: KvSection) -> bool: ...
-
-    def on_load(self, route: Route, load: LoadReport) -> None: ...
-
-    def on_suspect(self, route: Route, suspected: bool) -> None: ...
-
-    def on_closed(self, route: Route, reason: str, fault: bool) -> None: ...
 
 
 class Channels(Protocol):
@@ -57,13 +43,19 @@ class Relay:
     The owner handles all that has gathered, as many events at a time as ``SLICE_S`` allows.
     """
 
-    def __init__(self, owner: Owner, channels: Channels) -> None:
+    def __init__(self, owner: OwnerEvents, channels: Channels) -> None:
         self._owner = owner
         self._channels = channels
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.time
         self._waiting: deque[tuple[float, Route | None, Callable[..., None], tuple[Any, ...]]] = deque()
         self._scheduled = False
+        self._faults = FaultCounter("an event of a channel could not be handled; its channel ends", logger)
+
+    @property
+    def faults(self) -> int:
+        """Events that could not be handled; above 0 is a defect."""
+        return self._faults.count
 
     @property
     def lag_s(self) -> float:
@@ -115,8 +107,8 @@ class Relay:
             _, route, call, arguments = self._waiting.popleft()
             try:
                 call(*arguments)
-            except Exception as error:  # a defect must not end what all channels need
-                logger.exception("an event of a channel could not be handled")
+            except Exception as error:  # noqa: BLE001  (a defect must not end what all channels need)
+                self._faults.add()
                 if route is not None:
                     self._channels.fail(route, describe(error))
             if self._clock() >= until and self._waiting:

@@ -244,6 +244,7 @@ class EngineClient:
         return {
             **self.status(),
             "cid": self._parts.channels.cid,
+            "event_faults": self._parts.channels.relay.faults,
             "routed": dict(self._parts.channels.fleet.routed),
             "index": self._parts.kv.state(),
             "index_counters": self._parts.kv.counters(),
@@ -262,7 +263,7 @@ class EngineClient:
     # ---- ChannelOwner: what the channels report
 
     def on_open(self, route: Route, hello: wire.Hello) -> None:
-        """See ``ChannelEvents``: a replica that does not understand this process's prompts is not routed to."""
+        """See ``OwnerEvents``: a replica that does not understand this process's prompts is not routed to."""
         if self._tokenizer and hello.model.tokenizer != self._tokenizer:
             if route.replica not in self._foreign:
                 logger.warning(
@@ -278,7 +279,7 @@ class EngineClient:
         self._settle()
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
-        """See ``ChannelEvents``."""
+        """See ``OwnerEvents``."""
         stale = []
         running, ledger, faults = self._parts.attempts.running, self._ledger, self._parts.faults
         profile = ledger.profile(route.replica)
@@ -311,24 +312,24 @@ class EngineClient:
         return stale
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
-        """See ``ChannelEvents``."""
+        """See ``OwnerEvents``."""
         return self._parts.kv.update(route, section)
 
     def on_load(self, route: Route, load: LoadReport) -> None:
-        """See ``ChannelEvents``."""
+        """See ``OwnerEvents``."""
         self._ledger.report(route, load)
         if not load.stalled_s:
             self._waiter.notify()  # it may have been stalled
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
-        """See ``ChannelEvents``."""
+        """See ``OwnerEvents``."""
         self._ledger.suspect(route.replica, suspected)
         if not suspected:
             self._waiter.notify()
             self._settle()
 
     def on_closed(self, route: Route, reason: str, fault: bool) -> None:
-        """See ``ChannelEvents``: the attempts that were booked there move."""
+        """See ``OwnerEvents``: the attempts that were booked there move."""
         self._parts.kv.close(route)
         running = self._parts.attempts.running
         attempts = [attempt for attempt in self._ledger.close(route) if attempt in running]

@@ -66,11 +66,14 @@ class InFlightRequest:
         return sum(map(len, self.outputs))
 
     @property
+    def unfinished(self) -> list[list[int]]:
+        """The outputs so far of the sequences that have not ended."""
+        return [output for output, finished in zip(self.outputs, self.finished, strict=True) if not finished]
+
+    @property
     def context_tokens(self) -> int:
         """What its next replica computes, unless it has cached some."""
-        return len(self.request.token_ids) + sum(
-            len(output) for output, finished in zip(self.outputs, self.finished, strict=True) if not finished
-        )
+        return len(self.request.token_ids) + sum(map(len, self.unfinished))
 
     @property
     def attempt_tokens(self) -> int:
@@ -141,9 +144,7 @@ class InFlightRequest:
         The prompt counts once, whatever the number of sequences.
         """
         params = self.request.params
-        running = [output for output, finished in zip(self.outputs, self.finished, strict=True) if not finished]
-        if params.ranked:
-            running = [[]] * params.width
+        running = [[]] * params.width if params.ranked else self.unfinished
         wanted, expected = params.max_tokens, max(EXPECTED_TOKENS, math.ceil(self.typical_output))
         left = [expected if wanted is None else min(wanted - len(output), expected) for output in running]
         return RoutingMeta(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, stream_choices
 from app.api.openai_types import parse_completion
 from app.api.text import TextDecoder
@@ -22,7 +23,7 @@ def backend(bundled_model: Path) -> Tokenizer:
 
 def job(prompts: int, **body: object) -> GenerationJob:
     asked = {"prompt": [[7]] * prompts if prompts > 1 else [7], "max_tokens": 9, **body}
-    return GenerationJob(parse_completion(asked).options, [[7]] * prompts, False, "", "test")
+    return GenerationJob(parse_completion(asked).options, [[7]] * prompts, False, Caller("", "test"))
 
 
 class Source:

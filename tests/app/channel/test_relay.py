@@ -124,6 +124,7 @@ def test_a_defect_ends_its_channel_and_no_other_event_is_lost(caplog: pytest.Log
             ("fail", ROUTE, "KeyError: 'planted'"),
             ("records", [2]),
         ]
+        assert relay.faults == 1
 
     run_virtually(test())
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
