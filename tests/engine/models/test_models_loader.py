@@ -62,18 +62,19 @@ def test_a_missing_tensor_is_refused(folder: Path, name: str) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("norm", ["pre_feedforward", "post_attention", "post_feedforward"])
-def test_a_missing_norm_of_gemma2_is_refused(norm: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Gemma2")
-    name = f"model.layers.1.{norm}_layernorm.weight"
-    rewrite(tmp_path, lambda tensors: tensors.pop(name))
-    with pytest.raises(ConfigError, match=f"tensor {name} is missing"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("norm", ["self_attn.q_norm", "post_attention_layernorm", "post_feedforward_layernorm"])
-def test_a_missing_norm_of_olmo2_is_refused(norm: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Olmo2")
+@pytest.mark.parametrize(
+    ("family", "norm"),
+    [
+        ("Gemma2", "pre_feedforward_layernorm"),
+        ("Gemma2", "post_attention_layernorm"),
+        ("Gemma2", "post_feedforward_layernorm"),
+        ("Olmo2", "self_attn.q_norm"),
+        ("Olmo2", "post_attention_layernorm"),
+        ("Olmo2", "post_feedforward_layernorm"),
+    ],
+)
+def test_a_missing_norm_is_refused(family: str, norm: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family)
     name = f"model.layers.1.{norm}.weight"
     rewrite(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(ConfigError, match=f"tensor {name} is missing"):
