@@ -32,6 +32,12 @@ def replicas(cluster: BreakableCluster) -> tuple[set[int], set[int]]:
     return set(cluster.engine_pids()), set(cluster.ingress_pids())
 
 
+def settled(cluster: BreakableCluster) -> tuple[set[int], set[int]]:
+    """``replicas`` once none of the deploy before, of whichever test, are left."""
+    wait_for(lambda: [len(pids) for pids in replicas(cluster)] == [2, 1], SOON_S, "old replicas are left")
+    return replicas(cluster)
+
+
 async def under_load(cluster: BreakableCluster, act: Callable[[], object]) -> Load:
     """``act``, in a thread, while each prompt is streamed again and again and short requests come."""
     over = asyncio.Event()
@@ -82,7 +88,7 @@ def said(deployed: BreakableCluster) -> list[str]:
 
 
 def test_a_model_that_is_not_there_changes_nothing(cluster: BreakableCluster, said: list[str]) -> None:
-    before = replicas(cluster)
+    before = settled(cluster)
     refused: list[str] = []
 
     def deploy() -> None:
@@ -102,7 +108,7 @@ def test_a_model_that_is_not_there_changes_nothing(cluster: BreakableCluster, sa
 
 def test_an_option_restarts_what_it_concerns(cluster: BreakableCluster, said: list[str]) -> None:
     """Of the ingress first, then of the engines."""
-    engines, ingresses = replicas(cluster)
+    engines, ingresses = settled(cluster)
     options: dict[str, Any] = {**OPTIONS, "unavailable_after_s": 61, "log_level": "WARNING"}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
     after = replicas(cluster)

@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,13 +24,6 @@ from loadtests.cluster import application, gone, replica_pids, wait_for
 ALONE = ("engine_replicas=1", "kv_memory=64MiB", "threads=1", "engine_cpus=1")
 IDLE = 4100
 BODY = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def neighbor(deployed: BreakableCluster) -> Iterator[tuple[psutil.Process, str, str]]:
-    """A second server on this host: process, address, instance."""
-    with application([*ALONE, "served_model_name=neighbor"]) as started:
-        yield started
 
 
 def answer_of(url: str) -> str:
@@ -48,10 +40,15 @@ def answer_of(url: str) -> str:
     return response.headers[INSTANCE]
 
 
-def test_a_server_without_an_ingress_lets_no_other_answer(
-    cluster: BreakableCluster, neighbor: tuple[psutil.Process, str, str]
-) -> None:
-    process, url, instance = neighbor
+def test_a_server_answers_only_for_itself_and_haproxy_dies_with_it(cluster: BreakableCluster) -> None:
+    with application([*ALONE, "served_model_name=neighbor"]) as (process, url, instance):
+        lets_no_other_answer(cluster, process, url, instance)
+        end_all_but_haproxy(process)
+        assert answer_of(url) == "refused"
+
+
+def lets_no_other_answer(cluster: BreakableCluster, process: psutil.Process, url: str, instance: str) -> None:
+    """While its ingress is gone, another server on this host runs on."""
     assert answer_of(url) == instance
     assert answer_of(cluster.url) == cluster.instance
     seen: dict[str, Counter[str]] = {url: Counter(), cluster.url: Counter()}
@@ -79,20 +76,18 @@ def test_a_server_without_an_ingress_lets_no_other_answer(
     assert seen[cluster.url].keys() == {cluster.instance}
 
 
-def test_haproxy_dies_with_its_server(neighbor: tuple[psutil.Process, str, str]) -> None:
-    """The last test of this server: nothing but its processes' own death may end HAProxy."""
-    process, url, _ = neighbor
-    children = process.children(recursive=True)
+def end_all_but_haproxy(server: psutil.Process) -> None:
+    """Only the death of its processes may end HAProxy; its files are left for this to delete."""
+    children = server.children(recursive=True)
     (haproxy,) = (child for child in children if child.name() == "haproxy")
     command = haproxy.cmdline()
     folder = Path(command[command.index("-f") + 1]).parents[2]
-    for one in [process, *children]:
+    for one in [server, *children]:
         if one.pid != haproxy.pid:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
     wait_for(lambda: gone(haproxy.pid), SOON_S, "HAProxy is left")
-    assert answer_of(url) == "refused"
-    shutil.rmtree(folder)  # nothing else is left to do it
+    shutil.rmtree(folder)
 
 
 def send_apart(port: int) -> socket.socket:
