@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequestError, shown
+from engine.structured_output import StructuredOutput
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the most likely token."""
@@ -37,6 +38,7 @@ class SamplingParams:
         length_penalty: exponent of the length that a finished beam's summed log probability is divided by.
         early_stopping: end as soon as there are ``beam_width`` finished beams; ``False`` continues while a
             running beam looks better than the worst of them, ``"never"`` while any could become better.
+        structured_output: what every sequence must match; not with beam search.
     """
 
     max_tokens: int | None = 16
@@ -54,6 +56,7 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -85,6 +88,11 @@ class SamplingParams:
         for token in stops:
             _int_range("stop_token_ids", token, 0, None)
         object.__setattr__(self, "stop_token_ids", tuple(stops))
+        if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
+            raise InvalidRequestError(
+                f"structured_output is {shown(self.structured_output)} but must be a StructuredOutput",
+                "structured_output",
+            )
         self._check_sequences()
 
     def _check_sequences(self) -> None:
@@ -107,6 +115,12 @@ class SamplingParams:
                     "beam_width",
                 )
             return
+        if self.structured_output is not None:
+            raise InvalidRequestError(
+                "structured_output is given but use_beam_search is true, and beams are not held to a form; "
+                "leave one of them out",
+                "structured_output",
+            )
         if self.temperature not in (0.0, 1.0):
             raise InvalidRequestError(
                 f"temperature is {self.temperature!r} but beam search draws nothing; it must be 0 or 1",

@@ -30,8 +30,9 @@ from engine.kv.block_keys import KeyScheme
 from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
 
-VERSION = 10
+VERSION = 11
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
@@ -273,6 +274,8 @@ def unpack_submission(data: bytes) -> Submission:
         outputs, end = _unpack_outputs(head["outputs"], data, offset + 4 * num_tokens)
         params = head["params"]
         params["stop_token_ids"] = tuple(params["stop_token_ids"])
+        if params["structured_output"] is not None:
+            params["structured_output"] = StructuredOutput(**params["structured_output"])
         submission = Submission(
             request_id=head["request_id"],
             attempt=operator.index(head["attempt"]),

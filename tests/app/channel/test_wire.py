@@ -19,6 +19,7 @@ from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
 
 u32 = st.integers(0, 2**32 - 1)
 records = st.lists(
@@ -186,6 +187,12 @@ def test_every_field_of_a_beam_search_arrives(early_stopping: bool | str) -> Non
     )
     submission = wire.Submission("r", 1, [1, 2], params)
     assert wire.unpack_submission(wire.pack_submission(submission)).params == params
+
+
+def test_the_form_of_the_output_arrives() -> None:
+    form = StructuredOutput("choice", '["yes", "nó"]')
+    submission = wire.Submission("r", 1, [1, 2], SamplingParams(structured_output=form))
+    assert wire.unpack_submission(wire.pack_submission(submission)).params.structured_output == form
 
 
 def test_bad_submissions() -> None:
