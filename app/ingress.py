@@ -18,6 +18,7 @@ from app.api.keys import KeyFile
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
+from app.background import Background
 from app.config import AppConfig
 from app.fleet.drain import DRAIN_AFTER_S
 from app.fleet.engine_client import EngineClient
@@ -58,6 +59,7 @@ class IngressReplica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._live = config.LiveOptions(options, "ingress")
         folder = resolve(options.service.model)
+        self._background = Background()
         self._client = EngineClient(
             engine,
             options.replica_wait_s,
@@ -66,6 +68,7 @@ class IngressReplica:
             tokenizer_digest(folder),
             own_thread=True,
             drain_timeout_s=options.service.drain_timeout_s,
+            background=self._background,
         )
         self._victims: VictimFeed | None = None
         if options.scaling.scales:
@@ -109,9 +112,9 @@ class IngressReplica:
         self.service.engine_wait_s = options.replica_wait_s
         self._client.configure(options.replica_wait_s)
         self._overload.configure(options.max_wait_s)
-        self._overload.start()
+        self._overload.start(self._background)
         if self._victims is not None:
-            self._victims.start()
+            self._victims.start(self._background)
         await self._client.start()
         if first and not options.scaling.to_zero:
             await self._client.first_route()
@@ -119,6 +122,14 @@ class IngressReplica:
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
         await self._client.cordon(replicas, lasts_s, after_s)
+
+    async def check_health(self) -> None:
+        """Called by Serve's controller, which replaces this replica after three failures.
+
+        Raises:
+            BackgroundError: a background task or thread has failed.
+        """
+        self._background.check()
 
     async def inspect(self) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only."""

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from app import config, logs, metrics
+from app.background import Background
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
@@ -59,9 +60,10 @@ class EngineReplica:
         self._metrics = metrics.EngineMetrics(options.service.model_name)
         node = ray.get_runtime_context().get_node_id()
         self._scaling = StatsReporter(node, placement.on_head(node))
-        self._reporter = self._loop.create_task(self._report())
+        self._background = Background()
+        self._reporter = self._background.start("metrics", self._report())
         self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)
-        self._watching = self._loop.create_task(self._watchdog.run())
+        self._watching = self._background.start("watchdog", self._watchdog.run())
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
@@ -101,11 +103,13 @@ class EngineReplica:
 
         Raises:
             EngineDeadError: the engine's thread has ended or is stuck.
+            BackgroundError: a background task has failed.
         """
         if self._death is not None or not self._engine.is_alive():
             raise EngineDeadError(f"the engine's thread has ended: {self._death}")
         if self._watchdog.stuck:
             raise EngineDeadError(self._watchdog.stuck)
+        self._background.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for the scaling policy, four times per report that it sends; see ``ReplicaStats``.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import asdict
+from typing import Any
 
+from app.background import start_task
 from app.channel import wire
 from app.channel.engine_channel import Attempt, EngineChannel, UnknownEpochError
 from app.channel.silence import Silence
@@ -73,7 +75,7 @@ class ChannelHub:
             UnknownEpochError: a newer epoch is open, no beat came, or the replica no longer accepts channels.
         """
         channel = self._open(cid, epoch)
-        watcher = asyncio.get_running_loop().create_task(self._watch(channel))
+        watcher = self._start(channel, "lease", self._watch(channel))
         try:
             yield wire.pack_hello(epoch, self._next(channel), self._hello)
             while not channel.closed:
@@ -252,11 +254,15 @@ class ChannelHub:
         channel.last_frame = self._clock()
         return sequence
 
+    def _start(self, channel: EngineChannel, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a part of a channel; the channel ends if it fails, and its ingress opens the next one."""
+        return start_task(f"{name} of channel {channel.cid}", work, lambda why: self.close(channel, why))
+
     def _fetch_if_wanted(self, channel: EngineChannel) -> None:
         if self._snapshot is None or not channel.kv.wanted or channel.blocked:
             return
         channel.kv.fetch()
-        channel.fetch = asyncio.get_running_loop().create_task(self._fetch(channel, self._snapshot))
+        channel.fetch = self._start(channel, "snapshot", self._fetch(channel, self._snapshot))
 
     async def _fetch(
         self, channel: EngineChannel, snapshot: Callable[[], Awaitable[KvSnapshot | None]]

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from app.background import Background
 from app.channel import relay
 from app.channel.ingress_channel import ChannelState, IngressChannel, OwnerEvents
 from app.routing import fleet
@@ -31,13 +32,20 @@ class ChannelSet:
     the channel. If it did not, Serve would wait for the open call until the replica's drain timeout.
     """
 
-    def __init__(self, handle: Any, owner: ChannelOwner, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        owner: ChannelOwner,
+        loop: asyncio.AbstractEventLoop | None = None,
+        background: Background | None = None,
+    ) -> None:
         self.cid = secrets.token_hex(8)
         self.fleet = fleet.get_fleet(handle.deployment_id.app_name, handle.deployment_id.name)
         self._handle = handle
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._channel_loop = loop or self._loop
+        self._background = background
         self.relay = relay.Relay(owner, self)
         self._epochs = itertools.count(1)
         self._channels: dict[str, IngressChannel] = {}
@@ -143,6 +151,7 @@ class ChannelSet:
                 lambda: next(self._epochs),
                 self.relay,
                 loop=self._channel_loop,
+                background=self._background,
             )
         now = self._loop.time()
         self._leaving = {

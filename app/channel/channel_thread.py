@@ -14,6 +14,11 @@ class ChannelThread:
         self._thread = threading.Thread(target=self._run, name="channels", daemon=True)
         self._thread.start()
 
+    @property
+    def thread(self) -> threading.Thread:
+        """To be watched."""
+        return self._thread
+
     def stop(self) -> None:
         """End the thread; what still runs there does not go on."""
         if self._thread.is_alive():

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from app.background import Background
 from app.channel import wire
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import describe, is_defect
@@ -100,8 +101,10 @@ class IngressChannel:
         events: ChannelEvents,
         clock: Callable[[], float] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        background: Background | None = None,
     ) -> None:
         self.replica = replica
+        self._background = background or Background()
         self.state = ChannelState.OPENING
         self._stream = handle.options(stream=True, _by_reference=False)
         self._unary = handle.options(_by_reference=False)
@@ -146,7 +149,7 @@ class IngressChannel:
         if self._stopped:
             self._ended.set_result(None)
             return
-        self._task = self._loop.create_task(self._run(), context=contextvars.Context())
+        self._task = self._background.start(f"channel to {self.replica}", self._run())
         self._task.add_done_callback(lambda _: self._ended.set_result(None))
 
     def _cancel(self) -> None:

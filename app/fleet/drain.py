@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from app.background import Background
 from app.fleet.in_flight import InFlightRequest
 from app.routing.fleet import Fleet
 
@@ -41,6 +41,7 @@ class Drainer:
     fleet: Fleet
     running: Mapping[int, InFlightRequest]
     leaving: Callable[[], Mapping[str, float]]
+    background: Background = field(default_factory=Background)
     _after_s: float = DRAIN_AFTER_S
     _moving: dict[InFlightRequest, tuple[int, float]] = field(default_factory=dict)  # tokens, since when
     _task: asyncio.Task[None] | None = None
@@ -60,8 +61,7 @@ class Drainer:
     def watch(self) -> None:
         """Look for requests to move, as long as any replica leaves or is cordoned."""
         if self._task is None or self._task.done():
-            loop = asyncio.get_running_loop()
-            self._task = loop.create_task(self._watch(), context=contextvars.Context())
+            self._task = self.background.start("drain", self._watch())
 
     def stop(self) -> None:
         """Stop moving requests."""

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Collection
 from typing import Any
 
+from app.background import Background
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread
@@ -55,7 +56,7 @@ class EngineClient:
     replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
     replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels have a
     thread of their own, so that a busy loop here silences none of them. Serve ends a replica that does not stop
-    within ``drain_timeout_s`` seconds.
+    within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class EngineClient:
         tokenizer: str = "",
         own_thread: bool = False,
         drain_timeout_s: float = 600.0,
+        background: Background | None = None,
     ) -> None:
         self._handle = handle
         self._policy = policy
@@ -77,7 +79,8 @@ class EngineClient:
         self._drain_timeout_s = drain_timeout_s
         self._foreign: set[str] = set()  # replicas of another tokenizer
         self._limits = LimitsRecord(unavailable_after_s)
-        self._waiter = ReplicaWaiter(handle if to_zero else None)
+        self._background = background or Background()
+        self._waiter = ReplicaWaiter(handle if to_zero else None, self._background)
         self._running: _Running | None = None
         self._own_thread = own_thread
         self._thread: ChannelThread | None = None
@@ -93,7 +96,10 @@ class EngineClient:
         """Open channels to all replicas, present and future; waits for none. Later calls do nothing."""
         if self._running is None:
             self._thread = ChannelThread() if self._own_thread else None
-            channels = ChannelSet(self._handle, self, self._thread.loop if self._thread is not None else None)
+            if self._thread is not None:
+                self._background.watch(self._thread.thread)
+            loop = self._thread.loop if self._thread is not None else None
+            channels = ChannelSet(self._handle, self, loop, self._background)
             kv = KvFeed(channels.fleet.ledger, channels.fleet.index)
             channels.fleet.ledger.configure(self._policy)
             faults = Faults(channels.fleet, self._waiter.notify)
@@ -109,7 +115,7 @@ class EngineClient:
                 num_live=lambda: len(self._requests),
                 why_unavailable=self._why_unavailable,
             )
-            drainer = Drainer(channels.fleet, attempts.running, channels.leaving)
+            drainer = Drainer(channels.fleet, attempts.running, channels.leaving, self._background)
             self._running = _Running(channels, kv, drainer, faults, attempts)
 
     async def stop(self) -> None:

@@ -8,7 +8,6 @@ the wait has exceeded the limit for as long as the limit itself.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import math
 import random
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.autoscaling.fault_counter import FaultCounter
+from app.background import Background
 from app.fleet.loop_lag import BEHIND_S, HOLD_S, LoopLag
 from app.metrics import OverloadMetrics
 from app.routing.waiting import ExpectedWait
@@ -168,13 +168,10 @@ class OverloadControl:
                 "an overload has begun" if over else "the overload is over",
             )
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
         """Begin to update and publish a few times a second; later calls do nothing."""
         if self._watching is None:
-            # In an empty context: Serve must not take the task for a part of the current call.
-            watch = asyncio.get_running_loop().create_task(self._watch(), context=contextvars.Context())
-            watch.add_done_callback(_watch_ended)
-            self._watching = watch
+            self._watching = background.start("overload control", self._watch())
 
     def stop(self) -> None:
         """End what ``start`` began."""
@@ -213,9 +210,3 @@ class OverloadControl:
         except Exception:  # noqa: BLE001  (a defect in the estimate must not refuse requests)
             self._faults.add()
             return None
-
-
-def _watch_ended(watch: asyncio.Task[None]) -> None:
-    error = None if watch.cancelled() else watch.exception()
-    if error is not None:
-        logger.error("the expected wait is updated only when requests arrive from now on", exc_info=error)

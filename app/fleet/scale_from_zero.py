@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from app.background import Background
 from app.channel.failures import answer_of, describe
 
 RETRY_S = 1.0
@@ -28,8 +28,9 @@ class ReplicaWaiter:
     ``handle`` is a Serve handle of the engine deployment; ``None`` if that never scales to zero.
     """
 
-    def __init__(self, handle: Any | None) -> None:
+    def __init__(self, handle: Any | None, background: Background | None = None) -> None:
         self._handle = handle
+        self._background = background or Background()
         self._changed = asyncio.Event()
         self._waiting = 0
         self._task: asyncio.Task[None] | None = None
@@ -70,10 +71,7 @@ class ReplicaWaiter:
         """Keep a wake-up call in Serve's queue while any request waits."""
         self._waiting += 1
         if self._task is None and self._handle is not None:
-            # In an empty context: the call must not be canceled with the request that began it.
-            self._task = asyncio.get_running_loop().create_task(
-                _keep_calling(self._handle), context=contextvars.Context()
-            )
+            self._task = self._background.start("wake-up call", _keep_calling(self._handle))
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from app.autoscaling.fault_counter import FaultCounter
 from app.autoscaling.publishing import NAMESPACE, victims_key
+from app.background import Background
 from app.routing.timed_set import TimedSet
 
 POLL_S = 1.0
@@ -62,12 +63,13 @@ class VictimFeed:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
         """Begin to poll; later calls do nothing."""
         if self._thread is None:
             # A daemon: an unanswered read must not keep the process from ending.
             self._thread = threading.Thread(target=self._run, name="victim-feed", daemon=True)
             self._thread.start()
+            background.watch(self._thread)
 
     def stop(self) -> None:
         """Stop polling, without waiting."""

@@ -16,6 +16,7 @@ from loopback import LoopbackHandle
 from ray import cloudpickle
 
 from app import config
+from app.background import Background
 from app.fleet.overload import EVERY_S, OverloadControl
 from app.ingress import IngressReplica
 from app.routing.waiting import ExpectedWait
@@ -196,8 +197,8 @@ def test_it_looks_by_itself_and_once_only() -> None:
 
     async def run() -> tuple[int, int]:
         before = len(asyncio.all_tasks())
-        setting.overload.start()
-        setting.overload.start()
+        setting.overload.start(Background())
+        setting.overload.start(Background())
         more = len(asyncio.all_tasks()) - before
         await asyncio.sleep(0)
         setting.overload.stop()

@@ -15,6 +15,7 @@ from loopback import LoopbackHandle
 from app import config
 from app.autoscaling import publishing
 from app.autoscaling.publishing import NAMESPACE
+from app.background import Background
 from app.fleet import victim_feed
 from app.fleet.victim_feed import LONGEST_S, VictimFeed, Victims, parse
 from app.ingress import IngressReplica
@@ -208,8 +209,8 @@ def test_it_looks_in_one_thread_of_its_own_until_it_is_stopped() -> None:
         looked.release()
 
     feed = VictimFeed("quire", "engine", TimedSet(), read, every_s=0.001)
-    feed.start()
-    feed.start()
+    feed.start(Background())
+    feed.start(Background())
     for _ in range(5):
         assert looked.acquire(timeout=20)
     feed.stop()
@@ -228,7 +229,7 @@ def test_stopping_does_not_wait_for_an_answer() -> None:
         answer.wait(20)
 
     feed = VictimFeed("quire", "engine", TimedSet(), read)
-    feed.start()
+    feed.start(Background())
     assert asked.wait(20)
     feed.stop()
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "victim-feed")
