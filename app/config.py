@@ -39,6 +39,8 @@ OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_KEYS", "QUIRE_URL", "
 
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
+ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"]
+ReasoningParser = Literal["auto", "none", "think", "mistral"]
 
 ROUTERS: dict[str, str] = {
     "prefix": "app.routing.router:EngineRouter",
@@ -205,6 +207,18 @@ class IngressOptions(Group):
         "Name of this server in `/health` and in the response header `x-quire-instance`: tells its answers "
         "from another server's. `auto`: drawn when the server starts, on a cluster when Ray starts",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
+    )
+    tool_parser: ToolParser = option(
+        "auto",
+        "How the model writes calls of tools: `hermes` (Hermes, Qwen), `llama3_json`, `mistral`, `pythonic` "
+        "(Llama 4), or `none`. `auto`: as its chat template says, or `hermes`",
+        live=True,
+    )
+    reasoning_parser: ReasoningParser = option(
+        "auto",
+        "How the model marks its reasoning: `think` (`<think>`), `mistral` (`[THINK]`), or `none`. `auto`: as "
+        "its chat template says",
+        live=True,
     )
     admin_routes: bool = option(
         False, "Serve `POST /admin/reset_prefix_cache`; keep clients from the route", live=True

@@ -68,7 +68,8 @@ class Authentication:
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, send)
                 return
-            await _unauthorized(presented is not None, _from_a_person(headers))(scope, receive, send)
+            refusal = _unauthorized(scope["path"], presented is not None, _from_a_person(headers))
+            await refusal(scope, receive, send)
             return
         limits = state[STATE] = gate.limits_of(key)
 
@@ -106,12 +107,12 @@ def _from_a_person(headers: Headers) -> bool:
     return headers.get("sec-fetch-mode") == "navigate"
 
 
-def _unauthorized(presented: bool, person: bool) -> ASGIApp:
+def _unauthorized(path: str, presented: bool, person: bool) -> ASGIApp:
     message = (
         "the API key is not valid"
         if presented
         else "this server needs an API key; send one, as 'Authorization: Bearer KEY'"
     )
-    response = ApiFault(401, message, "invalid_request_error", code="invalid_api_key").to_response()
+    response = ApiFault(401, message, "invalid_request_error", code="invalid_api_key").to_response(path)
     response.headers["www-authenticate"] = 'Basic realm="Quire", charset="UTF-8"' if person else "Bearer"
     return response

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from app.api.caller import Caller
 from app.api.openai_types import GenerationOptions
 from app.api.text import OutputText, TextDecoder
+from app.api.tools.answer_text import AnswerParser
+from app.api.tools.parts import CallDelta, Part
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.request import CacheNamespace
 
@@ -29,6 +31,10 @@ class GenerationJob:
     prompts: list[list[int]]
     chat: bool
     caller: Caller
+    answer_parser: Callable[[], AnswerParser | None] = lambda: None
+    """Makes what reads the text of one choice; ``None``: all of it is content."""
+    markers: tuple[str, ...] = ()
+    """Special tokens that count as text."""
 
     def engine_request_id(self, prompt: int) -> str:
         """The request's ID; with several prompts, also which of them it is."""
@@ -50,6 +56,7 @@ class GenerationJob:
 class TextDelta:
     """New text of choice ``index``, and totals so far: tokens of the choice, cached tokens of its prompt.
 
+    Where answers are parsed, ``text`` is content, and only one of it, ``reasoning``, and ``call`` is there.
     ``fingerprint`` is that of the model that generates the choice.
     """
 
@@ -59,6 +66,10 @@ class TextDelta:
     num_tokens: int
     cached_tokens: int
     fingerprint: str = ""
+    reasoning: str = ""
+    call: CallDelta | None = None
+    stop: str | None = None
+    """The stop string that ended the choice."""
 
 
 def stream_choices(
@@ -89,10 +100,13 @@ async def _of_prompt(
     )
     texts = {
         sequence: OutputText(
-            decoder.detokenizer(continues_text=not job.chat), options.stop, options.params.min_tokens
+            decoder.detokenizer(continues_text=not job.chat, shown=job.markers),
+            options.stop,
+            options.params.min_tokens,
         )
         for sequence in range(n)
     }
+    parsers = [job.answer_parser() for _ in range(n)]
     ended_tokens = 0
     # EngineClient.generate is an async generator; closing it aborts the request.
     deltas = cast(AsyncGenerator[Delta, None], source.generate(request))
@@ -109,14 +123,19 @@ async def _of_prompt(
             text = output.push(delta.token_ids, reason)
             if output.stopped:
                 reason = "stop"
-            yield TextDelta(
+            whole = TextDelta(
                 prompt * n + delta.sequence,
                 text,
                 reason,
                 output.num_tokens,
                 delta.cached_tokens,
                 delta.fingerprint,
+                stop=output.stop,
             )
+            parser = parsers[delta.sequence]
+            for part in [whole] if parser is None else _parts(whole, parser):
+                yield part
+                reason = part.finish_reason
             if reason is not None:
                 ended_tokens += output.num_tokens
                 del texts[delta.sequence]
@@ -124,6 +143,20 @@ async def _of_prompt(
                     request.text_end.tokens = ended_tokens
                     return
     raise GenerationError("the engine ended this request without a reason")
+
+
+def _parts(delta: TextDelta, parser: AnswerParser) -> list[TextDelta]:
+    """``delta`` in parts, one at least; the last has the finish reason."""
+    reason = delta.finish_reason
+    parts = parser.push(delta.text, ended=reason is not None) or [Part()]
+    if parser.complete or (reason == "stop" and parser.num_calls):
+        reason = "tool_calls"
+    deltas = [
+        replace(delta, text=part.content, reasoning=part.reasoning, call=part.call, finish_reason=None)
+        for part in parts
+    ]
+    deltas[-1] = replace(deltas[-1], finish_reason=reason)
+    return deltas
 
 
 async def _merge(sources: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:

@@ -1,4 +1,6 @@
-"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for every failure."""
+"""Errors in the format of the API that was called, for every failure: OpenAI's,
+``{"error": {"message", "type", "param", "code"}}``, or on ``/v1/messages`` Anthropic's,
+``{"type": "error", "error": {"type", "message"}}``."""
 
 from __future__ import annotations
 
@@ -21,6 +23,22 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1
 
 
+_INVALID = "invalid_request_error"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
 @dataclass(frozen=True, slots=True)
 class ApiFault:
     """The answer to a client: HTTP status, the four fields of OpenAI's error object, and Retry-After.
@@ -36,20 +54,23 @@ class ApiFault:
     retry_after_s: int | None = None
     retriable: bool = True
 
-    def to_json(self) -> str:
-        """The body, also used as a data chunk once a stream has begun."""
+    def to_json(self, path: str = "") -> str:
+        """The body for a request of ``path``, also used as a data chunk once a stream has begun."""
+        if is_anthropic(path):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
+            return json.dumps({"type": "error", "error": {"type": kind, "message": self.message}})
         return json.dumps(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
 
-    def to_response(self) -> Response:
+    def to_response(self, path: str = "") -> Response:
         seconds = RETRY_AFTER_SECONDS if self.status == 503 else None
         if self.retry_after_s is not None:
             seconds = self.retry_after_s
         headers = {"retry-after": str(seconds)} if seconds is not None else {}
         if not self.retriable:
             headers["x-should-retry"] = "false"
-        return Response(self.to_json(), self.status, headers, media_type="application/json")
+        return Response(self.to_json(path), self.status, headers, media_type="application/json")
 
 
 class ApiError(QuireError):
@@ -179,7 +200,7 @@ def show(value: object) -> str:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return fault_of(error).to_response()
+    return fault_of(error).to_response(request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -195,7 +216,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message = f"{request.method} is not allowed on {show(request.url.path)}"
     else:
         message = str(error.detail)
-    response = ApiFault(error.status_code, message, "invalid_request_error").to_response()
+    response = ApiFault(error.status_code, message, "invalid_request_error").to_response(request.url.path)
     response.headers.update(error.headers or {})
     return response
 

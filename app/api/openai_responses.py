@@ -6,35 +6,17 @@ There is a chunk for every token, so the constant part of a response's chunks is
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as encode_text
 from typing import Any
 
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens of one response, in all choices; a prompt counts once, however many choices it has."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that the prefix cache supplied
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One finished output."""
-
-    text: str
-    finish_reason: str
+from app.api.answers import Answer
+from app.api.choices import GenerationJob, TextDelta
+from app.api.errors import ApiFault
+from app.api.sse import DONE, error_event
+from app.api.tools.parts import CallDelta
+from app.api.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +46,80 @@ class Envelope:
         return fields
 
 
-def completion_body(envelope: Envelope, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+def completion_body(envelope: Envelope, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
     """Answer to ``POST /v1/completions``; choices in the order of the prompts, those of one prompt together."""
     choices = [
-        {"index": i, "text": output.text, "logprobs": None, "finish_reason": output.finish_reason}
-        for i, output in enumerate(outputs)
+        {"index": i, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
+        for i, answer in enumerate(answers)
     ]
     return envelope.body("text_completion", choices, usage)
 
 
-def chat_body(envelope: Envelope, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+def chat_body(envelope: Envelope, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
     """Answer to ``POST /v1/chat/completions``."""
     choices = [
         {
             "index": i,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": None,
-            "finish_reason": output.finish_reason,
+            "finish_reason": answer.finish_reason,
         }
-        for i, output in enumerate(outputs)
+        for i, answer in enumerate(answers)
     ]
     return envelope.body("chat.completion", choices, usage)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    content = answer.text
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not answer.calls else None,
+        "refusal": None,
+    }
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
+
+
+class OpenAIReply:
+    """Writes a response of the completions or the chat route."""
+
+    def __init__(self, job: GenerationJob, envelope: Envelope) -> None:
+        self._job = job
+        self._envelope = envelope
+        self._writers: dict[str, ChunkWriter] = {}  # one, unless prompts are answered by different models
+        self._begun = not job.chat
+
+    def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        envelope = self._envelope.of({answer.fingerprint for answer in answers})
+        return (chat_body if self._job.chat else completion_body)(envelope, answers, usage)
+
+    def delta(self, delta: TextDelta, usage: Usage) -> bytes:
+        writer = self._writers.get(delta.fingerprint)
+        if writer is None:
+            writer = self._writers[delta.fingerprint] = self._writer({delta.fingerprint})
+        opening = b"" if self._begun else b"".join(map(writer.role, range(self._job.options.params.n)))
+        self._begun = True
+        return opening + writer.delta(delta, usage)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._writer(self._writers).usage(usage) + DONE
+
+    def error(self, fault: ApiFault) -> bytes:
+        return error_event(fault)
+
+    def _writer(self, fingerprints: Collection[str]) -> ChunkWriter:
+        return ChunkWriter(
+            self._envelope.of(fingerprints),
+            chat=self._job.chat,
+            include_usage=self._job.options.include_usage,
+            continuous_usage=self._job.options.continuous_usage,
+        )
 
 
 class ChunkWriter:
@@ -109,17 +144,11 @@ class ChunkWriter:
         choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'
         return f"{self._head}{choice}]{self._null_usage}".encode()
 
-    def text(self, index: int, text: str, finish_reason: str | None, usage: Usage) -> bytes:
-        """The chunk for one delta of choice ``index``; ``usage`` is the usage so far."""
-        quoted = encode_text(text)
-        reason = "null" if finish_reason is None else f'"{finish_reason}"'
-        if not self._chat:
-            content = f'"text":{quoted}'
-        elif text or finish_reason is None:
-            content = f'"delta":{{"content":{quoted}}}'
-        else:
-            content = '"delta":{}'
-        choice = f'{{"index":{index},{content},"logprobs":null,"finish_reason":{reason}}}]'
+    def delta(self, delta: TextDelta, usage: Usage) -> bytes:
+        """The chunk for one delta; ``usage`` is the usage so far."""
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        content = f'"delta":{_chat_delta(delta)}' if self._chat else f'"text":{encode_text(delta.text)}'
+        choice = f'{{"index":{delta.index},{content},"logprobs":null,"finish_reason":{reason}}}]'
         tail = self._usage_tail(usage) if self._continuous_usage else self._null_usage
         return f"{self._head}{choice}{tail}".encode()
 
@@ -129,3 +158,22 @@ class ChunkWriter:
 
     def _usage_tail(self, usage: Usage) -> str:
         return f',"usage":{json.dumps(usage.to_dict(), separators=(",", ":"))}}}\n\n'
+
+
+def _chat_delta(delta: TextDelta) -> str:
+    """What a chunk of a chat adds to its message, as JSON."""
+    if delta.call is not None:
+        return f'{{"tool_calls":[{_call(delta.call)}]}}'
+    if delta.reasoning:
+        return f'{{"reasoning_content":{encode_text(delta.reasoning)}}}'
+    if delta.text or delta.finish_reason is None:
+        return f'{{"content":{encode_text(delta.text)}}}'
+    return "{}"
+
+
+def _call(call: CallDelta) -> str:
+    arguments = encode_text(call.arguments)
+    if not call.name:
+        return f'{{"index":{call.index},"function":{{"arguments":{arguments}}}}}'
+    function = f'{{"name":{encode_text(call.name)},"arguments":{arguments}}}'
+    return f'{{"index":{call.index},"id":{encode_text(call.id)},"type":"function","function":{function}}}'

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.answers import Answer
 from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
 from app.api.errors import ApiFault, model_not_found
 from app.api.keys import KeyFile
 from app.api.live_requests import LiveRequests, Permit
-from app.api.openai_responses import ChunkWriter, Envelope, Output, Usage, chat_body, completion_body
+from app.api.openai_responses import Envelope, OpenAIReply
 from app.api.openai_types import ChatRequest, CompletionRequest, GenerationOptions
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.reply import Reply
 from app.api.request_body import BodyReader
 from app.api.request_record import RequestRecord
-from app.api.sse import DONE, EventStream, WholeResponse
+from app.api.sse import EventStream, WholeResponse
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
+from app.api.tools.families import ModelFamily
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
 from engine.errors import InvalidRequestError, shown
+
+PROMPT_END_TOKENS = 16
+"""Tokens at the end of a prompt that show whether it begins the model's reasoning."""
 
 INLINE_TOKENS = 20_000
 """Prompts of up to this many tokens together are checked on the event loop, in about a millisecond."""
@@ -127,20 +134,35 @@ class OpenAIService:
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
             job = GenerationJob(request.options, prompts, False, caller)
             permit.add_tokens(job.prompt_tokens, self.options)
-            response = await self._respond(job, limits, record)
+            reply = OpenAIReply(job, self._envelope("cmpl", caller))
+            response = await self._respond(job, limits, record, reply)
             return _Admitted(response, held.pop_all())
 
-    async def chat(self, request: ChatRequest, caller: Caller) -> ASGIApp:
-        """Answer ``POST /v1/chat/completions``; raises as :meth:`completions` does."""
+    async def chat(
+        self,
+        request: ChatRequest,
+        caller: Caller,
+        reply_to: Callable[[GenerationJob], Reply] | None = None,
+        route: str = "chat",
+    ) -> ASGIApp:
+        """Answer a chat; without ``reply_to``, as ``POST /v1/chat/completions`` does.
+
+        Raises as :meth:`completions` does.
+        """
         self._check_options(request.options)
-        record = RequestRecord(caller, "chat", request.options.stream)
+        record = RequestRecord(caller, route, request.options.stream)
         with self._admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
             owner = caller.tenant, request.options.cache_salt
-            prompt = await self._tokenizer.encode_chat(request.messages, limits.max_model_len, owner)
-            job = GenerationJob(request.options, [prompt], True, caller)
+            family = self._family()
+            longest = limits.max_model_len
+            prompt = await self._tokenizer.encode_chat(request.messages, longest, owner, request.tools)
+            end = self._tokenizer.text_of(prompt[-PROMPT_END_TOKENS:])
+            parser_of = partial(family.parser, request.tools, end)
+            job = GenerationJob(request.options, [prompt], True, caller, parser_of, family.markers)
             permit.add_tokens(job.prompt_tokens, self.options)
-            response = await self._respond(job, limits, record)
+            reply = reply_to(job) if reply_to else OpenAIReply(job, self._envelope("chatcmpl", caller))
+            response = await self._respond(job, limits, record, reply)
             return _Admitted(response, held.pop_all())
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
@@ -211,83 +233,66 @@ class OpenAIService:
                 "priority",
             )
 
-    async def _respond(self, job: GenerationJob, limits: FleetLimits, record: RequestRecord) -> ASGIApp:
+    async def _respond(
+        self, job: GenerationJob, limits: FleetLimits, record: RequestRecord, reply: Reply
+    ) -> ASGIApp:
         if job.prompt_tokens <= INLINE_TOKENS:
             _check_prompts(job, limits)
         else:
             await self.bodies.in_thread(lambda: _check_prompts(job, limits))
-        prefix = "chatcmpl" if job.chat else "cmpl"
-        envelope = Envelope(f"{prefix}-{job.caller.request_id}", int(time.time()), self._model)
-        return (
-            EventStream(self._events(job, envelope, record))
-            if job.options.stream
-            else WholeResponse(self._whole(job, envelope, record))
-        )
+        if job.options.stream:
+            return EventStream(self._events(job, reply, record), reply.error)
+        return WholeResponse(self._whole(job, reply, record))
 
-    async def _whole(self, job: GenerationJob, envelope: Envelope, record: RequestRecord) -> Response:
-        outputs = [_Collected() for _ in range(job.num_choices)]
+    async def _whole(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> Response:
+        answers = [Answer() for _ in range(job.num_choices)]
         with record.running():
-            try:
-                async with aclosing(self._text_deltas(job)) as arriving:
-                    async for delta in arriving:
-                        outputs[delta.index].add(delta)
-                        record.token(delta.finish_reason)
-            finally:
-                record.usage = Usage(
-                    job.prompt_tokens,
-                    sum(output.num_tokens for output in outputs),
-                    sum(output.cached_tokens for output in outputs[:: job.options.params.n]),
-                )
-        envelope = envelope.of({output.fingerprint for output in outputs})
-        results = [Output("".join(output.texts), output.finish_reason) for output in outputs]
-        body = (chat_body if job.chat else completion_body)(envelope, results, record.usage)
+            async with aclosing(self._text_deltas(job, record)) as arriving:
+                async for delta in arriving:
+                    answers[delta.index].add(delta)
+        body = reply.body(answers, record.usage)
         return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
     async def _events(
-        self, job: GenerationJob, envelope: Envelope, record: RequestRecord
+        self, job: GenerationJob, reply: Reply, record: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
-        options = job.options
+        with record.running():
+            async with aclosing(self._text_deltas(job, record)) as arriving:
+                async for delta in arriving:
+                    yield reply.delta(delta, record.usage)
+        yield reply.end(record.usage)
 
-        def writer_of(fingerprints: Collection[str]) -> ChunkWriter:
-            return ChunkWriter(
-                envelope.of(fingerprints),
-                chat=job.chat,
-                include_usage=options.include_usage,
-                continuous_usage=options.continuous_usage,
-            )
-
-        writers: dict[str, ChunkWriter] = {}  # one, unless prompts are answered by different models
-        n = options.params.n
+    async def _text_deltas(self, job: GenerationJob, record: RequestRecord) -> AsyncGenerator[TextDelta, None]:
+        """The deltas of all choices; ``record`` counts what they cost."""
+        n = job.options.params.n
         generated = [0] * job.num_choices
         cached = [0] * len(job.prompts)
         usage = record.usage
         usage.prompt_tokens = job.prompt_tokens
-        begun = not job.chat
-        with record.running():
-            async with aclosing(self._text_deltas(job)) as arriving:
-                async for delta in arriving:
-                    prompt = delta.index // n
-                    usage.completion_tokens += delta.num_tokens - generated[delta.index]
-                    usage.cached_tokens += delta.cached_tokens - cached[prompt]
-                    generated[delta.index] = delta.num_tokens
-                    cached[prompt] = delta.cached_tokens
-                    record.token(delta.finish_reason)
-                    writer = writers.get(delta.fingerprint)
-                    if writer is None:
-                        writer = writers[delta.fingerprint] = writer_of({delta.fingerprint})
-                    opening = b"" if begun else b"".join(map(writer.role, range(n)))
-                    begun = True
-                    yield opening + writer.text(delta.index, delta.text, delta.finish_reason, usage)
-        yield writer_of(writers).usage(usage) + DONE
+        async with aclosing(stream_choices(job, self._engines, self._tokenizer.decoder)) as arriving:
+            async for delta in arriving:
+                prompt = delta.index // n
+                new = delta.num_tokens - generated[delta.index]
+                usage.completion_tokens += new
+                if delta.reasoning:
+                    usage.reasoning_tokens += new
+                usage.cached_tokens += delta.cached_tokens - cached[prompt]
+                generated[delta.index] = delta.num_tokens
+                cached[prompt] = delta.cached_tokens
+                record.token(delta.finish_reason)
+                yield delta
 
-    def _text_deltas(self, job: GenerationJob) -> AsyncGenerator[TextDelta, None]:
-        return stream_choices(job, self._engines, self._tokenizer.decoder)
+    def _envelope(self, kind: str, caller: Caller) -> Envelope:
+        return Envelope(f"{kind}-{caller.request_id}", int(time.time()), self._model)
 
     async def _limits(self) -> FleetLimits:
         limits = self._engines.limits() or await self._engines.first_limits(self.engine_wait_s)
         if limits is None:
             raise UnavailableError("no engine replica has started yet; try again in a moment")
         return limits
+
+    def _family(self) -> ModelFamily:
+        return ModelFamily.of(self._tokenizer.template, self.options.tool_parser, self.options.reasoning_parser)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
@@ -314,26 +319,6 @@ class _Admitted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._permits:
             await self._response(scope, receive, send)
-
-
-class _Collected:
-    """One choice of a non-streamed response."""
-
-    __slots__ = ("cached_tokens", "fingerprint", "finish_reason", "num_tokens", "texts")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.finish_reason = ""
-        self.num_tokens = 0
-        self.cached_tokens = 0
-        self.fingerprint = ""
-
-    def add(self, delta: TextDelta) -> None:
-        self.texts.append(delta.text)
-        self.num_tokens = delta.num_tokens
-        self.cached_tokens = delta.cached_tokens
-        self.fingerprint = delta.fingerprint
-        self.finish_reason = delta.finish_reason or ""
 
 
 def _check_prompts(job: GenerationJob, limits: FleetLimits) -> None:

@@ -7,11 +7,14 @@ value means "off". Unknown fields are refused, too: ignoring one would change wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
 from app.api.json_fields import boolean, integer, integers, number, text, wrong
+from app.api.tools.answer_form import answer_form
+from app.api.tools.tool_use import NO_TOOLS, ToolUse, parse_tool_use
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
@@ -22,14 +25,9 @@ MAX_STOP_CHARS = 256
 MAX_SALT_CHARS = 256
 MAX_TOP_K = 2**31 - 1
 MAX_PRIORITY = 1000
-MAX_MESSAGES = 10_000
 
-OUTPUT_ONLY = frozenset(
-    {"refusal", "annotations", "audio", "reasoning", "reasoning_content", "provider_specific_fields"}
-)
-"""Fields of an assistant's message that servers send. Clients send them back as they came; they are ignored."""
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+CHAT_ONLY = ("messages", "tools", "tool_choice")
+"""Fields of the chat route alone."""
 
 # fmt: off
 _KNOWN = frozenset({
@@ -90,19 +88,12 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message; a list of text parts has been joined by newlines."""
-
-    role: str  # system, user or assistant
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
     options: GenerationOptions
+    tools: ToolUse = NO_TOOLS
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
@@ -115,25 +106,34 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
 
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
-    fields = _known_fields(body, "messages")
-    return ChatRequest(parse_messages(fields.get("messages")), _options(fields, None))
+    fields = _known_fields(body, *CHAT_ONLY)
+    messages, options = parse_messages(fields.get("messages")), _options(fields, None)
+    return with_tools(ChatRequest(messages, options), parse_tool_use(fields))
 
 
-def parse_messages(messages: object) -> list[ChatMessage]:
-    """Check the field ``messages``; raises ``InvalidRequestError`` that names the part that is wrong."""
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list of at least 1")
-    if len(messages) > MAX_MESSAGES:
+def with_tools(request: ChatRequest, use: ToolUse) -> ChatRequest:
+    """``request`` with ``use``; where the answer must be calls, nothing else can be generated.
+
+    Raises:
+        InvalidRequestError: the form that calls need, or another, cannot be had.
+    """
+    params = request.options.params
+    form = answer_form(use)
+    if form is not None:
+        params = replace(params, structured_output=form)
+    elif use.tools and params.structured_output is not None:
         raise InvalidRequestError(
-            f"messages has {len(messages)} entries but at most {MAX_MESSAGES} are allowed", "messages"
+            "response_format is given, but so are tools that the model need not call, and a call has another "
+            "form; set tool_choice to 'none' or 'required', or leave response_format out",
+            "response_format",
         )
-    return [_message(message, i) for i, message in enumerate(messages)]
+    return replace(request, options=replace(request.options, params=params), tools=use)
 
 
-def _known_fields(body: dict[str, Any], own: str) -> dict[str, Any]:
+def _known_fields(body: dict[str, Any], *own: str) -> dict[str, Any]:
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
-        if name == own or name in _KNOWN:
+        if name in own or name in _KNOWN:
             continue
         means_off = _OFF.get(name)
         if means_off is None:
@@ -308,45 +308,6 @@ def _prompt(entry: object, name: str) -> str | list[int]:
     if isinstance(entry, list):
         return integers(entry, name, "prompt")
     raise wrong(name, entry, "a string or a list of token ids", "prompt")
-
-
-def _message(message: object, index: int) -> ChatMessage:
-    name = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise wrong(name, message, "an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
-    of_assistant = role == "assistant"
-    for key, value in message.items():
-        if key in ("role", "content", "name") or (of_assistant and key in OUTPUT_ONLY):
-            continue
-        if value not in (None, [], ""):
-            raise InvalidRequestError(
-                f"{name}.{key[:64]} is not supported", f"{name}.{key[:64]}", "unsupported_parameter"
-            )
-    if message.get("name") is not None:
-        text(message["name"], f"{name}.name")
-    content = message.get("content")
-    if content is None and of_assistant:  # of an answer that was all refusal, reasoning, or audio
-        content = ""
-    return ChatMessage(ROLES[role], _content(content, f"{name}.content"))
-
-
-def _content(content: object, name: str) -> str:
-    if isinstance(content, str):
-        return text(content, name)
-    if not isinstance(content, list) or not content:
-        raise wrong(name, content, "a string or a list of text parts")
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequestError(
-                f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name
-            )
-        texts.append(text(part.get("text"), f"{name}[{i}].text"))
-    return "\n".join(texts)
 
 
 def _stops(stop: object) -> tuple[str, ...]:

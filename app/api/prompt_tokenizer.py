@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 
+from app.api.chat_messages import ChatMessage
 from app.api.errors import show
-from app.api.openai_types import ChatMessage
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.text import TextDecoder
+from app.api.tools.conversation import plain_turns, turns
+from app.api.tools.families import ModelFamily
+from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
 from engine.errors import ConfigError, InvalidRequestError
 from engine.tokenizer import load_tokenizer
 
@@ -68,8 +71,10 @@ class PromptTokenizer:
             [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
         )
         self._first_chars = {token.content[0] for _, token in specials}
+        self.template = "" if self._hf.chat_template is None else str(self._hf.chat_template)
+        self._family = ModelFamily.of(self.template)
         # Placeholders for those characters must not occur in a special token's name or in the template.
-        self._reserved = set(str(self._hf.chat_template)).union(*(token.content for _, token in specials))
+        self._reserved = set(self.template).union(*(token.content for _, token in specials))
         self.prefix_tokens = PrefixTokenCache(self._encode, self._special_token)
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
@@ -102,12 +107,16 @@ class PromptTokenizer:
         return await self._run(len(tokens), lambda: [str(self._backend.id_to_token(token)) for token in tokens])
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], max_tokens: int, owner: Hashable = None
+        self,
+        messages: Sequence[ChatMessage],
+        max_tokens: int,
+        owner: Hashable = None,
+        use: ToolUse = NO_TOOLS,
     ) -> list[int]:
-        """Messages through the chat template, up to the beginning of the assistant's turn.
+        """Messages and tools through the chat template, up to the beginning of the assistant's turn.
 
-        Only requests of the same ``owner`` share cached tokens. Names of special tokens inside a message are
-        ordinary text, so no message can end its turn or begin another.
+        Only requests of the same ``owner`` share cached tokens. Names of special tokens inside messages and
+        tools are ordinary text, so no message can end its turn or begin another.
 
         Raises:
             InvalidRequestError: the model has no chat template, or its template refuses the messages, or they
@@ -121,10 +130,14 @@ class PromptTokenizer:
                 "messages",
                 "context_length_exceeded",
             )
-        length = sum(len(message.content) for message in messages)
+        length = sum(message.chars for message in messages)
         self._check_length(length, max_tokens, "messages")
-        work = length + MESSAGE_CHARS * len(messages)
-        return await self._run(work, lambda: self._encode_messages(messages, owner))
+        work = length + use.chars + MESSAGE_CHARS * len(messages)
+        return await self._run(work, lambda: self._encode_messages(messages, use.tools, owner))
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of a few tokens of the vocabulary, special tokens included."""
+        return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
         least = -(-chars // self._longest_token)
@@ -156,14 +169,23 @@ class PromptTokenizer:
             return ids[1:]
         return ids
 
-    def _encode_messages(self, messages: Sequence[ChatMessage], owner: Hashable) -> list[int]:
-        contents = [message.content for message in messages]
+    def _encode_messages(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], owner: Hashable
+    ) -> list[int]:
+        texts = [text for message in messages for text in message.texts]
+        texts += [text for tool in tools for text in tool.texts]
         named = self._special_name
-        if named is None or not any(map(named.search, contents)):
-            return self.prefix_tokens.encode(self._render(messages, contents), contents[0], owner)
-        placeholders = self._placeholders(contents)
-        masked = [_masked(named, content, placeholders) for content in contents]
-        return self._encode_masked(self._render(messages, masked), placeholders)
+        if named is None or not any(map(named.search, texts)):
+            text, first = self._render(messages, tools)
+            return self.prefix_tokens.encode(text, first, owner)
+        placeholders = self._placeholders(texts)
+
+        def mask(text: str) -> str:
+            return _masked(named, text, placeholders)
+
+        masked = [message.changed(mask) for message in messages]
+        text, _ = self._render(masked, [tool.changed(mask) for tool in tools])
+        return self._encode_masked(text, placeholders)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -197,15 +219,29 @@ class PromptTokenizer:
         ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
         return ids
 
-    def _render(self, messages: Sequence[ChatMessage], contents: Sequence[str]) -> str:
-        turns = [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)]
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[str, str]:
+        """The prompt, and the content of its first turn."""
+        if self._family.template_knows_tools:
+            short_ids = self._family.tool_parser == "mistral"
+            return self._applied(turns(messages, short_ids=short_ids), tools)
         try:
-            text = self._hf.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            return self._applied(plain_turns(messages, tools, "system"))
+        except InvalidRequestError:  # some templates refuse system messages
+            if not tools:
+                raise
+            return self._applied(plain_turns(messages, tools, "user"))
+
+    def _applied(self, turns: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> tuple[str, str]:
+        described = [tool.to_dict() for tool in tools] or None
+        try:
+            text = self._hf.apply_chat_template(
+                turns, tools=described, tokenize=False, add_generation_prompt=True
+            )
         except (TemplateError, TypeError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages", "chat_template_error"
             ) from error
-        return str(text)
+        return str(text), turns[0]["content"]
 
 
 def _any_of(patterns: list[str]) -> re.Pattern[str] | None:

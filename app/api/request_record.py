@@ -11,7 +11,7 @@ from typing import Any
 
 from app.api.caller import Caller
 from app.api.errors import fault_code
-from app.api.openai_responses import Usage
+from app.api.usage import Usage
 from app.logs import FIELDS
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.api.errors import fault_of
+from app.api.errors import ApiFault, fault_of
 
 HEADERS_WITHIN_S = 1.0
 """Send the headers after this long without an event; until then an error gets its own HTTP status."""
@@ -28,15 +28,24 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
+def error_event(fault: ApiFault) -> bytes:
+    """An error in OpenAI's format, as an event."""
+    return b"data: " + fault.to_json().encode() + b"\n\n"
+
+
 class EventStream:
     """An ASGI response that sends ``events`` as they come; each is one or more whole events.
 
-    An error before the first event becomes an HTTP error, a later one an ``{"error": ...}`` event that ends
-    the stream. When the client goes away, or the server cancels, ``events`` is closed before this returns.
+    An error before the first event becomes an HTTP error, a later one the event that ``error`` makes of it,
+    which ends the stream. When the client goes away, or the server cancels, ``events`` is closed before this
+    returns.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], error: Callable[[ApiFault], bytes] = error_event
+    ) -> None:
         self._events = events
+        self._error = error
         self._begun = False
         self._beginning = asyncio.Lock()
         self._sending = False  # an event, or the end
@@ -57,11 +66,10 @@ class EventStream:
                 fault = fault_of(error)
                 self._sending = True
                 if not self._begun:
-                    await fault.to_response()(scope, receive, send)
+                    await fault.to_response(scope.get("path", ""))(scope, receive, send)
                     return
                 await self._begin(send)
-                event = b"data: " + fault.to_json().encode() + b"\n\n"
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": self._error(fault), "more_body": True})
         self._sending = True
         await self._begin(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -103,7 +111,7 @@ class WholeResponse:
         try:
             response = await self._make
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
-            response = fault_of(error).to_response()
+            response = fault_of(error).to_response(scope.get("path", ""))
         await response(scope, receive, send)
 
 

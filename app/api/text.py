@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -66,12 +66,24 @@ class TextDecoder:
                 "SentencePiece-like tokenizers are"
             )
 
-    def detokenizer(self, *, continues_text: bool) -> Detokenizer:
-        """For one output. ``continues_text`` keeps the first token's space, as a continued prompt needs it."""
+    def detokenizer(self, *, continues_text: bool, shown: Collection[str] = ()) -> Detokenizer:
+        """For one output. ``continues_text`` keeps the first token's space, as a continued prompt needs it.
+
+        Special tokens have no text, apart from those named in ``shown``.
+        """
+        names = {self._backend.token_to_id(name): name for name in shown}
+
+        def byte_level_piece(token_id: int) -> bytes:
+            return names[token_id].encode() if token_id in names else self._byte_level_piece(token_id)
+
+        def text_piece(token_id: int) -> str | int:
+            return names[token_id] if token_id in names else self._text_piece(token_id)
+
         if self._byte_level:
-            return _ByteLevelDetokenizer(self._byte_level_piece)
+            return _ByteLevelDetokenizer(byte_level_piece if names else self._byte_level_piece)
         return _SentencePieceDetokenizer(
-            self._text_piece, strip_space=self._strips_first_space and not continues_text
+            text_piece if names else self._text_piece,
+            strip_space=self._strips_first_space and not continues_text,
         )
 
     def _byte_level_piece(self, token_id: int) -> bytes:
@@ -159,7 +171,12 @@ class StopMatcher:
         self._first = frozenset(stop[0] for stop in stops)
         self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """The text that can be shown now; empty after a match."""
@@ -171,9 +188,10 @@ class StopMatcher:
         for end in range(len(self._held), len(text)):
             match_length = self._advance(text[end])
             if match_length:
-                self.stopped = True
+                begin = end + 1 - match_length
+                self.found = text[begin : end + 1]
                 self._held = ""
-                return text[: end + 1 - match_length]
+                return text[:begin]
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
         return text[:keep]
@@ -213,7 +231,12 @@ class OutputText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found; the rest of the output is discarded."""
-        return self._matcher is not None and self._matcher.stopped
+        return self.stop is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        return None if self._matcher is None else self._matcher.found
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
         """The text to show for ``token_ids``.

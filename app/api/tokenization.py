@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
 from app.api.json_fields import boolean, integers, text, wrong
-from app.api.openai_types import ChatMessage, parse_messages
 from engine.errors import InvalidRequestError
 
 

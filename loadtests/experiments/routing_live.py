@@ -19,7 +19,7 @@ from typing import Any
 from ray import serve
 from tqdm import tqdm
 
-from app.api.openai_types import ChatMessage
+from app.api.chat_messages import ChatMessage
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.config import ROUTERS
 from app.launch import serving
@@ -121,7 +121,9 @@ def _messages(group: int, user: str) -> list[dict[str, str]]:
 
 
 async def _encode(tokenizer: PromptTokenizer, group: int, user: str) -> list[int]:
-    return await tokenizer.encode_chat([ChatMessage(**one) for one in _messages(group, user)], 1 << 20)
+    return await tokenizer.encode_chat(
+        [ChatMessage(one["role"], one["content"]) for one in _messages(group, user)], 1 << 20
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,12 +193,21 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = 
             ("frequency_penalty", -0.5),
             ("repetition_penalty", 1.1),
             ("response_format", {"type": "json_object"}),
-            ("tools", [{"type": "function"}]),
-            ("tool_choice", "required"),
+            ("functions", [{"name": "f"}]),
             ("suffix", "b"),
             ("echo", True),
         ]
     ),
+    (COMPLETIONS, {"prompt": "a", "tools": [{}]}, 400, "tools", "unsupported_parameter", ["a list of 1"]),
+    (
+        CHAT,
+        {"messages": CAPITAL, "tools": [{}]},
+        400,
+        "tools",
+        "unsupported_parameter",
+        ["tools[0].type", "null"],
+    ),
+    (CHAT, {"messages": CAPITAL, "tool_choice": "required"}, 400, "tool_choice", "invalid_value", ["no tools"]),
     *(
         (CHAT, {"messages": CAPITAL, name: 10**4000}, 400, name, "context_length_exceeded", ["bits"])
         for name in ("max_tokens", "min_tokens")

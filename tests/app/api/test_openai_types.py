@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from app.api.chat_messages import ChatMessage
 from app.api.errors import ApiError, show
-from app.api.openai_types import ChatMessage, parse_chat, parse_completion
+from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_body import parse_json_object
 from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, validate
@@ -170,7 +171,8 @@ def test_an_answer_may_be_sent_back_as_it_came() -> None:
     for content, wanted in (("c", "c"), (None, ""), ("", "")):
         message = {"role": "assistant", "content": content, **OUTPUT}
         for sent in (message, {**message, "tool_calls": [], "refusal": "no"}):
-            assert parse_chat({"messages": [*HELLO, sent]}).messages[1] == ChatMessage("assistant", wanted)
+            found = parse_chat({"messages": [*HELLO, sent]}).messages[1]
+            assert found == ChatMessage("assistant", wanted, reasoning="thinking")
     assert parse_chat({"messages": [{"role": "assistant"}]}).messages == [ChatMessage("assistant", "")]
 
 
@@ -197,7 +199,8 @@ def test_no_number_is_echoed_at_length(name: str, digits: int) -> None:
         ({"messages": "hi"}, "messages", ["'hi'"]),
         ({"messages": [5]}, "messages[0]", ["5", "object"]),
         ({"messages": [{"content": "a"}]}, "messages[0].role", ["null", "system", "user", "assistant"]),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", ["'tool'"]),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role", ["'function'"]),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", ["null", "string"]),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role", ["a list of 1"]),
         ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", ["null", "string"]),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", ["1"]),
@@ -213,8 +216,8 @@ def test_no_number_is_echoed_at_length(name: str, digits: int) -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            ["not supported"],
+            "messages[0].tool_calls[0].function",
+            ["null", "name and arguments"],
         ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", ["surrogate", "0"]),
     ],

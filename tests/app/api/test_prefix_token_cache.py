@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.api.openai_types import ChatMessage
+from app.api.chat_messages import ChatMessage
 from app.api.prefix_token_cache import MAX_CHARS, MAX_PREFIXES, MIN_PREFIX_CHARS, PrefixTokenCache
 from app.api.prompt_tokenizer import PromptTokenizer
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from app.api.openai_types import ChatMessage
+from app.api.chat_messages import ChatMessage
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
 from engine.errors import InvalidRequestError
 

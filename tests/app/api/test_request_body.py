@@ -17,8 +17,9 @@ from starlette.routing import Route
 from virtual_time import run_virtually
 
 from app.api import request_body
+from app.api.chat_messages import MAX_MESSAGES
 from app.api.errors import ERROR_HANDLERS, ApiError
-from app.api.openai_types import MAX_MESSAGES, parse_chat, parse_completion
+from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_body import INLINE_BYTES, MAX_BODY_BYTES, BodyReader, parse_json_object
 
 MESSAGE = {"role": "user", "content": ""}

@@ -16,7 +16,7 @@ import pytest
 from index_support import claimed
 from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
 
-from app.api.openai_types import ChatMessage
+from app.api.chat_messages import ChatMessage
 from app.api.prompt_tokenizer import PromptTokenizer
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace

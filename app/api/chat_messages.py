@@ -1,0 +1,157 @@
+"""The messages of a chat, as OpenAI's chat route has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.api.errors import show
+from app.api.json_fields import text, wrong
+from engine.errors import InvalidRequestError
+
+MAX_MESSAGES = 10_000
+MAX_CALLS = 128
+"""Calls of tools in one message."""
+
+OUTPUT_ONLY = frozenset(
+    {"refusal", "annotations", "audio", "reasoning", "reasoning_content", "provider_specific_fields"}
+)
+"""Fields of an assistant's message that servers send. Clients send them back as they came; all but
+``reasoning_content`` are ignored."""
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_OF_ROLE = {"assistant": OUTPUT_ONLY | {"tool_calls"}, "tool": frozenset({"tool_call_id"})}
+"""Fields besides those that every message may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in an assistant's message; ``arguments`` is JSON text, or what the model wrote instead."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message; a list of text parts has been joined by newlines."""
+
+    role: str  # system, user, assistant or tool
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
+    tool_call_id: str = ""  # of a tool: the call that it answers
+    name: str = ""  # of a tool
+    reasoning: str = ""  # of the assistant
+
+    @property
+    def texts(self) -> list[str]:
+        """All that the client wrote, and the template may write into the prompt."""
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        return [self.content, self.tool_call_id, self.name, self.reasoning, *calls]
+
+    @property
+    def chars(self) -> int:
+        """The length of what the template certainly writes, more or less."""
+        return len(self.content) + sum(len(call.arguments) for call in self.tool_calls)
+
+    def changed(self, change: Callable[[str], str]) -> ChatMessage:
+        """With ``change`` of each of its texts."""
+        return replace(
+            self,
+            content=change(self.content),
+            tool_calls=tuple(
+                ToolCall(change(call.id), change(call.name), change(call.arguments)) for call in self.tool_calls
+            ),
+            tool_call_id=change(self.tool_call_id),
+            name=change(self.name),
+            reasoning=change(self.reasoning),
+        )
+
+
+def parse_messages(messages: object) -> list[ChatMessage]:
+    """Check the field ``messages``; raises ``InvalidRequestError`` that names the part that is wrong."""
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", messages, "a list of at least 1")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(messages)} entries but at most {MAX_MESSAGES} are allowed", "messages"
+        )
+    return [_message(message, i) for i, message in enumerate(messages)]
+
+
+def _message(message: object, index: int) -> ChatMessage:
+    name = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise wrong(name, message, "an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
+    own = _OF_ROLE.get(role, frozenset())
+    for key, value in message.items():
+        if key in ("role", "content", "name") or key in own:
+            continue
+        if value not in (None, [], ""):
+            raise InvalidRequestError(
+                f"{name}.{key[:64]} is not supported", f"{name}.{key[:64]}", "unsupported_parameter"
+            )
+    if message.get("name") is not None:
+        text(message["name"], f"{name}.name")
+    content = message.get("content")
+    if role == "assistant" and content in (None, []):  # of an answer that was all calls, refusal, or reasoning
+        content = ""
+    if role == "tool" and content == []:
+        content = ""
+    found = ChatMessage(ROLES[role], _content(content, f"{name}.content"))
+    if role == "tool":
+        call = text(message.get("tool_call_id"), f"{name}.tool_call_id")
+        return replace(found, tool_call_id=call, name=message.get("name") or "")
+    if role == "assistant":
+        reasoning = message.get("reasoning_content")
+        return replace(
+            found,
+            tool_calls=_tool_calls(message.get("tool_calls"), f"{name}.tool_calls"),
+            reasoning=text(reasoning, f"{name}.reasoning_content") if isinstance(reasoning, str) else "",
+        )
+    return found
+
+
+def _content(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return text(content, name)
+    if not isinstance(content, list) or not content:
+        raise wrong(name, content, "a string or a list of text parts")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name
+            )
+        texts.append(text(part.get("text"), f"{name}[{i}].text"))
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: object, name: str) -> tuple[ToolCall, ...]:
+    if calls is None:
+        return ()
+    if not isinstance(calls, list):
+        raise wrong(name, calls, "a list of calls")
+    if len(calls) > MAX_CALLS:
+        raise InvalidRequestError(f"{name} has {len(calls)} entries but at most {MAX_CALLS} are allowed", name)
+    return tuple(_tool_call(call, f"{name}[{i}]") for i, call in enumerate(calls))
+
+
+def _tool_call(call: object, name: str) -> ToolCall:
+    if not isinstance(call, dict) or call.get("type", "function") != "function":
+        raise wrong(name, call, "a call of type 'function'")
+    function: Any = call.get("function")
+    if not isinstance(function, dict):
+        raise wrong(f"{name}.function", function, "an object with name and arguments")
+    return ToolCall(
+        text(call.get("id"), f"{name}.id"),
+        text(function.get("name"), f"{name}.function.name"),
+        text(function.get("arguments"), f"{name}.function.arguments"),
+    )

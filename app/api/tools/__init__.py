@@ -1,0 +1,1 @@
+"""Tools that a model may call: their declaration, their calls in its text, and its reasoning before them."""

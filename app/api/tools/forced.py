@@ -1,0 +1,86 @@
+"""Calls that ``tool_choice`` forces: the whole answer is JSON that structured output holds to a schema."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from app.api.tools import json_grammar
+from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
+
+
+def named(name: str) -> Grammar:
+    """The answer is the arguments of the tool ``name``."""
+
+    def read(source: AnswerText) -> Reads[None]:
+        yield from source.space()
+        if not (yield from source.take("{")):
+            return
+        source.at -= 1
+        source.begin_call(name)
+        with suppress(MalformedError):  # cut short
+            yield from _arguments(source)
+            yield from source.space()
+
+    return read
+
+
+def required(names: Collection[str]) -> Grammar:
+    """The answer is a list of objects with ``name`` and then ``arguments``."""
+
+    def read(source: AnswerText) -> Reads[None]:
+        begin = source.at
+        try:
+            yield from source.space()
+            yield from source.expect("[")
+            while True:
+                yield from _call(source, names)
+                yield from source.space()
+                begin = source.at
+                if (yield from source.take("]")):
+                    yield from source.space()
+                    return
+                yield from source.expect(",")
+        except MalformedError:  # cut short
+            source.at = begin if source.num_calls == 0 else source.at
+
+    return read
+
+
+def _call(source: AnswerText, names: Collection[str]) -> Reads[None]:
+    yield from source.space()
+    yield from source.expect("{")
+    yield from _key(source, "name")
+    name = json_grammar.called_name((yield from json_grammar.value(source)), names)
+    yield from source.space()
+    yield from source.expect(",")
+    yield from _key(source, "arguments")
+    if (yield from source.peek()) != "{":
+        raise MalformedError
+    source.begin_call(name)
+    yield from _arguments(source)
+    yield from source.space()
+    yield from source.expect("}")
+
+
+def _key(source: AnswerText, name: str) -> Reads[None]:
+    yield from source.space()
+    yield from source.expect(f'"{name}"')
+    yield from source.space()
+    yield from source.expect(":")
+    yield from source.space()
+
+
+def _arguments(source: AnswerText) -> Reads[None]:
+    """An object, given piece by piece."""
+    given = source.at
+    reading = json_grammar.members(source)
+    while True:
+        try:
+            next(reading)
+        except StopIteration:
+            return
+        finally:
+            source.arguments(source.text[given : source.at])
+            given = source.at
+        yield

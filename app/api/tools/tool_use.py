@@ -1,0 +1,208 @@
+"""The tools of a request, checked, and which of them the model may, or must, call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from app.api.errors import show
+from app.api.json_fields import boolean, text, wrong
+from engine.errors import InvalidRequestError
+
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 256 * 1024
+"""Of the JSON text of all tools together."""
+
+MAX_SCHEMA_DEPTH = 32
+"""Lists and objects inside one another in the parameters of a tool."""
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+Choice: TypeAlias = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; ``parameters`` is the JSON schema of its arguments, an object."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As OpenAI's chat route and chat templates have it."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description}
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+    def changed(self, change: Callable[[str], str]) -> Tool:
+        """With ``change`` of each text in it."""
+        return Tool(change(self.name), change(self.description), _changed(self.parameters, change))
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All texts in it."""
+        yield from (self.name, self.description)
+        yield from _texts(self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that the model is told of; with ``"named"`` it must call the tool ``named``."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "none"
+    named: str = ""
+    parallel: bool = True
+    """Whether one answer may have several calls."""
+
+    chars: int = 0
+    """The length of the tools' JSON text."""
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.choice in ("required", "named")
+
+
+NO_TOOLS = ToolUse()
+
+
+def parse_tool_use(fields: dict[str, Any]) -> ToolUse:
+    """The fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``, as OpenAI's chat route has them.
+
+    Raises:
+        InvalidRequestError: it names the field and what it must be.
+    """
+    tools = _tools(fields.get("tools", []))
+    parallel = boolean({"parallel_tool_calls": True, **fields}, "parallel_tool_calls")
+    choice, named = _choice(fields.get("tool_choice", "auto" if tools else "none"), tools)
+    if choice == "none":
+        return NO_TOOLS
+    chars = sum(len(json.dumps(tool.to_dict(), ensure_ascii=False)) for tool in tools)
+    if chars > MAX_TOOLS_CHARS:
+        raise InvalidRequestError(
+            f"tools has {chars} characters of JSON but at most {MAX_TOOLS_CHARS} are allowed", "tools"
+        )
+    return ToolUse(tools, choice, named, parallel, chars)
+
+
+def _tools(value: object) -> tuple[Tool, ...]:
+    if not isinstance(value, list):
+        raise wrong("tools", value, "a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(value)} entries but at most {MAX_TOOLS} are allowed", "tools"
+        )
+    tools = tuple(_tool(entry, f"tools[{i}]") for i, entry in enumerate(value))
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.name in names:
+            raise InvalidRequestError(f"tools[{i}] is a second tool of the name {tool.name!r}", "tools")
+        names.add(tool.name)
+    return tools
+
+
+def _tool(entry: object, name: str) -> Tool:
+    if not isinstance(entry, dict):
+        raise wrong(name, entry, "an object with type and function", "tools")
+    if entry.get("type") != "function":
+        raise InvalidRequestError(
+            f"{name}.type is {show(entry.get('type'))} but only 'function' is supported",
+            "tools",
+            "unsupported_parameter",
+        )
+    function = entry.get("function")
+    if not isinstance(function, dict):
+        raise wrong(f"{name}.function", function, "an object with name, description and parameters", "tools")
+    for key in function:
+        if key not in ("name", "description", "parameters", "strict"):
+            raise InvalidRequestError(
+                f"{name}.function has {show(key)}, which is not a known parameter", "tools", "unknown_parameter"
+            )
+    parameters = function.get("parameters")
+    if parameters is not None:
+        check_schema(parameters, f"{name}.function.parameters")
+    boolean(function, "strict", f"{name}.function.")
+    description = function.get("description")
+    return Tool(
+        tool_name(function.get("name"), f"{name}.function.name"),
+        "" if description is None else text(description, f"{name}.function.description", "tools"),
+        parameters,
+    )
+
+
+def tool_name(value: object, name: str) -> str:
+    """``value`` as a tool's name."""
+    if not isinstance(value, str) or NAME.fullmatch(value) is None:
+        raise wrong(name, value, "a name of 1 to 128 letters, digits, underscores and hyphens", "tools")
+    return value
+
+
+def check_schema(schema: object, name: str) -> None:
+    """Refuse what is no schema of an object, or too deep; structured output looks at the rest."""
+    if not isinstance(schema, dict):
+        raise wrong(name, schema, "a JSON schema, which is an object", "tools")
+    if schema.get("type", "object") != "object":
+        raise wrong(f"{name}.type", schema["type"], "'object', because arguments are", "tools")
+    for found in _texts(schema):
+        text(found, name, "tools")
+    waiting: list[tuple[Any, int]] = [(schema, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if not isinstance(value, dict | list):
+            continue
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidRequestError(f"{name} nests deeper than {MAX_SCHEMA_DEPTH} lists and objects", "tools")
+        waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, list):
+            waiting += found
+        elif isinstance(found, dict):
+            waiting += [*found.keys(), *found.values()]
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with ``change`` of each string in it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(entry, change) for entry in value]
+    if isinstance(value, dict):
+        return {change(key): _changed(entry, change) for key, entry in value.items()}
+    return value
+
+
+def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[Choice, str]:
+    if value == "none" or (value == "auto" and not tools):
+        return "none", ""
+    if value == "auto":
+        return "auto", ""
+    if value == "required":
+        if not tools:
+            raise InvalidRequestError("tool_choice is 'required' but there are no tools", "tool_choice")
+        return "required", ""
+    if not isinstance(value, dict):
+        raise wrong("tool_choice", value, "'none', 'auto', 'required' or an object that names a tool")
+    function = value.get("function")
+    if value.get("type") != "function" or not isinstance(function, dict):
+        raise InvalidRequestError(
+            f"tool_choice has the type {show(value.get('type'))} but only 'function' with a name is supported",
+            "tool_choice",
+            "unsupported_parameter",
+        )
+    named = function.get("name")
+    if named not in [tool.name for tool in tools]:
+        raise InvalidRequestError(f"tool_choice names {show(named)}, which is not in tools", "tool_choice")
+    return "named", str(named)
