@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequestError, shown
 from engine.sampling_params import SamplingParams
+from engine.token_logprobs import TokenLogprobs
 
 MAX_PRIORITY = 2**31
 """Magnitude of a request's priority."""
@@ -93,6 +94,10 @@ class TokenDelta:
     sequence: int = 0
     final: bool = False
     score: float | None = None  # of a ranked result; higher is better
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
+        None  # from its second token on; in one delta of a request
+    )
 
 
 def check(request: Request, limits: ModelLimits) -> int:
@@ -143,12 +148,12 @@ def validate(
     _check_token_ids(token_ids, limits, "prompt")
     if type(generated_before) is not int or not 0 <= generated_before < len(token_ids):
         raise _wrong("generated_before", generated_before, f"an integer from 0 to {len(token_ids) - 1}")
-    for token in params.stop_token_ids:
-        if token >= limits.vocab_size:
+    for name, largest in params.largest_ids():
+        if largest >= limits.vocab_size:
             raise InvalidRequestError(
-                f"stop_token_ids has {shown(token)}, outside the vocabulary; ids go from 0 to "
+                f"{name} has {shown(largest)}, outside the vocabulary; ids go from 0 to "
                 f"{limits.vocab_size - 1}",
-                "stop_token_ids",
+                name,
             )
     return check_size(len(token_ids) - generated_before, params, limits)
 
@@ -169,7 +174,7 @@ def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
             "max_tokens" if wanted is not None and prompt < limits.max_model_len else "prompt",
             "context_length_exceeded",
         )
-    if total > limits.max_tokens:
+    if max(total, prompt + 1) > limits.max_tokens:
         raise InvalidRequestError(
             f"prompt of {prompt} tokens with {1 if wanted is None else wanted} more can never fit the "
             f"KV pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "

@@ -11,8 +11,9 @@ number of threads. Implementations reduce in a fixed order.
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,58 @@ class DrawOptions:
     top_p: Tensor  # float64 [R]; 1 keeps all
     num_draws: Tensor  # int64 [R]
     keys: Tensor  # int64, of all draws, row after row
+
+
+@dataclass(slots=True)
+class LogitEdit:
+    """What to change in one row of logits, in the order of the fields; all tensors are on the CPU.
+
+    No id comes twice in one tensor. Tokens that are not allowed get minus infinity.
+    """
+
+    allowed: Tensor | None = None  # int32 [ceil(vocab / 32)]; bit t % 32 of word t // 32 allows token t
+    bias_ids: Tensor | None = None  # int64 [B]
+    bias: Tensor | None = None  # float32 [B], added
+    seen: Tensor | None = None  # int64 [N], tokens to penalize
+    counts: Tensor | None = None  # int32 [N], how often the output has each; 0 for one of the prompt alone
+    repetition: float = 1.0  # divides logits above 0 of tokens seen, and multiplies others
+    frequency: float = 0.0  # subtracted as often as a token is in the output
+    presence: float = 0.0  # subtracted once if it is there
+
+
+@dataclass(frozen=True, slots=True)
+class RowEdit:
+    """The edit of one row; ``forbidden`` tokens get minus infinity."""
+
+    row: int
+    edit: LogitEdit | None
+    forbidden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobOptions:
+    """Which log probabilities to take of each of ``R`` rows; all tensors are on the CPU."""
+
+    rows: Tensor  # int64 [R], which rows of the logits
+    num_top: Tensor  # int64 [R], how many of the likeliest tokens; at most the vocabulary
+    num_tokens: Tensor  # int64 [R]
+    tokens: Tensor  # int64 [T], the tokens of all rows, row after row
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """The answer to :class:`LogprobOptions`; all tensors are on the CPU.
+
+    A normalizer that is NaN or infinite says that the row has a logit that is, or no finite one.
+    """
+
+    normalizers: Tensor  # float64 [R], log of the summed exponentials; a log probability is logit - normalizer
+    top_ids: (
+        Tensor  # int64 [R, K], the likeliest tokens, best first, ties by lower id; K is the largest num_top
+    )
+    top_logits: Tensor  # float32 [R, K]; what lies past a row's num_top is undefined
+    logits: Tensor  # float32 [T], of the tokens
+    ranks: Tensor  # int64 [T], 1 + how many logits of the row are larger
 
 
 class Recording(ABC):
@@ -222,12 +275,59 @@ class Kernels(ABC):
         ``[T, num_heads, head_dim]``, contiguous, in ``q.dtype``.
         """
 
+    def edit_logits(self, logits: Tensor, edits: Sequence[RowEdit]) -> None:
+        """Change rows of ``logits`` ``[R, vocab]``, float32, in place, each by its own edit alone."""
+        edit_logits(logits, edits)
+
+    def logprobs(self, logits: Tensor, options: LogprobOptions) -> RowLogprobs:
+        """Log probabilities of ``logits`` ``[R, vocab]``, float32, which stay as they are."""
+        return row_logprobs(logits, options)
+
     def draw(self, logits: Tensor, best: Tensor, options: DrawOptions) -> Tensor:
         """Draw tokens from ``logits`` ``[R, vocab]``, float32; ``best`` ``[R]`` has each row's largest logit.
 
         Returns int64, as many as there are keys. ``engine.execution.sampler`` defines what is drawn.
         """
         raise NotImplementedError(f"{self.name} kernels draw no tokens")
+
+
+def edit_logits(logits: Tensor, edits: Sequence[RowEdit]) -> None:
+    """The definition of :meth:`Kernels.edit_logits`."""
+    device, vocab = logits.device, logits.shape[1]
+    for each in edits:
+        row, edit = logits[each.row], each.edit
+        if edit is not None and edit.allowed is not None:
+            bits = edit.allowed.to(device)[:, None] >> torch.arange(32, dtype=torch.int32, device=device)
+            row.masked_fill_((bits & 1).flatten()[:vocab] == 0, -math.inf)
+        if each.forbidden:
+            row[list(each.forbidden)] = -math.inf
+        if edit is not None and edit.bias_ids is not None and edit.bias is not None:
+            row[edit.bias_ids.to(device)] += edit.bias.to(device)
+        if edit is not None and edit.seen is not None and edit.counts is not None:
+            seen, counts = edit.seen.to(device), edit.counts.to(device)
+            values = row[seen]
+            values = torch.where(values > 0, values / edit.repetition, values * edit.repetition)
+            row[seen] = values - edit.frequency * counts - edit.presence * (counts > 0)
+
+
+def row_logprobs(logits: Tensor, options: LogprobOptions) -> RowLogprobs:
+    """The definition of :meth:`Kernels.logprobs`."""
+    rows = logits[options.rows.to(logits.device)]
+    wide = rows.double()
+    normalizers = wide.logsumexp(dim=1)
+    count = int(options.num_top.max()) if options.num_top.numel() else 0
+    # A stable sort, not topk: equal logits in the order of their ids.
+    order = rows.sort(dim=1, descending=True, stable=True)
+    owners = torch.repeat_interleave(options.num_tokens).to(logits.device)
+    values = rows[owners, options.tokens.to(logits.device)]
+    ranks = 1 + (rows[owners] > values[:, None]).sum(dim=1)
+    return RowLogprobs(
+        normalizers.cpu(),
+        order.indices[:, :count].cpu(),
+        order.values[:, :count].cpu(),
+        values.cpu(),
+        ranks.cpu(),
+    )
 
 
 def kv_pool_shape(

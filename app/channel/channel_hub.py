@@ -157,6 +157,10 @@ class ChannelHub:
             else:
                 record.token_ids.extend(delta.token_ids)
             record.cached_tokens = delta.cached_tokens
+            if delta.logprobs is not None:
+                record.logprobs = [*(record.logprobs or ()), *delta.logprobs]
+            if delta.prompt_logprobs is not None:
+                record.prompt_logprobs = delta.prompt_logprobs
             attempt.generated += len(delta.token_ids)
             if delta.finish_reason is not None:
                 record.end = delta.finish_reason

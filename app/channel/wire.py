@@ -3,8 +3,9 @@
 A frame is a header, its records, and its sections (:mod:`app.channel.wire_sections`)::
 
     header  version u8, kind u8, epoch u32, sequence u32, count u32, sections u16
-    record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, final u8, message bytes u16;
-            then the tokens, u32 each, and the message
+    record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, flags u8, message bytes u16;
+            then the tokens, u32 each, the message, and the log probabilities that the flags name: of the
+            tokens, then of the prompt (:mod:`app.channel.wire_logprobs`)
 
 A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids:
 the prompt's, then those of each unfinished output, whose lengths the JSON has.
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.channel.wire_logprobs import pack_logprobs, unpack_logprobs
 from app.channel.wire_sections import KvSection, Section, pack_section, unpack_section
 from app.routing.load import LoadReport
 from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile
@@ -31,13 +33,15 @@ from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
+from engine.token_logprobs import TokenLogprobs
 
-VERSION = 11
+VERSION = 12
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
 _RECORD = struct.Struct("<QIIIIBBH")
 _SUBMISSION = struct.Struct("<BII")
+_PARAMS = [(each.name, getattr(SamplingParams(), each.name)) for each in dataclasses.fields(SamplingParams)]
 
 _END_CODES: dict[FinishReason | None, int] = {
     None: 0,
@@ -46,6 +50,8 @@ _END_CODES: dict[FinishReason | None, int] = {
     FinishReason.ABORT: 3,
     FinishReason.ERROR: 4,
 }
+_FINAL, _HAS_LOGPROBS, _HAS_PROMPT_LOGPROBS = 1, 2, 4  # flags of a record
+
 _END_REASONS = {code: reason for reason, code in _END_CODES.items()}
 
 
@@ -75,6 +81,8 @@ class Record:
     message: str = ""  # with FinishReason.ERROR
     sequence: int = 0
     final: bool = False
+    logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in one record of an attempt, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,11 @@ def pack_records(
         count += 1
         message = record.message.encode("utf-8", "replace")[:MAX_MESSAGE_BYTES] if record.message else b""
         tokens = record.token_ids
+        flags = int(record.final)
+        if record.logprobs is not None:
+            flags |= _HAS_LOGPROBS
+        if record.prompt_logprobs is not None:
+            flags |= _HAS_PROMPT_LOGPROBS
         parts.append(
             _RECORD.pack(
                 record.attempt,
@@ -166,13 +179,17 @@ def pack_records(
                 record.cached_tokens,
                 len(tokens),
                 _END_CODES[record.end],
-                record.final,
+                flags,
                 len(message),
             )
         )
         parts.append(struct.pack(f"<{len(tokens)}I", *tokens))
         if message:
             parts.append(message)
+        if flags > _FINAL:
+            parts += [
+                pack_logprobs(each) for each in (record.logprobs, record.prompt_logprobs) if each is not None
+            ]
     parts += map(pack_section, sections)
     parts[0] = _HEADER.pack(VERSION, FrameKind.RECORDS, epoch, sequence, count, len(sections))
     return b"".join(parts)
@@ -223,7 +240,7 @@ def _unpack_hello(data: bytes) -> Hello:
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:
     records = []
     for _ in range(count):
-        attempt, sequence, index, cached, num_tokens, code, final, length = _RECORD.unpack_from(data, offset)
+        attempt, sequence, index, cached, num_tokens, code, flags, length = _RECORD.unpack_from(data, offset)
         offset += _RECORD.size
         tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
         offset += 4 * num_tokens
@@ -232,13 +249,25 @@ def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record],
         message = data[offset : offset + length].decode("utf-8", "replace") if length else ""
         offset += length
         end = _END_REASONS[code]
-        records.append(Record(attempt, index, tokens, cached, end, message, sequence, bool(final)))
+        record = Record(attempt, index, tokens, cached, end, message, sequence, bool(flags & _FINAL))
+        if flags > _FINAL:
+            if flags & _HAS_LOGPROBS:
+                record.logprobs, offset = unpack_logprobs(data, offset)
+            if flags & _HAS_PROMPT_LOGPROBS:
+                of_prompt, offset = unpack_logprobs(data, offset)
+                record.prompt_logprobs = tuple(of_prompt)
+        records.append(record)
     return records, offset
 
 
 def pack_submission(submission: Submission) -> bytes:
     """Encode one attempt; about 4 bytes a token."""
-    params: dict[str, Any] = dataclasses.asdict(submission.params)
+    # Not asdict of them all, which copies lists entry by entry; what is not sent has its default.
+    params: dict[str, Any] = {
+        name: value for name, default in _PARAMS if (value := getattr(submission.params, name)) != default
+    }
+    if submission.params.structured_output is not None:
+        params["structured_output"] = dataclasses.asdict(submission.params.structured_output)
     head = json.dumps(
         {
             "request_id": submission.request_id,
@@ -273,8 +302,7 @@ def unpack_submission(data: bytes) -> Submission:
         tokens = list(struct.unpack_from(f"<{num_tokens}I", data, offset))
         outputs, end = _unpack_outputs(head["outputs"], data, offset + 4 * num_tokens)
         params = head["params"]
-        params["stop_token_ids"] = tuple(params["stop_token_ids"])
-        if params["structured_output"] is not None:
+        if "structured_output" in params:
             params["structured_output"] = StructuredOutput(**params["structured_output"])
         submission = Submission(
             request_id=head["request_id"],

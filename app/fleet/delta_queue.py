@@ -60,4 +60,11 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         return deltas[0]
     last = deltas[-1]
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-    return dataclasses.replace(last, token_ids=token_ids, index=deltas[0].index)
+    logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
+    return dataclasses.replace(
+        last,
+        token_ids=token_ids,
+        index=deltas[0].index,
+        logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.errors import QuireError
 from engine.request import CacheNamespace
 from engine.sampling_params import SamplingParams
+from engine.token_logprobs import TokenLogprobs
 
 
 class UnavailableError(QuireError):
@@ -52,7 +53,8 @@ class Delta:
     ``finish_reason`` (``"stop"`` or ``"length"``). That delta may be empty, and with ``"stop"`` its last token
     may be the end-of-sequence or stop token. ``final`` marks the last delta of the request. ``cached_tokens``
     is the number of prompt tokens that the prefix cache supplied at the first admission. ``fingerprint``
-    names the model that generates them.
+    names the model that generates them. If the request asks for log probabilities, ``logprobs`` has those of
+    the tokens, and one delta has those of the prompt, from its second token on.
     """
 
     token_ids: tuple[int, ...]
@@ -62,3 +64,5 @@ class Delta:
     sequence: int = 0
     final: bool = False
     fingerprint: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

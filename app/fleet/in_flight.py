@@ -199,6 +199,8 @@ class InFlightRequest:
                 record.sequence,
                 record.final,
                 self.fingerprint,
+                None if record.logprobs is None else tuple(record.logprobs),
+                record.prompt_logprobs,
             )
         )
         if record.final:

@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.capacity import kv_bytes_per_token
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution.batch import build_batch
+from engine.execution.batch import Batch, build_batch
 from engine.execution.recorded_steps import RecordedSteps
-from engine.execution.sampler import Sampler, SampleRow
+from engine.execution.sampler import Sampler, SampleRow, edit_after
 from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, plan_pool
 from engine.kv.transfers import Transfers
@@ -26,6 +26,7 @@ from engine.models.config import ModelConfig
 from engine.models.folders import local_folder
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
 from engine.models.loader import load_model
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import ModelLimits
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import ScheduledChunk, Sequence
@@ -34,6 +35,9 @@ from engine.sizes import format_bytes
 from kernels import AttentionMetadata, get_kernels
 
 logger = logging.getLogger(__name__)
+
+_SCORED_AT_ONCE = 64
+"""Rows of a prompt whose logits are held at once."""
 
 _MANY_ROWS = 17  # float32 products on a GPU have a kernel of their own from here on
 
@@ -148,13 +152,39 @@ class ModelRunner:
     def _run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[int | Candidates]:
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
-        logits = self._steps.forward(batch)
+        scored = [] if batch.decodes else _scored_rows(chunks)
+        logits = self._forward_scoring(batch, scored) if scored else self._steps.forward(batch)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         if not sampling:
             return []
         if self.on_logits is not None:
             self.on_logits(sampling, logits)
         return self.sampler.sample(logits, [self._sample_row(sequence) for sequence in sampling])
+
+    def _forward_scoring(self, batch: Batch, scored: abc.Sequence[_ScoredRows]) -> Tensor:
+        """As :meth:`RecordedSteps.forward`; also gathers the log probabilities of prompts.
+
+        Their logits are computed ``_SCORED_AT_ONCE`` rows at a time: those of a long prompt would fill the
+        memory.
+        """
+        decoder, num_samples = self.decoder, batch.sample_rows.shape[0]
+        rows = [row for each in scored for row in each.rows]
+        all_rows = torch.cat([batch.sample_rows, torch.tensor(rows, device=self.device)])
+        hidden = decoder.kernels.in_buffers(
+            lambda: decoder.hidden(batch.token_ids, self.kv_cache.pool, batch.metadata, all_rows)
+        ).clone()
+        begin = num_samples
+        for each in scored:
+            asked = each.asked
+            first, tokens = len(asked.entries), each.tokens
+            for start in range(0, len(tokens), _SCORED_AT_ONCE):
+                some = tokens[start : start + _SCORED_AT_ONCE]
+                logits = decoder.logits(hidden[begin + start : begin + start + len(some)])
+                asked.put(first + start, self.sampler.score(logits, some, asked.top))
+            begin += len(tokens)
+        if not num_samples:
+            return hidden.new_empty(0, self.model.vocab_size, dtype=torch.float32)
+        return decoder.logits(hidden[:num_samples])
 
     @torch.inference_mode()
     def transfer(self, transfers: Transfers, chunks: abc.Sequence[ScheduledChunk] = ()) -> tuple[float, float]:
@@ -225,15 +255,24 @@ class ModelRunner:
         if sequence.num_generated < params.min_tokens:
             forbidden = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
         row = SampleRow(params, sequence.seed, len(sequence.token_ids), forbidden)
+        if sequence.edits is not None:
+            row.edit = edit_after(sequence.edits, sequence.token_ids)
+            row.forbidden += sequence.edits.banned(sequence.token_ids)
+        if params.logprobs is not None:
+            row.top = params.logprobs
+        elif sequence.prompt_logprobs is not None:
+            row.logprobs = True  # they are returned with candidates
         group = sequence.group
         if group is None:
             return row
         if group.search is not None:
-            return dataclasses.replace(row, best=group.search.num_candidates)
+            row.best = group.search.num_candidates
+            return row
         if not group.forked:
             seeds = tuple(sequence_seed(sequence.seed, number) for number in range(1, params.width))
-            return dataclasses.replace(row, extra_seeds=seeds, logprobs=params.ranked)
-        return dataclasses.replace(row, logprobs=params.ranked)
+            row.extra_seeds = seeds
+        row.logprobs = params.ranked
+        return row
 
     def _step_bytes(self, tokens: int, rows: int) -> int:
         """Bytes of one step's activations and logits, rounded up generously."""
@@ -241,6 +280,29 @@ class ModelRunner:
         width = 4 * model.hidden_size + 3 * model.intermediate_size
         width += 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         return tokens * width * self.dtype.itemsize + 4 * rows * model.vocab_size * 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ScoredRows:
+    """Rows of a step whose logits say how likely the prompt's next tokens are."""
+
+    asked: PromptLogprobs
+    rows: range  # of the step
+    tokens: list[int]  # what follows each
+
+
+def _scored_rows(chunks: abc.Sequence[ScheduledChunk]) -> list[_ScoredRows]:
+    found, begin = [], 0
+    for chunk in chunks:
+        sequence, asked = chunk.sequence, chunk.sequence.prompt_logprobs
+        if asked is not None:
+            wanted = asked.rows(chunk.start, chunk.length)
+            if wanted:
+                shift = begin - chunk.start
+                tokens = sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
+                found.append(_ScoredRows(asked, range(wanted.start + shift, wanted.stop + shift), tokens))
+        begin += chunk.length
+    return found
 
 
 @contextlib.contextmanager

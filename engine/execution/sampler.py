@@ -1,7 +1,7 @@
 """From logits to tokens.
 
-Order per row: forbidden tokens (``min_tokens``) -> temperature -> min-p -> top-k -> top-p -> draw. The
-three filters keep tokens by a threshold, so tokens that tie with the last one kept are kept too.
+Order per row: allowed tokens -> forbidden tokens -> bias -> penalties -> temperature -> min-p -> top-k -> top-p
+-> draw. The three filters keep tokens by a threshold, so tokens that tie with the last one kept are kept too.
 
 The draw takes two exact steps (the group's probability times the token's within the group): the vocabulary
 is cut into ``GROUPS_OF`` interleaved groups, a race of exponentials (the Gumbel-max trick) chooses a group by
@@ -14,7 +14,7 @@ torch's running sums, whose order of additions may depend on the number of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +24,19 @@ from torch import Tensor
 
 from engine.execution.logprobs import likeliest, log_normalizers, logprobs_of, no_finite_maximum
 from engine.execution.random import draw_key, exponential
+from engine.logit_edits import LogitEdits
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
-from kernels.interface import DrawOptions, Kernels
+from engine.token_logprobs import TokenLogprobs
+from kernels.interface import (
+    DrawOptions,
+    Kernels,
+    LogitEdit,
+    LogprobOptions,
+    RowEdit,
+    edit_logits,
+    row_logprobs,
+)
 
 GROUPS_OF = 64
 """Tokens of one group; a power of two."""
@@ -44,9 +54,13 @@ _UNFILTERED = SamplingParams()  # temperature 1 and no filter: the cheapest row
 _GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every token id
 
 
-@dataclass(frozen=True, slots=True)
+NONE_ALLOWED = Candidates((), ())
+"""The outcome of a row whose tokens are all forbidden."""
+
+
+@dataclass(slots=True)  # not frozen: one is made for each token
 class SampleRow:
-    """What to choose from one row of logits.
+    """What to choose from one row of logits. Treat as frozen.
 
     Attributes:
         position: absolute position of the token to make in its sequence (the number of tokens before it).
@@ -55,6 +69,8 @@ class SampleRow:
         best: instead of drawing, take this many of the likeliest tokens, best first, ties by lower id; fewer
             where fewer are allowed.
         logprobs: also return the log probability of a single draw.
+        edit: how to change the logits first.
+        top: also return what is asked of each token chosen, and so many of the likeliest tokens.
     """
 
     params: SamplingParams
@@ -64,11 +80,13 @@ class SampleRow:
     extra_seeds: tuple[int, ...] = ()
     best: int = 0
     logprobs: bool = False
+    edit: LogitEdit | None = None
+    top: int | None = None
 
     @property
     def plain(self) -> bool:
         """Whether a single token is all that is asked for."""
-        return not (self.extra_seeds or self.best or self.logprobs)
+        return not (self.extra_seeds or self.best or self.logprobs or self.top is not None)
 
 
 class Sampler:
@@ -76,21 +94,33 @@ class Sampler:
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels if kernels is not None and kernels.draws else None
+        self._edit_logits = edit_logits if kernels is None else kernels.edit_logits
+        self._logprobs = row_logprobs if kernels is None else kernels.logprobs
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int | Candidates]:
         """Choose from each row of ``logits`` (float32 ``[S, vocab]``, overwritten).
 
-        Returns a token for each row, or candidates where more was asked for. Log probabilities
-        are those of the raw logits, before ``forbidden``, temperature and filters.
+        Returns a token for each row, or candidates where more was asked for, or none where every token is
+        forbidden. Log probabilities are those of the raw logits, before anything is changed.
 
         Raises:
             QuireError: a row has no finite logit to choose from.
         """
-        several = [index for index, row in enumerate(rows) if not row.plain]
-        if not several:
-            return [*self._choose(logits, rows)]
-        normalizers = log_normalizers(logits if len(several) == len(rows) else logits[several])
-        chosen = iter(self._choose(logits, rows))
+        asking = [index for index, row in enumerate(rows) if not row.plain]
+        if not asking:
+            tokens, exhausted = self._choose(logits, rows)
+            outcomes: list[int | Candidates] = [*tokens]
+            for index in exhausted:
+                outcomes[index] = NONE_ALLOWED
+            return outcomes
+        raw = _RawRows(logits, rows, asking)
+        several = [
+            index for index in asking if rows[index].top is None or rows[index].best or rows[index].logprobs
+        ]
+        several_logits = logits if len(several) == len(rows) else logits[several]
+        normalizers = log_normalizers(several_logits) if several else []
+        tokens, exhausted = self._choose(logits, rows)
+        chosen = iter(tokens)
         draws = [[next(chosen) for _ in range(1 + len(row.extra_seeds))] for row in rows]
         searching = [index for index in several if rows[index].best]
         if searching:
@@ -98,32 +128,99 @@ class Sampler:
                 logits if len(searching) == len(rows) else logits[searching],
                 [rows[index].best for index in searching],
             )
-            for index, tokens in zip(searching, found, strict=True):
-                draws[index] = tokens
-        outcomes: list[int | Candidates] = [tokens[0] for tokens in draws]
-        asked = [draws[index] for index in several]
-        for index, logprobs in zip(several, logprobs_of(logits, several, asked, normalizers), strict=True):
-            outcomes[index] = Candidates(tuple(draws[index]), logprobs)
+            for index, best in zip(searching, found, strict=True):
+                draws[index] = best
+        for index in exhausted:
+            draws[index] = []
+        details = self._details(raw, rows, draws)
+        logprobs = _logprobs(raw, several, draws, normalizers)
+        outcomes = [own[0] if own else -1 for own in draws]
+        for index in asking:
+            own = details.get(index, ())
+            known = logprobs.get(index)
+            outcomes[index] = Candidates(
+                tuple(draws[index]), tuple(each.logprob for each in own) if known is None else known, own
+            )
+        for index in exhausted:
+            outcomes[index] = NONE_ALLOWED
         return outcomes
 
-    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``; masks the forbidden ones.
+    def score(self, logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+        """Of ``tokens[i]`` in row ``i`` of ``logits`` (float32 ``[S, vocab]``), with the ``top`` likeliest.
 
-        A row that asks for its ``best`` gets the likeliest one.
+        Raises:
+            QuireError: a row has a logit that is NaN or infinite.
         """
-        for index, row in enumerate(rows):
-            if row.forbidden:
-                logits[index, list(row.forbidden)] = -math.inf
+        rows = list(range(len(tokens)))
+        return [one for (one,) in self._score(logits, rows, [[token] for token in tokens], [top] * len(rows))]
+
+    def _details(
+        self, raw: _RawRows, rows: Sequence[SampleRow], draws: Sequence[Sequence[int]]
+    ) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Of the tokens ``draws[i]`` of each row ``i`` that asks for it."""
+        asking = [index for index, row in enumerate(rows) if row.top is not None]
+        made: dict[int, tuple[TokenLogprobs, ...]] = {}
+        for logits, places, indices in raw.groups(asking):
+            tops = [rows[index].top or 0 for index in indices]
+            scores = self._score(logits, places, [draws[index] for index in indices], tops)
+            made.update(zip(indices, scores, strict=True))
+        return made
+
+    def _score(
+        self, logits: Tensor, rows: Sequence[int], tokens: Sequence[Sequence[int]], tops: Sequence[int]
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        vocab = logits.shape[1]
+        counts = [min(top, vocab) for top in tops]
+        made = self._logprobs(
+            logits,
+            LogprobOptions(
+                rows=torch.tensor(rows, dtype=torch.int64),
+                num_top=torch.tensor(counts, dtype=torch.int64),
+                num_tokens=torch.tensor([len(own) for own in tokens], dtype=torch.int64),
+                tokens=torch.tensor([token for own in tokens for token in own], dtype=torch.int64),
+            ),
+        )
+        normalizers = made.normalizers.tolist()
+        if not all(map(math.isfinite, normalizers)):
+            raise no_finite_maximum()
+        pairs = iter(zip(made.logits.tolist(), made.ranks.tolist(), strict=True))
+        results = []
+        for own, count, normalizer, ids, values in zip(
+            tokens, counts, normalizers, made.top_ids.tolist(), made.top_logits.tolist(), strict=True
+        ):
+            top_ids, top = tuple(ids[:count]), tuple(value - normalizer for value in values[:count])
+            scores = []
+            for _ in own:
+                value, rank = next(pairs)
+                scores.append(TokenLogprobs(value - normalizer, rank, top_ids, top))
+            results.append(tuple(scores))
+        return results
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[int]]:
+        """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``, which are edited.
+
+        A row that asks for its ``best`` gets the likeliest one. Also returns the rows whose tokens are all
+        forbidden; theirs mean nothing.
+        """
+        edits = [
+            RowEdit(index, row.edit, row.forbidden)
+            for index, row in enumerate(rows)
+            if row.forbidden or row.edit is not None
+        ]
+        if edits:
+            self._edit_logits(logits, edits)
         best = _argmax(logits)
         random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
         best_logits = logits.gather(1, best[:, None])
+        exhausted: list[int] = []
         if not torch.isfinite(best_logits).all():
-            raise no_finite_maximum()
+            exhausted = _exhausted(best_logits[:, 0].tolist(), edits)
+            logits[exhausted] = best_logits[exhausted] = 0.0  # drawing from them is harmless then
         draws = _draws_of(rows)
         if draws is not None:
             best = best[torch.tensor(draws, device=best.device)]
         if not random:
-            return _ints(best)
+            return _ints(best), exhausted
         wanted = set(random)
         if self._kernels is not None:
             drawn = self._kernels.draw(logits, best_logits, _draw_options(rows, wanted))
@@ -131,11 +228,71 @@ class Sampler:
             some = slice(None) if len(random) == len(rows) else random
             drawn = _draw(logits[some], best_logits[some], [rows[index] for index in random])
         if len(random) == len(rows):
-            return _ints(drawn)
+            return _ints(drawn), exhausted
         owners = range(len(rows)) if draws is None else draws
         places = [place for place, row in enumerate(owners) if row in wanted]
         best[torch.tensor(places, device=best.device)] = drawn
-        return _ints(best)
+        return _ints(best), exhausted
+
+
+def edit_after(edits: LogitEdits, token_ids: list[int]) -> LogitEdit:
+    """What ``edits`` do to the logits after ``token_ids``, the whole sequence; it holds until the next call."""
+    params = edits.params
+    seen, counts = edits.counts(token_ids)
+    return LogitEdit(
+        None if edits.allowed is None else torch.from_numpy(edits.allowed),
+        torch.from_numpy(edits.bias_ids) if len(edits.bias_ids) else None,
+        torch.from_numpy(edits.bias) if len(edits.bias_ids) else None,
+        torch.from_numpy(seen) if len(seen) else None,
+        torch.from_numpy(counts) if len(seen) else None,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+
+
+class _RawRows:
+    """The logits as the model gave them, of rows that are asked about: copies of those that will be edited."""
+
+    def __init__(self, logits: Tensor, rows: Sequence[SampleRow], asking: Sequence[int]) -> None:
+        self._logits = logits
+        edited = [index for index in asking if rows[index].forbidden or rows[index].edit is not None]
+        self._places = {index: place for place, index in enumerate(edited)}
+        self._copies = logits[edited] if edited else None
+
+    def groups(self, indices: Sequence[int]) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+        """``indices`` in up to two parts: a tensor, their rows in it, and they themselves."""
+        edited = [index for index in indices if index in self._places]
+        if edited and self._copies is not None:
+            yield self._copies, [self._places[index] for index in edited], edited
+        others = [index for index in indices if index not in self._places]
+        if others:
+            yield self._logits, others, others
+
+
+def _logprobs(
+    raw: _RawRows, indices: Sequence[int], tokens: Sequence[Sequence[int]], normalizers: Sequence[float]
+) -> dict[int, tuple[float, ...]]:
+    """Log probabilities of ``tokens[i]`` for each row ``i`` of ``indices``, which have the ``normalizers``."""
+    of_row = dict(zip(indices, normalizers, strict=True))
+    made: dict[int, tuple[float, ...]] = {}
+    for logits, places, some in raw.groups(indices):
+        asked, own = [tokens[index] for index in some], [of_row[index] for index in some]
+        made.update(zip(some, logprobs_of(logits, places, asked, own), strict=True))
+    return made
+
+
+def _exhausted(best: Sequence[float], edits: Sequence[RowEdit]) -> list[int]:
+    """The edited rows without an allowed token.
+
+    Raises:
+        QuireError: another row has no finite maximum.
+    """
+    edited = {edit.row for edit in edits}
+    found = [index for index, value in enumerate(best) if not math.isfinite(value)]
+    if any(index not in edited or best[index] != -math.inf for index in found):
+        raise no_finite_maximum()
+    return found
 
 
 def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:

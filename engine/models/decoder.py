@@ -115,6 +115,8 @@ class Decoder:
     ) -> Tensor:
         """One step: write the keys and values of the new tokens, return the logits of some rows.
 
+        These are :meth:`hidden` and then :meth:`logits`.
+
         Args:
             token_ids: int64 ``[T]``, the new tokens of all requests, in the order of ``metadata``.
             kv_pool: ``[blocks, layers, 2, block_size, kv_heads, head_dim]`` in the model's dtype.
@@ -125,6 +127,21 @@ class Decoder:
             float32 ``[S, vocab_size]``. The output head's are rounded to the model's dtype, as in transformers;
             a soft cap on them is in float32.
         """
+        x = self.hidden(token_ids, kv_pool, metadata, sample_rows)
+        if not sample_rows.numel():
+            return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
+        return self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """``[S, hidden_size]``, what :meth:`hidden` gives, to logits, float32 ``[S, vocab_size]``."""
+        logits = self.kernels.logits(x, self.head)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else self.kernels.soft_cap(logits, cap)
+
+    def hidden(
+        self, token_ids: Tensor, kv_pool: Tensor, metadata: AttentionMetadata, sample_rows: Tensor
+    ) -> Tensor:
+        """The part of :meth:`forward` before the output head: ``[S, hidden_size]``, normed."""
         kernels, eps, activation = self.kernels, self.config.rms_norm_eps, self.config.activation
         residual = kernels.embed(token_ids, self.embedding, self.embedding_scale)
         first = self.layers[0].before_attention
@@ -156,11 +173,7 @@ class Decoder:
                 x = kernels.rms_norm(x, layer.after_mlp, eps)
             next_norm = self.norm if index == last else self.layers[index + 1].before_attention
             x = self._add(x, residual, next_norm)
-        if not sample_rows.numel():
-            return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
-        logits = kernels.logits(x, self.head)
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else kernels.soft_cap(logits, cap)
+        return x
 
     def _norm_rows(self, qkv: Tensor, norm: QKNorm) -> None:
         """Norm all heads of a query together, and all of a key, in place."""

@@ -189,8 +189,8 @@ def blocks_needed(
     if not state.prefix_caching:
         return needed
     tokens = sequence.token_ids
-    # The last token is always run: its logits are needed. A swapped sequence looks for what it had.
-    longest_hit = sequence.computed if sequence.host_table else len(tokens) - 1
+    # A swapped sequence looks for what it had.
+    longest_hit = sequence.computed if sequence.host_table else sequence.longest_hit
     node = sequence.node = state.index.match(sequence.root, tokens, longest_hit, sequence.node)
     if node is None:
         return needed
@@ -214,7 +214,7 @@ def is_next_block_scheduled(state: SchedulerState, sequence: Sequence, plan: Ste
     depth = node.depth if node is not None else 0
     end = (depth + 1) * size
     tokens = sequence.token_ids
-    if end > len(tokens) - 1:
+    if end > sequence.longest_hit:
         return False
     block = tokens[depth * size : end]
     return any(

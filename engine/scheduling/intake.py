@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from engine.errors import InvalidRequestError
+from engine.logit_edits import LogitEdits
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import ModelLimits, Request, check
 from engine.scheduling.fair_queue import Ticket
 from engine.scheduling.sequence import Sequence, order_of
@@ -109,6 +111,11 @@ class Intake:
         # Parts at fixed places: an adapter's name can never pass for a tenant or a salt.
         parts = (namespace.adapter, namespace.tenant, namespace.salt)
         root = (self._model_key, self._limits.block_size, *parts)
+        output_start = len(request.token_ids) - request.generated_before
+        edits = LogitEdits(params, output_start, self._limits.vocab_size) if params.edits_logits else None
+        # One that began elsewhere has returned them.
+        begun = request.generated_before or request.outputs
+        asked = None if begun or params.prompt_logprobs is None else params.prompt_logprobs
         return Sequence(
             request.request_id,
             token_ids,
@@ -118,18 +125,20 @@ class Intake:
             root=root,
             order=order_of(ticket, number),
             end_token_ids=end_token_ids,
-            output_start=len(request.token_ids) - request.generated_before,
+            output_start=output_start,
             num_prompt_tokens=len(token_ids),
             max_total_tokens=max_total_tokens,
             number=number,
             seed=sequence_seed(seed, number),
             charged_from=len(token_ids),
+            edits=edits,
+            prompt_logprobs=None if asked is None else PromptLogprobs(len(token_ids), asked),
         )
 
     def _max_total_tokens(self, request: Request) -> int:
         total = check(request, self._limits)
         longest = len(request.token_ids) + max(map(len, filter(None, request.outputs)), default=0)
-        if longest >= total:
+        if longest >= total and request.params.max_tokens != 0:
             before = request.generated_before or longest - len(request.token_ids)
             raise InvalidRequestError(
                 f"the request has {longest} tokens, {before} of them generated before, and may reach {total}: "

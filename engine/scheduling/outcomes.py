@@ -6,6 +6,7 @@ from engine.request import FinishReason, TokenDelta
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.workload_stats import WorkloadStats
+from engine.token_logprobs import TokenLogprobs
 
 
 class Outcomes:
@@ -16,22 +17,31 @@ class Outcomes:
         self._workload = workload
         self.generated_tokens = 0  # but those of beam search
 
-    def append(self, sequence: Sequence, token: int, logprob: float) -> TokenDelta | None:
+    def append(
+        self, sequence: Sequence, token: int, logprob: float, detail: TokenLogprobs | None = None
+    ) -> TokenDelta | None:
         """Add a token, and end the sequence if that was its last one.
 
         ``None`` if the client sees nothing of it yet, as of a ranked sequence that goes on.
         """
         index = sequence.num_generated
+        if sequence.params.max_tokens == 0:  # its prompt was all that was asked for
+            return self.finish(sequence, FinishReason.LENGTH, index)
         sequence.token_ids.append(token)
         sequence.logprob += logprob
         self.generated_tokens += 1
         reason = _finish_reason(sequence, token)
+        logprobs = None if detail is None else (detail,)
+        if sequence.params.ranked and detail is not None:
+            sequence.logprobs.append(detail)
         if reason is not None:
-            return self.finish(sequence, reason, index, (token,))
+            delta = self.finish(sequence, reason, index, (token,))
+            delta.logprobs = logprobs
+            return delta
         if sequence.params.ranked:
             return None
         cached, number = sequence.cached_tokens or 0, sequence.number
-        return TokenDelta(sequence.request_id, index, (token,), None, cached, None, number)
+        return TokenDelta(sequence.request_id, index, (token,), None, cached, None, number, logprobs=logprobs)
 
     def finish(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from engine.kv.block_pool import InvariantError
 from engine.request import FinishReason, TokenDelta
 from engine.scheduling.beam_search import BeamSearch
@@ -10,6 +12,7 @@ from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.sequence import Hypothesis, Sequence, SequenceGroup
 from engine.scheduling.state import SchedulerState
 from engine.seeds import sequence_seed
+from engine.token_logprobs import TokenLogprobs
 
 
 class SequenceGroups:
@@ -50,19 +53,55 @@ class SequenceGroups:
 
     def advance(self, sequence: Sequence, candidates: Candidates) -> list[TokenDelta]:
         """Continue a group with what a step chose for one of its sequences."""
-        group = _group(sequence)
-        if group.search is not None:
+        group = sequence.group
+        if group is not None and group.search is not None:
             return self._advance_beam(group, sequence, candidates)
-        if group.forked:
-            return self.append(sequence, candidates.tokens[0], candidates.logprobs[0])
+        if not candidates.tokens:
+            return self._exhausted(sequence)
+        if group is None or group.forked:
+            detail = candidates.details[0] if candidates.details else None
+            return self.append(sequence, candidates.tokens[0], candidates.logprobs[0], detail)
         return self._fork_all(group, sequence, candidates)
 
-    def append(self, sequence: Sequence, token: int, logprob: float) -> list[TokenDelta]:
+    def append(
+        self, sequence: Sequence, token: int, logprob: float, detail: TokenLogprobs | None = None
+    ) -> list[TokenDelta]:
         """Give a sequence its next token; return what its client gets to see of that now."""
-        delta = self._outcomes.append(sequence, token, logprob)
+        prompt_logprobs = self._take_prompt_logprobs(sequence)
+        delta = self._outcomes.append(sequence, token, logprob, detail)
         if delta is None:
             return []
+        delta.prompt_logprobs = prompt_logprobs
         return [delta] if delta.finish_reason is None else self.finished(sequence, delta)
+
+    def _exhausted(self, sequence: Sequence) -> list[TokenDelta]:
+        """End a sequence, or a group that has not been forked, that no token may follow."""
+        prompt_logprobs = self._take_prompt_logprobs(sequence)
+        delta = self._outcomes.finish(sequence, FinishReason.LENGTH)
+        delta.prompt_logprobs = prompt_logprobs
+        group = sequence.group
+        if group is None or group.forked:
+            return self.finished(sequence, delta)
+        if group.params.ranked:
+            group.finished += [Hypothesis((), 0.0, FinishReason.LENGTH)] * (group.params.n - 1)
+            return self.finished(sequence, delta)
+        deltas = [
+            dataclasses.replace(delta, sequence=number, final=False, prompt_logprobs=None)
+            for number in range(1, group.params.n)
+        ]
+        return [*deltas, *self.finished(sequence, delta)]
+
+    def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprobs, ...] | None:
+        """Those that the sequence has gathered; its group keeps them, if its results come at the end."""
+        asked = sequence.prompt_logprobs
+        if asked is None:
+            return None
+        sequence.prompt_logprobs = None
+        made = tuple(asked.entries)
+        if sequence.group is not None and sequence.params.ranked:
+            sequence.group.prompt_logprobs = made
+            return None
+        return made
 
     def finished(self, sequence: Sequence, delta: TokenDelta) -> list[TokenDelta]:
         """A sequence has ended; return what its client gets to see of that now."""
@@ -77,7 +116,8 @@ class SequenceGroups:
         if group.params.ranked and reason in (FinishReason.STOP, FinishReason.LENGTH):
             output = tuple(sequence.token_ids[sequence.output_start :])
             assert reason is not None
-            group.finished.append(Hypothesis(output, sequence.logprob / len(output), reason))
+            score = sequence.logprob / max(len(output), 1)
+            group.finished.append(Hypothesis(output, score, reason, tuple(sequence.logprobs)))
             return _results(group, delta.cached_tokens) if last else []
         delta.final = last
         return [delta]
@@ -87,9 +127,12 @@ class SequenceGroups:
         group.forked = True
         self._state.count_alone(first)
         sequences = [first, *(self._fork(group, first) for _ in draws.tokens[1:])]
+        details = draws.details or (None,) * len(sequences)
         deltas = []
-        for sequence, token, logprob in zip(sequences, draws.tokens, draws.logprobs, strict=True):
-            deltas += self.append(sequence, token, logprob)
+        for sequence, token, logprob, detail in zip(
+            sequences, draws.tokens, draws.logprobs, details, strict=True
+        ):
+            deltas += self.append(sequence, token, logprob, detail)
         return deltas
 
     def _advance_beam(self, group: SequenceGroup, beam: Sequence, candidates: Candidates) -> list[TokenDelta]:
@@ -98,6 +141,7 @@ class SequenceGroups:
         if not group.forked:
             group.forked = True
             self._state.count_alone(beam)
+            self._take_prompt_logprobs(beam)
         beam.candidates = candidates
         beams = list(group.sequences.values())
         if any(other.candidates is None for other in beams):
@@ -107,7 +151,8 @@ class SequenceGroups:
         )
         for parent, token, score, reason in selection.finished:
             output = (*beams[parent].token_ids[beam.output_start :], token)
-            group.finished.append(Hypothesis(output, score, reason))
+            logprobs = (*beams[parent].logprobs, *_detail(beams[parent], token))
+            group.finished.append(Hypothesis(output, score, reason, logprobs))
         continuations: list[list[tuple[int, int, float]]] = [[] for _ in beams]
         for rank, (parent, token, total) in enumerate(selection.next):
             continuations[parent].append((rank, token, total))
@@ -118,11 +163,12 @@ class SequenceGroups:
         for parent_beam, own in zip(beams, continuations, strict=True):
             forks = [self._fork(group, parent_beam) for _ in own[1:]]
             for (rank, token, total), sequence in zip(own, [parent_beam, *forks], strict=False):
-                sequence.candidates = None
+                sequence.logprobs += _detail(parent_beam, token)
                 sequence.token_ids.append(token)
                 sequence.logprob = total
                 self.beam_tokens += 1
                 by_rank[rank] = sequence
+            parent_beam.candidates = None
         ranked = [by_rank[rank] for rank in range(len(selection.next))]
         group.sequences = {sequence.number: sequence for sequence in ranked}
         if not selection.done:
@@ -172,12 +218,16 @@ def _results(group: SequenceGroup, cached_tokens: int) -> list[TokenDelta]:
             sequence=rank,
             final=rank == len(best) - 1,
             score=hypothesis.score,
+            logprobs=hypothesis.logprobs if group.params.logprobs is not None else None,
+            prompt_logprobs=group.prompt_logprobs if rank == 0 else None,
         )
         for rank, hypothesis in enumerate(best)
     ]
 
 
-def _group(sequence: Sequence) -> SequenceGroup:
-    if sequence.group is None:
-        raise InvariantError(f"request {sequence.request_id!r} has candidates, but no use for them")
-    return sequence.group
+def _detail(beam: Sequence, token: int) -> tuple[TokenLogprobs, ...]:
+    """What is known of one of a beam's candidates; nothing if it was not asked for."""
+    candidates = beam.candidates
+    if candidates is None or not candidates.details:
+        return ()
+    return (candidates.details[candidates.tokens.index(token)],)

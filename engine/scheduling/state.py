@@ -163,6 +163,8 @@ class SchedulerState:
             seed=seed,
             node=parent.node,
             cached_tokens=parent.cached_tokens,
+            edits=None if parent.edits is None else parent.edits.fork(),
+            logprobs=list(parent.logprobs),
             logprob=parent.logprob,
             charged_from=len(parent.token_ids),
         )

@@ -39,5 +39,12 @@ int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                const float* temperature, const float* min_p, const int64_t* top_k, const double* top_p,
                const int64_t* num_draws, const int64_t* keys, int64_t* tokens, int num_threads);
 
+void quire_edit_logits(float* logits, int64_t stride, int64_t vocab, int64_t count, const int64_t* edits,
+                       const float* factors, int num_threads);
+int quire_logprobs(const float* logits, int64_t stride, int64_t vocab, int64_t count, const int64_t* rows,
+                   const int64_t* num_top, const int64_t* num_tokens, const int64_t* tokens, int64_t most_top,
+                   double* normalizers, int64_t* top_ids, float* top_logits, float* token_logits, int64_t* ranks,
+                   int num_threads);
+
 int64_t quire_replay(const int64_t* words, int64_t count);
 }

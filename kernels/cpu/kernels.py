@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from kernels.interface import (
     DrawOptions,
     HeadLayout,
     Kernels,
+    LogprobOptions,
     PackedLinear,
     QKNorm,
     Recording,
+    RowEdit,
+    RowLogprobs,
 )
 
 _ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
@@ -188,6 +191,56 @@ class CpuKernels(Kernels):
         if failed:
             raise MemoryError(f"no memory for the attention of {shape[0]} tokens")
         return out
+
+    def edit_logits(self, logits: Tensor, edits: Sequence[RowEdit]) -> None:
+        words: list[int] = []
+        factors: list[float] = []
+        kept: list[Tensor] = []  # until the call is done
+        for each in edits:
+            edit = each.edit
+            words.append(each.row)
+            words.append(0 if edit is None or edit.allowed is None else edit.allowed.data_ptr())
+            if each.forbidden:
+                kept.append(torch.tensor(each.forbidden, dtype=torch.int64))
+                words += (len(each.forbidden), kept[-1].data_ptr())
+            else:
+                words += (0, 0)
+            if edit is None or edit.bias_ids is None or edit.bias is None:
+                words += (0, 0, 0)
+            else:
+                words += (edit.bias_ids.numel(), edit.bias_ids.data_ptr(), edit.bias.data_ptr())
+            if edit is None or edit.seen is None or edit.counts is None:
+                words += (0, 0, 0)
+            else:
+                words += (edit.seen.numel(), edit.seen.data_ptr(), edit.counts.data_ptr())
+            factors += (1.0, 0.0, 0.0) if edit is None else (edit.repetition, edit.frequency, edit.presence)
+        packed, of_rows = torch.tensor(words, dtype=torch.int64), torch.tensor(factors, dtype=torch.float32)
+        self._calls(
+            "quire_edit_logits",
+            *(logits.data_ptr(), logits.stride(0), logits.shape[1], len(edits)),
+            *(packed.data_ptr(), of_rows.data_ptr(), self.num_threads),
+        )
+
+    def logprobs(self, logits: Tensor, options: LogprobOptions) -> RowLogprobs:
+        count, vocab = options.rows.numel(), logits.shape[1]
+        most = int(options.num_top.max()) if count else 0
+        made = RowLogprobs(
+            torch.empty(count, dtype=torch.float64),
+            torch.empty(count, most, dtype=torch.int64),
+            torch.empty(count, most, dtype=torch.float32),
+            torch.empty(options.tokens.shape, dtype=torch.float32),
+            torch.empty(options.tokens.shape, dtype=torch.int64),
+        )
+        failed = self._calls(
+            "quire_logprobs",
+            *(logits.data_ptr(), logits.stride(0), vocab, count, options.rows.data_ptr()),
+            *(options.num_top.data_ptr(), options.num_tokens.data_ptr(), options.tokens.data_ptr(), most),
+            *(made.normalizers.data_ptr(), made.top_ids.data_ptr(), made.top_logits.data_ptr()),
+            *(made.logits.data_ptr(), made.ranks.data_ptr(), self.num_threads),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the log probabilities of {count} rows")
+        return made
 
     def draw(self, logits: Tensor, best: Tensor, options: DrawOptions) -> Tensor:
         rows, vocab = logits.shape

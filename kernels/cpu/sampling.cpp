@@ -1,6 +1,7 @@
-// Draws a token from a row of logits: temperature, min-p, top-k, top-p, and the race of exponentials, one row a part.
+// From logits to tokens: edits of a row, draws from it, and its log probabilities, one row a part.
 //
-// The definition is engine/execution/sampler.py, and the steps are the same: weights relative to the likeliest
+// Edits and log probabilities are defined in kernels/interface.py. A draw is temperature, min-p, top-k, top-p, and the
+// race of exponentials; its definition is engine/execution/sampler.py, and the steps are the same: weights relative to the likeliest
 // token, one threshold from the three filters, sums over interleaved groups as an explicit tree, then the
 // counter-based races. A row costs about the same whatever it asks for, and no row costs another anything.
 
@@ -191,6 +192,100 @@ static int64_t draw(uint64_t key, int64_t groups, const Space& space) {
     return token;
 }
 
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// One edit as kernels/cpu/kernels.py packs it: a row, then lengths and addresses.
+struct Edit {
+    int64_t row;
+    const uint32_t* allowed;  // null: all tokens are
+    int64_t num_forbidden;
+    const int64_t* forbidden;
+    int64_t num_bias;
+    const int64_t* bias_ids;
+    const float* bias;
+    int64_t num_seen;
+    const int64_t* seen;
+    const int32_t* counts;
+};
+static_assert(sizeof(Edit) == 10 * sizeof(int64_t));
+
+static void keep_allowed(float* row, int64_t vocab, const uint32_t* allowed) {
+    for (int64_t first = 0; first < vocab; first += 32) {
+        const uint32_t bits = allowed[first / 32];
+        if (bits == ~0u) continue;
+        const int64_t end = std::min(first + 32, vocab);
+        for (int64_t t = first; t < end; ++t) row[t] = bits >> (t - first) & 1 ? row[t] : NOTHING;
+    }
+}
+
+static void edit_row(float* row, int64_t vocab, const Edit& edit, const float* factors) {
+    if (edit.allowed) keep_allowed(row, vocab, edit.allowed);
+    for (int64_t i = 0; i < edit.num_forbidden; ++i) row[edit.forbidden[i]] = NOTHING;
+    for (int64_t i = 0; i < edit.num_bias; ++i) row[edit.bias_ids[i]] += edit.bias[i];
+    const float repetition = factors[0], frequency = factors[1], presence = factors[2];
+    for (int64_t i = 0; i < edit.num_seen; ++i) {
+        float& value = row[edit.seen[i]];
+        const float count = static_cast<float>(edit.counts[i]);
+        value = value > 0.0f ? value / repetition : value * repetition;
+        value = value - frequency * count - (count > 0.0f ? presence : 0.0f);
+    }
+}
+
+// Log of the summed exponentials of a row, always the same additions.
+static double log_normalizer(const float* row, int64_t vocab) {
+    vf highest = splat(NOTHING);
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES) highest = max(highest, load(row + i));
+    float most = max(highest);
+    for (; i < vocab; ++i) most = std::max(most, row[i]);
+    vd sums[2] = {};
+    const vf shift = splat(most);
+    for (i = 0; i + 2 * LANES <= vocab; i += 2 * LANES)
+        for (int j = 0; j < 2; ++j)
+            sums[j] += __builtin_convertvector(exp_negative(load(row + i + j * LANES) - shift), vd);
+    const vd sum = sums[0] + sums[1];
+    double total = 0.0;
+    for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
+    for (; i < vocab; ++i) total += std::exp(static_cast<double>(row[i] - most));
+    return most + std::log(total);
+}
+
+// The `count` likeliest tokens of a row, best first, ties by lower id.
+static void find_top(const float* row, int64_t vocab, int64_t count, int64_t* ids, float* values) {
+    if (count == 0) return;
+    int64_t found = 0;
+    const auto offer = [&](int64_t id) {
+        const float value = row[id];
+        if (found == count && !(value > values[count - 1])) return;
+        int64_t place = found < count ? found++ : count - 1;
+        for (; place > 0 && value > values[place - 1]; --place) {
+            values[place] = values[place - 1];
+            ids[place] = ids[place - 1];
+        }
+        values[place] = value;
+        ids[place] = id;
+    };
+    int64_t id = 0;
+    for (; id + CHECKED <= vocab; id += CHECKED) {
+        const float* w = row + id;
+        const vf most = max(max(load(w), load(w + LANES)), max(load(w + 2 * LANES), load(w + 3 * LANES)));
+        if (found == count && !(max(most) > values[count - 1])) continue;
+        for (int64_t j = 0; j < CHECKED; ++j) offer(id + j);
+    }
+    for (; id < vocab; ++id) offer(id);
+}
+
+static int64_t rank_of(const float* row, int64_t vocab, float value) {
+    vi larger{};
+    const vf least = splat(value);
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES) larger -= bit_cast<vi>(load(row + i) > least);
+    int64_t rank = 1;
+    for (int lane = 0; lane < LANES; ++lane) rank += larger[lane];
+    for (; i < vocab; ++i) rank += row[i] > value;
+    return rank;
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -215,6 +310,38 @@ int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
             group_sums(groups, threshold_of(row, vocab, space), space);
             for (int64_t d = first[r]; d < first[r + 1]; ++d)
                 tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, space);
+        });
+    });
+}
+
+// Changes rows of logits [rows, vocab], which start `stride` apart, in place: `count` edits of ten words each, and
+// three factors of each: of repetition, frequency and presence.
+void quire_edit_logits(float* logits, int64_t stride, int64_t vocab, int64_t count, const int64_t* edits,
+                       const float* factors, int num_threads) {
+    const Edit* each = reinterpret_cast<const Edit*>(edits);
+    parallel_for(count, count, num_threads, [=](int64_t i) {
+        edit_row(logits + each[i].row * stride, vocab, each[i], factors + 3 * i);
+    });
+}
+
+// Log probabilities of `count` rows of logits, which start `stride` apart: the normalizer of each, its num_top[i]
+// likeliest tokens in `top_ids` and `top_logits` [count, most_top], and the logits and ranks of its num_tokens[i]
+// `tokens`. Returns 1 if there is no memory.
+int quire_logprobs(const float* logits, int64_t stride, int64_t vocab, int64_t count, const int64_t* rows,
+                   const int64_t* num_top, const int64_t* num_tokens, const int64_t* tokens, int64_t most_top,
+                   double* normalizers, int64_t* top_ids, float* top_logits, float* token_logits, int64_t* ranks,
+                   int num_threads) {
+    return status_of([=] {
+        std::vector<int64_t> first(count + 1);
+        for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + num_tokens[i];
+        parallel_for(count, count, num_threads, [&](int64_t i) {
+            const float* row = logits + rows[i] * stride;
+            normalizers[i] = log_normalizer(row, vocab);
+            find_top(row, vocab, num_top[i], top_ids + i * most_top, top_logits + i * most_top);
+            for (int64_t t = first[i]; t < first[i + 1]; ++t) {
+                token_logits[t] = row[tokens[t]];
+                ranks[t] = rank_of(row, vocab, token_logits[t]);
+            }
         });
     });
 }

@@ -7,6 +7,8 @@ from tests.planted_faults.fault import Fault
 _BATCH = ("engine/execution/test_batch.py",)
 _SAMPLER = ("engine/execution/test_sampler.py",)
 _LOGPROBS = ("engine/execution/test_logprobs.py",)
+_EDITS = ("engine/execution/test_logit_edits.py",)
+_SAMPLING = ("engine/test_engine_sampling.py",)
 _RUNNER = ("engine/execution/test_model_runner.py",)
 _REQUEST = ("engine/test_request.py",)
 _ENGINE = ("engine/test_engine.py",)
@@ -19,6 +21,55 @@ _KERNELS = (
 )
 
 EXECUTION: list[Fault] = [
+    Fault(
+        "engine/logit_edits.py",
+        "            if place >= start:\n",
+        "            if True:\n",
+        _EDITS,
+        "tokens of the prompt count as output",
+    ),
+    Fault(
+        "engine/logit_edits.py",
+        "        child._ids, child._counts = self._ids.copy(), self._counts.copy()\n",
+        "",
+        _EDITS,
+        "a fork's tokens count in its parent, too",
+    ),
+    Fault(
+        "engine/scheduling/intake.py",
+        "LogitEdits(params, output_start, self._limits.vocab_size)",
+        "LogitEdits(params, len(request.token_ids), self._limits.vocab_size)",
+        _SAMPLING,
+        "after a move, tokens generated before count as prompt",
+    ),
+    Fault(
+        "engine/scheduling/sequence.py",
+        "        return last if asked is None or asked.complete else len(asked.entries)",
+        "        return last",
+        _SAMPLING,
+        "tokens from the prefix cache have no log probabilities",
+    ),
+    Fault(
+        "engine/execution/sampler.py",
+        "        edited = [index for index in asking if rows[index].forbidden or rows[index].edit is not None]\n",
+        "        edited: list[int] = []\n",
+        _EDITS,
+        "log probabilities are those of the edited logits",
+    ),
+    Fault(
+        "kernels/cpu/sampling.cpp",
+        "        value = value > 0.0f ? value / repetition : value * repetition;",
+        "        value = value / repetition;",
+        _EDITS,
+        "a repetition penalty raises logits below 0",
+    ),
+    Fault(
+        "kernels/cpu/sampling.cpp",
+        "        if (found == count && !(value > values[count - 1])) return;",
+        "        if (found == count && !(value >= values[count - 1])) return;",
+        _EDITS,
+        "of equal logits the highest id comes first",
+    ),
     Fault(
         "engine/execution/batch.py",
         "    positions = np.arange(total) + (starts - query_start[:-1])[rows]",

@@ -20,8 +20,19 @@ from engine.models.identity import ModelIdentity
 from engine.request import CacheNamespace, FinishReason, ModelLimits
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
+from engine.token_logprobs import TokenLogprobs
 
 u32 = st.integers(0, 2**32 - 1)
+logprobs = st.floats(-1e4, 0.0)
+scores = st.lists(st.tuples(u32, logprobs), max_size=20).flatmap(
+    lambda top: st.builds(
+        TokenLogprobs,
+        logprobs,
+        u32,
+        st.just(tuple(token for token, _ in top)),
+        st.just(tuple(value for _, value in top)),
+    )
+)
 records = st.lists(
     st.builds(
         wire.Record,
@@ -33,6 +44,8 @@ records = st.lists(
         message=st.text(max_size=100),
         sequence=u32,
         final=st.booleans(),
+        logprobs=st.none() | st.lists(scores, max_size=3),
+        prompt_logprobs=st.none() | st.lists(scores, max_size=3).map(tuple),
     ),
     max_size=8,
 )
@@ -189,6 +202,22 @@ def test_every_field_of_a_beam_search_arrives(early_stopping: bool | str) -> Non
     assert wire.unpack_submission(wire.pack_submission(submission)).params == params
 
 
+def test_what_changes_logits_and_asks_for_log_probabilities_arrives() -> None:
+    params = SamplingParams(
+        max_tokens=0,
+        presence_penalty=-0.5,
+        frequency_penalty=2,
+        repetition_penalty=1.25,
+        logit_bias={7: -100, 3: 0.5},
+        bad_words=((1, 2), (3,)),
+        allowed_token_ids=(5, 3),
+        logprobs=0,
+        prompt_logprobs=20,
+    )
+    submission = wire.Submission("r", 1, [1, 2], params)
+    assert wire.unpack_submission(wire.pack_submission(submission)).params == params
+
+
 def test_the_form_of_the_output_arrives() -> None:
     form = StructuredOutput("choice", '["yes", "nó"]')
     submission = wire.Submission("r", 1, [1, 2], SamplingParams(structured_output=form))
@@ -197,21 +226,25 @@ def test_the_form_of_the_output_arrives() -> None:
 
 def test_bad_submissions() -> None:
     packed = wire.pack_submission(
-        wire.Submission("r", 1, [1, 2], SamplingParams(), outputs=((3,), None, (4, 5)))
+        wire.Submission("r", 1, [1, 2], SamplingParams(temperature=0.5), outputs=((3,), None, (4, 5)))
     )
     for bad in (*(packed[:cut] for cut in (0, 5, 30, len(packed) - 1)), packed + b"\0"):
         with pytest.raises(wire.WireError):
             wire.unpack_submission(bad)
     with pytest.raises(InvalidRequestError, match="temperature"):
-        wire.unpack_submission(packed.replace(b'"temperature": 1.0', b'"temperature": 9.0'))
+        wire.unpack_submission(packed.replace(b'"temperature": 0.5', b'"temperature": 9.0'))
 
 
 EDITS = st.tuples(st.integers(0, 2000), st.integers(0, 9), st.binary(max_size=9))
 """Of bytes: where, how many go, what comes instead."""
+TOP = TokenLogprobs(-0.5, 2, (4, 5), (-0.1, -0.5))
 SAMPLE_FRAME = wire.pack_records(
     1,
     2,
-    [wire.Record(5, 7, [1, 2, 3], 4, FinishReason.ERROR, "message", 1, True)] * 2,
+    [
+        wire.Record(5, 7, [1, 2, 3], 4, FinishReason.ERROR, "message", 1, True),
+        wire.Record(6, 8, [1], logprobs=[TOP], prompt_logprobs=(TOP, TokenLogprobs(-1.0, 7))),
+    ],
     [
         LoadReport(1, 2, 3, 4, 5, 6, 1.0, 2.0, 7, 8, 9, 10, 11, 12),
         KvBatch(3, [1, 2], [3], True, 5, 6),

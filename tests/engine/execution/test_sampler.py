@@ -14,6 +14,7 @@ from engine.errors import QuireError
 from engine.execution.random import draw_key, exponential
 from engine.execution.sampler import GROUPS_OF, Sampler, SampleRow
 from engine.sampling_params import SamplingParams
+from engine.scheduling.candidates import Candidates
 from engine.seeds import request_seed
 from kernels.cpu import CpuKernels
 
@@ -155,8 +156,20 @@ def test_logits_that_are_not_finite_are_an_error(chooser: Sampler, bad: float) -
     logits = torch.tensor([[0.0, bad, 1.0]])
     with pytest.raises(QuireError, match="finite"):
         chooser.sample(logits, [SampleRow(SamplingParams(), 0, 0)])
-    with pytest.raises(QuireError, match="finite"):
-        chooser.sample(torch.zeros(1, 3), [SampleRow(SamplingParams(), 0, 0, forbidden=(0, 1, 2))])
+    with pytest.raises(QuireError, match="finite"):  # forbidding other tokens changes nothing about it
+        chooser.sample(logits.clone(), [SampleRow(SamplingParams(), 0, 0, forbidden=(0, 2))])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_an_allowed_token_has_no_outcome_and_harms_no_other(
+    chooser: Sampler, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature)
+    rows = [SampleRow(params, 5, place, forbidden=(0, 1, 2) if place == 1 else ()) for place in range(3)]
+    logits = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    first, second, third = chooser.sample(logits.clone(), rows)
+    assert second == Candidates((), ())
+    assert [first, third] == chooser.sample(logits[[0, 2]], [rows[0], rows[2]])
 
 
 @pytest.mark.parametrize("vocab", [97, 1000, 49_152])
