@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import os
@@ -25,7 +26,13 @@ from app.fleet.engine_client import EngineClient
 from app.fleet.overload import OverloadControl
 from app.fleet.victim_feed import VictimFeed
 from app.launch.model_store import resolve
-from app.metrics import OverloadMetrics
+from app.metrics.fleet_figures import FleetFigures
+from app.metrics.ingress_figures import ingress_samples
+from app.metrics.ray_export import EVERY_S, RayExport
+from app.metrics.samples import Process, Samples
+from app.metrics.scaling_figures import DecisionReader, scaling_samples
+from app.metrics.siblings import Siblings
+from app.metrics.table import Source
 from app.routing import fleet
 from app.routing.policies import Policy
 from app.routing.waiting import ExpectedWait
@@ -82,7 +89,6 @@ class IngressReplica:
             max_replicas=options.scaling.reachable_replicas,
             startup_s=options.scaling.startup_grace_s,
             backlog_s=self._client.lag_s,
-            metrics=OverloadMetrics(options.service.model_name),
         )
         self.service = OpenAIService(
             self._client,
@@ -94,6 +100,17 @@ class IngressReplica:
             instance=options.ingress.instance or cluster_instance(),
             gate=Gate(KeyFile(options.ingress.api_keys_file), options.ingress.ingress_replicas),
         )
+        self._name = logs.replica_name("ingress").partition(":")[2]
+        self._decision = DecisionReader(engine.deployment_id.app_name, engine.deployment_id.name)
+        self.service.fleet_figures = FleetFigures(
+            options.service.model_name,
+            self._process,
+            lambda: self._client.engine_figures,
+            Siblings(engine.deployment_id.app_name).processes,
+            self._scaling_samples,
+        )
+        self._export = RayExport(options.service.model_name, Source.INGRESS)
+        self._exporting: asyncio.Task[None] | None = None
         # What is here now stays: otherwise a large body in pieces makes the garbage collector look at all of it
         # again and again, for hundreds of milliseconds.
         gc.collect()
@@ -113,6 +130,8 @@ class IngressReplica:
         self._client.configure(options.replica_wait_s)
         self._overload.configure(options.max_wait_s)
         self._overload.start(self._background)
+        if self._exporting is None:
+            self._exporting = self._background.start("metrics", self._export_often())
         if self._victims is not None:
             self._victims.start(self._background)
         await self._client.start()
@@ -131,6 +150,23 @@ class IngressReplica:
         """
         self._background.check()
 
+    async def figures(self) -> Process:
+        """What this ingress has counted, for the others; by Serve handle only."""
+        return self._process()
+
+    def _process(self) -> Process:
+        samples = ingress_samples(self.service.figures, self._client.inspect(), self._overload.inspect())
+        return Process(self._name, samples)
+
+    async def _scaling_samples(self) -> Samples:
+        decision = await self._decision.latest()
+        return {} if decision is None else scaling_samples(decision)
+
+    async def _export_often(self) -> None:
+        while True:
+            self._export.update(self._process().samples)
+            await asyncio.sleep(EVERY_S)
+
     async def inspect(self) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only."""
         victims = {} if self._victims is None else self._victims.state()
@@ -143,6 +179,8 @@ class IngressReplica:
             self._victims.stop()
         if hasattr(self, "_overload"):
             self._overload.stop()
+        if hasattr(self, "_exporting") and self._exporting is not None:
+            self._exporting.cancel()
         if hasattr(self, "_client"):
             await self._client.stop()
 

@@ -12,15 +12,20 @@ from typing import Any
 
 import ray
 
-from app import config, logs, metrics
+from app import config, logs
 from app.background import Background
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
+from app.channel.wire_sections import Figures
 from app.config import AppConfig
 from app.deployment_version import version_of
 from app.launch import placement
 from app.launch.model_store import resolve
+from app.metrics.engine_figures import engine_samples
+from app.metrics.ray_export import EVERY_S, RayExport
+from app.metrics.samples import Samples, pack
+from app.metrics.table import Source
 from app.replica_stats import StatsReporter
 from app.routing.requirement import Build
 from app.watchdog import Watchdog
@@ -30,8 +35,6 @@ from engine.kv.kv_events import KvSnapshot
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may hold the interpreter lock; with Python's default of 5 ms, frames wait."""
-
-METRICS_EVERY_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +59,10 @@ class EngineReplica:
         engine = self._engine
         build = Build(version_of(options, "engine", type(self)), time.time())
         hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity, build)
-        self._hub = ChannelHub(hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load())
-        self._metrics = metrics.EngineMetrics(options.service.model_name)
+        self._hub = ChannelHub(
+            hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load(), figures=self._figures
+        )
+        self._metrics = RayExport(options.service.model_name, Source.ENGINE)
         node = ray.get_runtime_context().get_node_id()
         self._scaling = StatsReporter(node, placement.on_head(node))
         self._background = Background()
@@ -182,7 +187,19 @@ class EngineReplica:
         self._death = error
         self._loop.call_soon_threadsafe(self._hub.close_all, f"the engine died: {error}")
 
+    def _samples(self) -> Samples:
+        stats = self._engine.stats()
+        scaling = self._scaling.read(stats, self._engine.load())
+        return engine_samples(stats, scaling, self._hub.lost_leases)
+
+    def _figures(self) -> Figures | None:
+        """What the channels send to the ingresses; they are about to end if the engine has died."""
+        try:
+            return Figures(tuple(pack(self._samples())))
+        except EngineDeadError:
+            return None
+
     async def _report(self) -> None:
         while self._engine.is_alive():
-            self._metrics.update(self._engine.stats())
-            await asyncio.sleep(METRICS_EVERY_S)
+            self._metrics.update(self._samples())
+            await asyncio.sleep(EVERY_S)

@@ -200,7 +200,10 @@ def show(value: object) -> str:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return fault_of(error).to_response(request.url.path)
+    fault = fault_of(error)
+    if fault.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        request.app.state.get_service().figures.refused[fault.code or str(fault.status)] += 1
+    return fault.to_response(request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

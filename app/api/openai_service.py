@@ -33,6 +33,10 @@ from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
+from app.metrics.exposition import CONTENT_TYPE
+from app.metrics.fleet_figures import FleetFigures
+from app.metrics.request_figures import RequestFigures
+from app.metrics.samples import Process
 from engine.errors import InvalidRequestError, shown
 
 PROMPT_END_TOKENS = 16
@@ -61,7 +65,8 @@ class OpenAIService:
     the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
     ``overload`` may
     refuse requests before anything is done for them; by default it refuses none. ``instance`` names the server.
-    ``gate`` knows the API keys; by default there are none.
+    ``gate`` knows the API keys; by default there are none. ``fleet_figures``, which the owner may replace, has
+    what ``/metrics`` says.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class OpenAIService:
         self._tokenizer = tokenizer
         self._model = model
         self._started = int(time.time())
+        self.figures = RequestFigures()
+        self.fleet_figures = FleetFigures(model, lambda: Process("", self.figures.samples()))
         self.bodies = BodyReader()
         self.options = options
         self._live = LiveRequests()
@@ -125,7 +132,7 @@ class OpenAIService:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
         self._check_options(request.options)
-        record = RequestRecord(caller, "completions", request.options.stream)
+        record = RequestRecord(caller, "completions", request.options.stream, self.figures)
         choices = len(request.prompts) * request.options.params.width
         with self._admit(record, choices) as (permit, held):
             limits = await self._limits()
@@ -150,7 +157,7 @@ class OpenAIService:
         Raises as :meth:`completions` does.
         """
         self._check_options(request.options)
-        record = RequestRecord(caller, route, request.options.stream)
+        record = RequestRecord(caller, route, request.options.stream, self.figures)
         with self._admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
             owner = caller.tenant, request.options.cache_salt
@@ -168,7 +175,7 @@ class OpenAIService:
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
         self._check_model(request.model)
-        record = RequestRecord(caller, "tokenize", False)
+        record = RequestRecord(caller, "tokenize", False, self.figures)
         with self._admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             if request.prompt is None:
@@ -185,11 +192,15 @@ class OpenAIService:
     async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
         self._check_model(request.model)
-        record = RequestRecord(caller, "detokenize", False)
+        record = RequestRecord(caller, "detokenize", False, self.figures)
         with self._admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             text = await self._tokenizer.decode(request.tokens, longest)
         return JSONResponse({"prompt": text})
+
+    async def metrics(self) -> Response:
+        """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format."""
+        return Response(await self.fleet_figures.text(), media_type=CONTENT_TYPE)
 
     async def reset_prefix_cache(self) -> Response:
         """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.
@@ -279,7 +290,7 @@ class OpenAIService:
                 usage.cached_tokens += delta.cached_tokens - cached[prompt]
                 generated[delta.index] = delta.num_tokens
                 cached[prompt] = delta.cached_tokens
-                record.token(delta.finish_reason)
+                record.token(delta.index, delta.num_tokens, delta.finish_reason)
                 yield delta
 
     def _envelope(self, kind: str, caller: Caller) -> Envelope:

@@ -1,4 +1,4 @@
-"""What is known of one request: written to the log at its end, and charged to its key."""
+"""What is known of one request: measured as its tokens come, logged at its end, and charged to its key."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from app.api.caller import Caller
 from app.api.errors import fault_code
 from app.api.usage import Usage
 from app.logs import FIELDS
+from app.metrics.request_figures import RequestFigures
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +25,14 @@ class RequestRecord:
     caller: Caller
     route: str
     stream: bool
+    figures: RequestFigures = field(default_factory=RequestFigures)
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
     outcome: str = "disconnected"  # until it ends otherwise
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None  # monotonic seconds
+    last_token: float = 0.0  # likewise
+    choices: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each: tokens, when the last came
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -46,18 +50,41 @@ class RequestRecord:
             self.outcome = fault_code(error)
             raise
 
-    def token(self, finish_reason: str | None) -> None:
-        """A choice has new tokens, or has ended."""
-        if self.first_token is None:
-            self.first_token = time.monotonic()
+    def token(self, choice: int, num_tokens: int, finish_reason: str | None) -> None:
+        """A choice has so many tokens now, or has ended."""
+        now = time.monotonic()
+        before = self.choices.get(choice)
+        if before is None:
+            self.choices[choice] = num_tokens, now
+            if self.first_token is None:
+                self.first_token = self.last_token = now
+                self.figures.first_token.add(now - self.started)
+        elif num_tokens > before[0]:
+            self.choices[choice] = num_tokens, now
+            self.last_token = now
+            new = num_tokens - before[0]
+            self.figures.inter_token.add((now - before[1]) / new, new)
         if finish_reason is not None:
             self.finish_reasons.append(finish_reason)
 
     def end(self) -> None:
-        """The response has ended: write the line, and charge the key."""
+        """The response has ended: count it, write the line, and charge the key."""
+        self._count()
         if self.caller.limits is not None:
             self.caller.limits.release(self.usage.prompt_tokens + self.usage.completion_tokens)
         logger.info("request ended", extra={FIELDS: self._fields()})
+
+    def _count(self) -> None:
+        figures = self.figures
+        figures.ended[self.route, self.outcome] += 1
+        if self.outcome != "ok" or self.first_token is None:
+            return
+        figures.whole.add(time.monotonic() - self.started)
+        figures.prompt_tokens.add(self.usage.prompt_tokens)
+        figures.output_tokens.add(self.usage.completion_tokens)
+        further = self.usage.completion_tokens / len(self.choices) - 1
+        if further > 0:
+            figures.per_output_token.add((self.last_token - self.first_token) / further)
 
     def _fields(self) -> dict[str, Any]:
         now = time.monotonic()

@@ -83,6 +83,10 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": metadata.version("quire")})
 
 
+async def metrics(request: Request) -> Response:
+    return await _service(request).metrics()
+
+
 async def home(request: Request) -> Response:
     return home_page()
 
@@ -95,6 +99,7 @@ def make_api(get_service: Callable[[], OpenAIService]) -> ASGIApp:
             Route("/health", health),
             Route("/ping", ping, methods=["GET", "POST"]),
             Route("/version", version),
+            Route("/metrics", metrics),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/v1/completions", completions, methods=["POST"]),

@@ -1,4 +1,4 @@
-"""What a scaling policy tells others: gauges for Prometheus, and the replicas that will probably be stopped.
+"""What a scaling policy tells others: gauges for Prometheus, its last decision, and the replicas to be stopped.
 
 It runs on the loop of Serve's controller, so it never raises and never waits for the network.
 """
@@ -27,19 +27,28 @@ def victims_key(app: str, deployment: str) -> bytes:
     return f"victims:{app}:{deployment}".encode()
 
 
+def decision_key(app: str, deployment: str) -> bytes:
+    """Under which a deployment's last scaling decision is published, and read by its ingresses."""
+    return f"decision:{app}:{deployment}".encode()
+
+
 _EVERY_S = 1.0
 _LASTS_S = 5.0
 """A list of victims that is not repeated is forgotten after so long."""
+
+_REPEATED_S = 2.0
+"""A decision that changes nothing is published this often."""
 
 _DESCRIPTIONS = {
     "quire_scaling_target": "Replicas that the policy asks for; in shadow mode, would ask for.",
     "quire_scaling_running": "Replicas that run.",
     "quire_scaling_need_replicas": "Replicas that each kind of demand needs, without the reserve.",
     "quire_scaling_demand": "KV demand as a share of the running replicas' pools; can exceed 1.",
+    "quire_scaling_reason": "1 for the reason of the last decision, 0 for earlier ones.",
     "quire_scaling_held": "1 for what holds the target now, 0 for what did before.",
     "quire_scaling_missing_reports": "Running replicas without a fresh report.",
     "quire_scaling_faults": "Decisions, or messages about them, that failed.",
-    "quire_scaling_victims": "Stopped replicas, by whether it was predicted that it would be they.",
+    "quire_scaling_victims": "Stopped replicas, by whether these were predicted.",
 }
 
 
@@ -61,7 +70,7 @@ class RaySink:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}
-        self._writing: threading.Thread | None = None
+        self._writing: dict[bytes, threading.Thread] = {}
         self._failure: Exception | None = None
 
     def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
@@ -75,13 +84,15 @@ class RaySink:
     def put(self, key: bytes, value: bytes) -> None:
         """Write in a thread: it takes a millisecond, but a minute while Ray's head does not answer.
 
-        Raises what went wrong with the last write, or that it has not ended; then this one is dropped.
+        Raises what went wrong with an earlier write, or that the key's last one has not ended; then this one is
+        dropped.
         """
-        if self._writing is not None and self._writing.is_alive():
+        writing = self._writing.get(key)
+        if writing is not None and writing.is_alive():
             raise TimeoutError("the last write into Ray's internal KV has not ended")
         failure, self._failure = self._failure, None
-        self._writing = threading.Thread(target=self._write, args=(key, value), daemon=True)
-        self._writing.start()
+        self._writing[key] = threading.Thread(target=self._write, args=(key, value), daemon=True)
+        self._writing[key].start()
         if failure is not None:
             raise failure
 
@@ -111,7 +122,10 @@ class Publisher:
         self.failures = FaultCounter("publishing of autoscaling failed", logger)
         self._sink: Sink = sink or RaySink()
         self._counted: dict[tuple[str, ...], int] = {}
-        self._held_by = ""
+        self._states: dict[str, str] = {}  # by gauge, the label's value that is 1
+        self._decision_faults = 0
+        self._published: tuple[int, str, str] | None = None
+        self._published_at = -math.inf
         self._announced = False
         self._announced_at = -math.inf
         self._seq = 0
@@ -119,9 +133,11 @@ class Publisher:
     def figures(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
         """Publish a decision, and what it was made from."""
         self._guarded(lambda: self._figures(snapshot, decision, outcome))
+        self._guarded(lambda: self._tell(snapshot, decision, outcome))
 
     def faults(self, faults: int) -> None:
         """Publish how many decisions failed so far; the failures of publishing go with it."""
+        self._decision_faults = faults
         if faults or self.failures.count:
             self._guarded(lambda: self._faults(faults))
 
@@ -153,13 +169,39 @@ class Publisher:
         needs = {"kv": decision.need_kv, "prefill": decision.need_prefill, "decode": decision.need_decode}
         for name, need in needs.items():
             gauge("quire_scaling_need_replicas", need, {**tags, "need": name})
-        if self._held_by and self._held_by != decision.held_by:
-            gauge("quire_scaling_held", 0.0, {**tags, "held_by": self._held_by})
-        self._held_by = decision.held_by
-        if decision.held_by:
-            gauge("quire_scaling_held", 1.0, {**tags, "held_by": decision.held_by})
+        self._state("quire_scaling_reason", "reason", decision.reason)
+        self._state("quire_scaling_held", "held_by", decision.held_by)
         self._advance("quire_scaling_victims", outcome.hits, {**tags, "predicted": "yes"})
         self._advance("quire_scaling_victims", outcome.misses, {**tags, "predicted": "no"})
+
+    def _state(self, name: str, label: str, value: str) -> None:
+        """Of a gauge that is 1 for one value of its label: set that one, and take the last one back."""
+        before = self._states.get(name)
+        if before and before != value:
+            self._sink.gauge(name, 0.0, {**self._tags(), label: before})
+        self._states[name] = value
+        if value:
+            self._sink.gauge(name, 1.0, {**self._tags(), label: value})
+
+    def _tell(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
+        """Publish a decision for the ingresses: a new one at once, the same one now and then."""
+        what = decision.target, decision.reason, decision.held_by
+        if what == self._published and 0.0 <= snapshot.now - self._published_at < _REPEATED_S:
+            return
+        self._published, self._published_at = what, snapshot.now
+        message = {
+            "at": snapshot.now,
+            "target": decision.target,
+            "running": snapshot.running,
+            "reason": decision.reason,
+            "held_by": decision.held_by,
+            "demand": decision.demand,
+            "needs": {"kv": decision.need_kv, "prefill": decision.need_prefill, "decode": decision.need_decode},
+            "missing_reports": max(snapshot.running - len(snapshot.replicas), 0),
+            "faults": {"decision": self._decision_faults, "publishing": self.failures.count},
+            "victims": {"yes": outcome.hits, "no": outcome.misses},
+        }
+        self._sink.put(decision_key(self.app, self.deployment), json.dumps(message).encode())
 
     def _faults(self, faults: int) -> None:
         tags = self._tags()

@@ -17,6 +17,7 @@ from app.background import start_task
 from app.channel import wire
 from app.channel.engine_channel import Attempt, EngineChannel, UnknownEpochError
 from app.channel.silence import Silence
+from app.channel.wire_sections import Figures
 from app.routing.load import LoadReport
 from engine.engine_thread import StepOutputs
 from engine.errors import EngineDeadError
@@ -33,6 +34,9 @@ GRACE_S = 60.0
 IDLE_FRAME_S = 1.0
 """An idle channel sends an empty frame this often."""
 
+FIGURES_S = 1.0
+"""What the replica has counted goes with the next frame after this long."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +46,7 @@ class ChannelHub:
     ``abort`` is called with an engine request id when an attempt ends before its end record. ``snapshot``
     returns the contents of the engine's prefix cache; without it channels carry no KV events. ``load`` is what
     new channels report until the engine's first step.
+    ``figures`` returns what the replica has counted. ``lost_leases`` is how often a channel was suspended.
     """
 
     def __init__(
@@ -54,7 +59,10 @@ class ChannelHub:
         idle_frame_s: float = IDLE_FRAME_S,
         snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
         load: EngineLoad | None = None,
+        figures: Callable[[], Figures | None] = lambda: None,
     ) -> None:
+        self._figures = figures
+        self.lost_leases = 0
         self._hello = hello
         self._abort = abort
         self._snapshot = snapshot if hello.keys is not None else None
@@ -86,6 +94,11 @@ class ChannelHub:
                 channel.wake.clear()
                 if not channel.blocked:
                     records, sections = channel.take_records(), channel.take_sections()
+                    if self._clock() >= channel.figures_due:
+                        channel.figures_due = self._clock() + FIGURES_S
+                        figures = self._figures()
+                        if figures is not None:
+                            sections.append(figures)
                     yield wire.pack_records(epoch, self._next(channel), records, sections)
             # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
@@ -291,6 +304,7 @@ class ChannelHub:
                 self.close(channel, f"no beat for {self._grace_s:g} s")
             elif silent > self._lease_s:
                 if not channel.suspended:
+                    self.lost_leases += 1
                     logger.info("channel %s epoch %d is suspended: no beat comes", channel.cid, channel.epoch)
                 channel.suspended = True
             elif self._clock() - channel.last_frame >= self._idle_frame_s and not channel.blocked:

@@ -54,6 +54,7 @@ class EngineChannel:
     kv: KvOutbox = field(default_factory=KvOutbox)
     load: LoadReport | None = None  # not sent yet
     last_load: LoadReport | None = None  # that was sent
+    figures_due: float = 0.0  # when the replica's figures are to be sent next
     last_received: int = 0  # highest attempt that the engine has received
     flush: asyncio.TimerHandle | None = None  # sends KV events and load that no token takes along
     fetch: asyncio.Task[None] | None = None  # of a snapshot of the prefix cache

@@ -21,7 +21,7 @@ from app.channel import wire
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import describe, is_defect
 from app.channel.silence import Silence
-from app.channel.wire_sections import KvSection, SnapshotSlice
+from app.channel.wire_sections import Figures, KvSection, SnapshotSlice
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
 
@@ -70,6 +70,9 @@ class OwnerEvents(Protocol):
 
     def on_load(self, route: Route, load: LoadReport) -> None:
         """The replica's load."""
+
+    def on_figures(self, route: Route, figures: Figures) -> None:
+        """What the replica has counted, about once a second."""
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """The replica has become silent, or frames arrive again."""
@@ -256,6 +259,8 @@ class IngressChannel:
         else:
             if frame.load is not None:
                 self._events.on_load(self._route, frame.load)
+            if frame.figures is not None:
+                self._events.on_figures(self._route, frame.figures)
             for section in frame.kv:
                 self._on_kv(self._route, section)
             if frame.records:

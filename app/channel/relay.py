@@ -14,7 +14,7 @@ from app.autoscaling.fault_counter import FaultCounter
 from app.channel import wire
 from app.channel.failures import describe
 from app.channel.ingress_channel import OwnerEvents
-from app.channel.wire_sections import KvSection
+from app.channel.wire_sections import Figures, KvSection
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
 
@@ -80,6 +80,9 @@ class Relay:
 
     def on_load(self, route: Route, load: LoadReport) -> None:
         self._put(route, self._owner.on_load, route, load)
+
+    def on_figures(self, route: Route, figures: Figures) -> None:
+        self._put(route, self._owner.on_figures, route, figures)
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         self._put(route, self._owner.on_suspect, route, suspected)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.channel.wire_logprobs import pack_logprobs, unpack_logprobs
-from app.channel.wire_sections import KvSection, Section, pack_section, unpack_section
+from app.channel.wire_sections import Figures, KvSection, Section, pack_section, unpack_section
 from app.routing.load import LoadReport
 from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile
 from engine.errors import InvalidRequestError, QuireError
@@ -134,6 +134,7 @@ class Frame:
     hello: Hello | None = None
     kv: list[KvSection] = field(default_factory=list)
     load: LoadReport | None = None
+    figures: Figures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,8 @@ def unpack_frame(data: bytes) -> Frame:
             section, end = unpack_section(data, end)
             if isinstance(section, LoadReport):
                 frame.load = section
+            elif isinstance(section, Figures):
+                frame.figures = section
             else:
                 frame.kv.append(section)
     except (struct.error, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Sections of a frame: changes of a replica's prefix cache, and its load.
+"""Sections of a frame: changes of a replica's prefix cache, its load, and its figures.
 
 Little-endian, after the frame's records::
 
@@ -6,6 +6,7 @@ Little-endian, after the frame's records::
     load      the fields of :class:`app.routing.load.LoadReport` in their order, f64 or u64 each
     batch     sequence u64, cleared u8, stored u32, removed u32, xor u64, count u32; then the keys, u64 each
     slice     sequence u64, part u32, parts u32, xor u64, count u32, keys u32; then the keys, u64 each
+    figures   count u16; then the figures, f64 each
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SLICE_KEYS = 4096
 
 _BATCH = struct.Struct("<QBIIQI")
 _SLICE = struct.Struct("<QIIQII")
+_FIGURES = struct.Struct("<H")
 
 
 class SectionKind(enum.IntEnum):
@@ -32,6 +34,7 @@ class SectionKind(enum.IntEnum):
     LOAD = 1
     BATCH = 2
     SLICE = 3
+    FIGURES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,15 @@ class SnapshotSlice:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the replica has counted so far; ``app/metrics/samples.py`` knows which number is which."""
+
+    numbers: tuple[float, ...]
+
+
 KvSection: TypeAlias = KvBatch | SnapshotSlice
-Section: TypeAlias = LoadReport | KvSection
+Section: TypeAlias = LoadReport | KvSection | Figures
 
 
 def slices(snapshot: KvSnapshot) -> list[SnapshotSlice]:
@@ -72,6 +82,9 @@ def pack_section(section: Section) -> bytes:
     match section:
         case LoadReport():
             return bytes((SectionKind.LOAD,)) + load.pack(section)
+        case Figures(numbers):
+            count = len(numbers)
+            return bytes((SectionKind.FIGURES,)) + _FIGURES.pack(count) + struct.pack(f"<{count}d", *numbers)
         case KvBatch(sequence, stored, removed, cleared, xor, count):
             keys = [*stored, *removed]
             head = _BATCH.pack(sequence, cleared, len(stored), len(removed), xor, count)
@@ -91,6 +104,10 @@ def unpack_section(data: bytes, offset: int) -> tuple[Section, int]:
     offset += 1
     if kind is SectionKind.LOAD:
         return load.unpack_from(data, offset), offset + load.WIRE.size
+    if kind is SectionKind.FIGURES:
+        (count,) = _FIGURES.unpack_from(data, offset)
+        offset += _FIGURES.size
+        return Figures(struct.unpack_from(f"<{count}d", data, offset)), offset + 8 * count
     if kind is SectionKind.BATCH:
         sequence, cleared, stored, removed, xor, count = _BATCH.unpack_from(data, offset)
         offset += _BATCH.size

@@ -42,6 +42,8 @@ class Drainer:
     running: Mapping[int, InFlightRequest]
     leaving: Callable[[], Mapping[str, float]]
     background: Background = field(default_factory=Background)
+    moved: int = 0
+    """Requests so far."""
     _after_s: float = DRAIN_AFTER_S
     _moving: dict[InFlightRequest, tuple[int, float]] = field(default_factory=dict)  # tokens, since when
     _task: asyncio.Task[None] | None = None
@@ -101,5 +103,6 @@ class Drainer:
                 return
             if ledger.routable(others, request.requirement()):
                 request.move()
+                self.moved += 1
                 self._moving[request] = tokens, now
                 work += tokens

@@ -15,7 +15,7 @@ from app.channel import wire
 from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread
 from app.channel.kv_feed import KvFeed
-from app.channel.wire_sections import KvSection
+from app.channel.wire_sections import Figures, KvSection
 from app.fleet.attempts import AttemptRunner
 from app.fleet.cache_reset import CacheReset, reset_prefix_caches
 from app.fleet.drain import DRAIN_AFTER_S, Drainer
@@ -78,6 +78,9 @@ class EngineClient:
         self._tokenizer = tokenizer
         self._drain_timeout_s = drain_timeout_s
         self._foreign: set[str] = set()  # replicas of another tokenizer
+        self.engine_figures: dict[str, tuple[float, ...]] = {}
+        """The last of each replica with an open channel; see ``app/metrics/samples.py``."""
+        self._channel_faults = dict.fromkeys(("lost", "silent", "dead"), 0)
         self._limits = LimitsRecord(unavailable_after_s)
         self._background = background or Background()
         self._waiter = ReplicaWaiter(handle if to_zero else None, self._background)
@@ -251,6 +254,8 @@ class EngineClient:
             **self.status(),
             "cid": self._parts.channels.cid,
             "event_faults": self._parts.channels.relay.faults,
+            "channel_faults": dict(self._channel_faults),
+            "moved": self._parts.drainer.moved,
             "routed": dict(self._parts.channels.fleet.routed),
             "index": self._parts.kv.state(),
             "index_counters": self._parts.kv.counters(),
@@ -327,8 +332,13 @@ class EngineClient:
         if not load.stalled_s:
             self._waiter.notify()  # it may have been stalled
 
+    def on_figures(self, route: Route, figures: Figures) -> None:
+        """See ``OwnerEvents``."""
+        self.engine_figures[route.replica] = figures.numbers
+
     def on_suspect(self, route: Route, suspected: bool) -> None:
         """See ``OwnerEvents``."""
+        self._channel_faults["silent"] += suspected
         self._ledger.suspect(route.replica, suspected)
         if not suspected:
             self._waiter.notify()
@@ -337,10 +347,13 @@ class EngineClient:
     def on_closed(self, route: Route, reason: str, fault: bool) -> None:
         """See ``OwnerEvents``: the attempts that were booked there move."""
         self._parts.kv.close(route)
+        self.engine_figures.pop(route.replica, None)
+        self._channel_faults["lost"] += fault
         running = self._parts.attempts.running
         attempts = [attempt for attempt in self._ledger.close(route) if attempt in running]
         lost = [running[attempt] for attempt in attempts if not running[attempt].ended]
         if fault and self._parts.channels.was_lost(route.replica, self._drain_timeout_s):
+            self._channel_faults["dead"] += 1
             self._limits.died(route.replica)
             self._parts.faults.replica_died(lost, reason)
         for request in lost:

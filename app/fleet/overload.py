@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 from app.autoscaling.fault_counter import FaultCounter
 from app.background import Background
 from app.fleet.loop_lag import BEHIND_S, HOLD_S, LoopLag
-from app.metrics import OverloadMetrics
 from app.routing.waiting import ExpectedWait
 
 EVERY_S = 0.05
 """The expected wait is updated at most this often when requests arrive."""
 
 WATCH_S = 0.25
-"""Without requests it is updated this often, so that an overload can end and the gauge falls."""
+"""Without requests it is updated this often, so that an overload can end and the estimate falls."""
 
 LONGEST_BASE_S, LONGEST_RETRY_S = 40, 60
 """Maximum of ``Retry-After`` in seconds, before and after the random part. OpenAI's clients honor up to 120."""
@@ -69,7 +68,6 @@ class OverloadControl:
         max_replicas: int = 1,
         startup_s: float = 0.0,
         backlog_s: Callable[[], float] = lambda: 0.0,
-        metrics: OverloadMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -79,7 +77,6 @@ class OverloadControl:
         self._startup_s = startup_s
         self._backlog_s = backlog_s
         self._lag = LoopLag()
-        self._metrics = metrics
         self._clock = clock
         self._rng = rng or random.Random()
         self._looked_at = -math.inf
@@ -169,7 +166,7 @@ class OverloadControl:
             )
 
     def start(self, background: Background) -> None:
-        """Begin to update and publish a few times a second; later calls do nothing."""
+        """Begin to update a few times a second; later calls do nothing."""
         if self._watching is None:
             self._watching = background.start("overload control", self._watch())
 
@@ -182,8 +179,6 @@ class OverloadControl:
         while True:
             if self._clock() - self._looked_at >= EVERY_S:
                 self.update()
-            if self._metrics is not None:
-                self._metrics.update(self._wait_s or 0.0, self._refused)
             due = self._clock() + WATCH_S
             await asyncio.sleep(WATCH_S)
             self.look_at_lag(max(self._clock() - due, 0.0))

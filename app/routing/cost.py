@@ -49,6 +49,9 @@ UNLIMITED = 1 << 40
 """Free blocks, or sequence slots, of a replica whose number is unknown."""
 
 
+TERMS = ("wait", "compute", "streaming", "eviction", "admission")
+
+
 class RoutingRequest(NamedTuple):
     """What a decision knows of a request."""
 
@@ -124,11 +127,12 @@ def costs(
     calibration: Calibration,
     now: float,
     copy_deficit: float = 0.0,
+    parts: list[tuple[float, ...]] | None = None,
 ) -> list[float]:
     """The cost of ``request`` at ``now`` on each replica, which holds ``cached_blocks`` of its prefix.
 
     ``copy_deficit`` (0 to 1) is how much the fleet lacks another copy of the longest of these prefixes:
-    computing one that it lacks is not charged.
+    computing one that it lacks is not charged. ``parts`` gets the ``TERMS`` of each sum.
     """
     tokens, output, sequences = request.tokens, request.output, request.sequences
     step, block_size, reuse = calibration.steps, calibration.block_size, calibration.reuse.share
@@ -162,4 +166,6 @@ def costs(
             if evicted < excess or sequences > view.free_slots:
                 admission = view.admission_s(excess, sequences)
         sums.append(wait + compute + streaming + eviction + admission)
+        if parts is not None:
+            parts.append((wait, compute, streaming, eviction, admission))
     return sums

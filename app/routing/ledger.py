@@ -21,7 +21,7 @@ from app.autoscaling.fault_counter import FaultCounter
 from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest, view_of
 from app.routing.load import PREFILL_RATE, LoadReport, average, sane
-from app.routing.policies import CHOICES, Decision, Policy, least_booked
+from app.routing.policies import CHOICES, ROUTING_REASONS, Decision, Policy, least_booked
 from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
 from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile, Requirement
 from app.routing.routing_meta import RoutingMeta
@@ -98,6 +98,7 @@ class Ledger:
         self._expected: set[int] = set()
         self._bookings: dict[int, Booking] = {}
         self._placed = 0
+        self._reasons = dict.fromkeys(ROUTING_REASONS, 0)
         self._unlearned: tuple[RoutingRequest, Decision] | None = None
         self._faults = FaultCounter("choosing by prefixes failed; going by load alone", logger)
         self._stuck = FaultCounter("the index cannot drop a replica, whose blocks may be wrong", logger)
@@ -240,6 +241,7 @@ class Ledger:
             self._placed += 1
             now = self._clock()
             decision = self._decide(replicas, request, now)
+            self._reasons[decision.reason] += 1
             state, blocks = replicas[decision.place], decision.cached_blocks
             alone = meta.requirement is not None and meta.requirement.alone
             return self._book(state, attempt, request, decode, blocks, alone, now)
@@ -309,12 +311,12 @@ class Ledger:
             return expected_wait(self._routable, members, latest, self._calibration, self._clock())
 
     def state(self) -> dict[str, Any]:
-        """For tests and debugging: ``faults``, and sequences running on each replica that has reported."""
+        """``faults``, ``reasons`` of decisions, and sequences running on each replica that has reported."""
         with self._lock:
             running = {
                 name: state.load.running for name, state in self._replicas.items() if state.load is not None
             }
-            return {"faults": self.faults, "running": running}
+            return {"faults": self.faults, "reasons": dict(self._reasons), "running": running}
 
     def stalled(self) -> list[str]:
         """Replicas whose engine has work and makes no progress."""
@@ -363,7 +365,8 @@ class Ledger:
             decision = self._choose(views, held, request, self._calibration, now)
         except Exception:  # noqa: BLE001
             self._faults.add()
-            return Decision(least_booked(replicas, range(len(replicas)), request._replace(keys=())))
+            place = least_booked(replicas, range(len(replicas)), request._replace(keys=()))
+            return Decision(place, reason="fault")
         if self._policy is _PREFIX:
             self._unlearned = request, decision
         return decision

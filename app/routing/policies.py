@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from app.routing.calibration import Calibration
-from app.routing.cost import RoutingRequest, costs
+from app.routing.cost import TERMS, RoutingRequest, costs
 from app.routing.likely_victims import EXTRA_S, places_that_stay
 from app.routing.load import PREFILL_RATE
 from app.routing.replica import ReplicaState, ReplicaView, name_key
@@ -29,15 +29,22 @@ class Policy(StrEnum):
     ROUND_ROBIN = "round_robin"
 
 
+ROUTING_REASONS = ("only", "prefix", *TERMS, "balance", "victims", "policy", "fault")
+"""Why a replica was chosen: no other could run the request; it has more of the prefix; one of the cost's terms
+says so; it cost as much as others and has less booked; it stays while cheaper ones may stop; another policy
+than ``prefix``, or a defect, chose."""
+
+
 class Decision(NamedTuple):
     """The ``place`` of the chosen replica among the views, and the blocks of the prefix that it holds.
 
-    ``shared_blocks``: the most that any replica holds.
+    ``shared_blocks``: the most that any replica holds. ``reason`` is one of ``ROUTING_REASONS``.
     """
 
     place: int
     cached_blocks: int = 0
     shared_blocks: int = 0
+    reason: str = "policy"
 
 
 Choice: TypeAlias = Callable[
@@ -74,7 +81,33 @@ def cheapest(
         names = [view.replica for view in views]
         ties = places_that_stay(names, seconds, request.likely_victims, EXTRA_S, margin) or ties
     place = ties[0] if len(ties) == 1 else least_booked(views, ties, request, shared_blocks)
-    return Decision(place, cached_blocks[place], shared_blocks)
+    if len(views) == 1:
+        reason = "only"
+    elif len(ties) > 1:
+        reason = "balance"
+    elif place != best:
+        reason = "victims"
+    else:
+        second = min((at for at in range(len(views)) if at != best), key=seconds.__getitem__)
+        two, held = (views[best], views[second]), (usable_blocks[best], usable_blocks[second])
+        reason = _decisive(two, held, request, calibration, now, copy_deficit)
+    return Decision(place, cached_blocks[place], shared_blocks, reason)
+
+
+def _decisive(
+    two: Sequence[ReplicaView],
+    cached_blocks: Sequence[int],
+    request: RoutingRequest,
+    calibration: Calibration,
+    now: float,
+    copy_deficit: float,
+) -> str:
+    """The term by which the first of two replicas costs most less than the second."""
+    parts: list[tuple[float, ...]] = []
+    costs(two, cached_blocks, request, calibration, now, copy_deficit, parts)
+    saved = [there - here for here, there in zip(*parts, strict=True)]
+    term = TERMS[saved.index(max(saved))]
+    return "prefix" if term == "compute" and cached_blocks[0] > cached_blocks[1] else term
 
 
 def least_tokens(views: Sequence[ReplicaView], request: RoutingRequest) -> Decision:

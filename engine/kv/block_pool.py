@@ -51,6 +51,7 @@ class BlockPool:
         self._previous = [num_blocks, *range(num_blocks), num_blocks + 1]
         self._num_free = num_blocks
         self._num_cached = 0
+        self._num_shared = 0
 
     @property
     def num_free(self) -> int:
@@ -71,6 +72,11 @@ class BlockPool:
     def num_referenced(self) -> int:
         """Blocks in at least one block table."""
         return self.num_blocks - self._num_free - self._num_cached
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that block tables hold more than once together."""
+        return self._num_shared
 
     def references(self, block: int) -> int:
         """How many block tables hold ``block``; 0 for ``NO_BLOCK``."""
@@ -133,6 +139,7 @@ class BlockPool:
                     continue
                 self._unlink(block)
             self._references[block] += 1
+            self._num_shared += self._references[block] == 2
 
     def release(self, table: Sequence[int]) -> None:
         """Drop one reference to each block of ``table``, the last block first.
@@ -163,6 +170,8 @@ class BlockPool:
             references[block] -= 1
             if not references[block]:
                 self._link(block)
+            elif references[block] == 1:
+                self._num_shared -= 1
 
     def key(self, block: int) -> None:
         """Mark a referenced block as findable.
@@ -225,6 +234,9 @@ class BlockPool:
                 raise InvariantError(
                     f"block {block} has {count} references but is in {held[block]} block tables"
                 )
+        shared = sum(count > 1 for count in held.values())
+        if shared != self._num_shared:
+            raise InvariantError(f"{self._num_shared} shared blocks are counted but there are {shared}")
         free = self._walk(self._free_end, "free")
         cached = self._walk(self._cached_end, "cached")
         for block in range(self.num_blocks):

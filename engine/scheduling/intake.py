@@ -133,6 +133,9 @@ class Intake:
             charged_from=len(token_ids),
             edits=edits,
             prompt_logprobs=None if asked is None else PromptLogprobs(len(token_ids), asked),
+            # One that moved here has waited elsewhere before.
+            queued_at=(0.0 if request.generated_before or request.outputs else request.arrival)
+            or self._clock(),
         )
 
     def _max_total_tokens(self, request: Request) -> int:

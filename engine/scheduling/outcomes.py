@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.request import FinishReason, TokenDelta
+from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.workload_stats import WorkloadStats
@@ -12,9 +13,10 @@ from engine.token_logprobs import TokenLogprobs
 class Outcomes:
     """Adds tokens to sequences and ends sequences, for single ones and for those of groups alike."""
 
-    def __init__(self, state: SchedulerState, workload: WorkloadStats) -> None:
+    def __init__(self, state: SchedulerState, workload: WorkloadStats, latency: LatencyStats) -> None:
         self._state = state
         self._workload = workload
+        self._latency = latency
         self.generated_tokens = 0  # but those of beam search
 
     def append(
@@ -56,6 +58,7 @@ class Outcomes:
             index = 0 if sequence.params.ranked else sequence.num_generated
         self._state.finish(sequence, reason)
         self._workload.ended(sequence, reason)
+        self._latency.ended(sequence, reason)
         return TokenDelta(
             sequence.request_id,
             index,

@@ -19,6 +19,7 @@ from engine.scheduling.admission import (
 )
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.intake import Intake
+from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.preemption import grow
 from engine.scheduling.prefill import begin_prefills, lengthen_held_back
@@ -99,7 +100,8 @@ class Scheduler:
             max_overtakes=max_overtakes,
         )
         self._workload = WorkloadStats()
-        self._outcomes = Outcomes(self.state, self._workload)
+        self._latency = LatencyStats(clock)
+        self._outcomes = Outcomes(self.state, self._workload, self._latency)
         self._groups = SequenceGroups(self.state, self._outcomes)
         self._intake = Intake(
             self.state,
@@ -150,6 +152,8 @@ class Scheduler:
         plan.num_blocked = state.num_blocked
         for sequence in plan.admitted:
             self._workload.admitted(sequence, state.prefix_caching)
+        if plan.admitted:
+            self._latency.admitted(plan.admitted)
         self._copied_blocks += len(plan.transfers.copies)
         self._maybe_check()
         return plan
@@ -202,6 +206,7 @@ class Scheduler:
             elif outcome is not None:
                 deltas += self._count_finished(self._groups.advance(sequence, outcome))
         self._outcomes.generated_tokens += appended
+        self._latency.committed()
         self._maybe_check()
         return deltas
 
@@ -242,6 +247,7 @@ class Scheduler:
             referenced_blocks=pool.num_referenced,
             cached_blocks=pool.num_cached,
             free_blocks=pool.num_free,
+            shared_blocks=pool.num_shared,
             running=len(state.running),
             waiting=len(state.waiting) - state.num_preempted - state.num_swapped,
             preempted=state.num_preempted,
@@ -256,6 +262,7 @@ class Scheduler:
             copied_blocks=self._copied_blocks,
             recovery=state.recoveries.stats(),
             finished=dict(self._finished),
+            latency=self._latency,
             arrived_tokens=workload.arrived_tokens,
             remaining_output=workload.remaining_output,
             running_limit=state.running_limit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.request import FinishReason
+from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.recovery import RecoveryStats
 
 
@@ -15,6 +16,7 @@ class SchedulerStats:
     referenced_blocks: int
     cached_blocks: int
     free_blocks: int
+    shared_blocks: int  # of the referenced ones, those that are held more than once
     running: int
     waiting: int  # never admitted yet
     preempted: int  # admitted before, waiting to recompute their KV
@@ -29,6 +31,7 @@ class SchedulerStats:
     copied_blocks: int  # by copy-on-write
     recovery: RecoveryStats
     finished: dict[FinishReason, int]  # sequences
+    latency: LatencyStats  # goes on counting
     arrived_tokens: float = (
         0.0  # of all prompts so far, without the tokens that prefix reuse is expected to save
     )

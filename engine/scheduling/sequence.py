@@ -88,6 +88,9 @@ class Sequence:
     logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
     decode_chunk: ScheduledChunk | None = None  # its chunk of one token, made once for all its decode steps
     finish_reason: FinishReason | None = None
+    queued_at: float = 0.0  # monotonic seconds, as are the next two; 0 if it has not been
+    admitted_at: float = 0.0  # it ran first
+    first_token_at: float = 0.0  # it got its first token here
 
     @property
     def key(self) -> tuple[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from app.autoscaling.snapshot import ReplicaStats
 from engine.engine import EngineStats
 from engine.request import FinishReason
+from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.recovery import Rates, Recovery, RecoveryStats
 from engine.scheduling.scheduler_stats import SchedulerStats
 
@@ -24,6 +26,7 @@ SCHEDULER = SchedulerStats(
     referenced_blocks=30,
     cached_blocks=20,
     free_blocks=50,
+    shared_blocks=10,
     running=7,
     waiting=6,
     preempted=5,
@@ -38,6 +41,7 @@ SCHEDULER = SchedulerStats(
     copied_blocks=11,
     recovery=RECOVERY,
     finished={FinishReason.STOP: 12},
+    latency=LatencyStats(lambda: 0.0),
 )
 STATS = EngineStats(
     scheduler=SCHEDULER,
@@ -47,4 +51,16 @@ STATS = EngineStats(
     prefill_rate=0.0,
     steps=1,
     step_seconds=0.125,
+)
+SCALING = ReplicaStats(
+    num_blocks=100.0,
+    referenced_blocks=30.0,
+    waiting_blocks=12.0,
+    growth_blocks=8.0,
+    sequences=22.0,
+    backlog_tokens=0.0,
+    arrived_tokens=0.0,
+    prefill_rate=0.0,
+    step_seconds=0.125,
+    preemptions=8.0,
 )

@@ -71,6 +71,7 @@ class FakeSink:
         self.gauges: dict[tuple[str, str], float] = {}
         self.counters: dict[tuple[str, str], float] = {}
         self.messages: list[tuple[str, dict[str, Any]]] = []
+        self.decisions: list[dict[str, Any]] = []
 
     def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
         self._fail("gauge")
@@ -84,7 +85,11 @@ class FakeSink:
 
     def put(self, key: bytes, value: bytes) -> None:
         self._fail("put")
-        self.messages.append((key.decode(), json.loads(value)))
+        name, message = key.decode(), json.loads(value)
+        if name.startswith("decision:"):
+            self.decisions.append(message)
+        else:
+            self.messages.append((name, message))
 
     @property
     def announced(self) -> list[list[str]]:

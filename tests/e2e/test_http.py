@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from local_cluster import SOON_S
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster, wait_for
@@ -105,7 +106,9 @@ def test_many_clients_at_once_all_get_their_own_answer(sdk: openai.OpenAI) -> No
         assert list(clients.map(ask, range(12))) == alone
 
 
-def test_the_engines_figures_are_in_rays_prometheus_endpoint(cluster: LocalCluster, http: httpx.Client) -> None:
+def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
+    cluster: LocalCluster, http: httpx.Client
+) -> None:
     prompt = list(range(2000, 2064))
     for _ in range(3):  # on whichever replica: one of two has it twice
         http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status()
@@ -113,12 +116,14 @@ def test_the_engines_figures_are_in_rays_prometheus_endpoint(cluster: LocalClust
     def figures() -> dict[str, float] | None:
         text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=10).text
         found: dict[str, float] = {}
-        for name, labels, value in re.findall(r"^ray_(quire_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        for name, labels, value in re.findall(r"^ray_((?:quire|vllm)_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
             state = re.search(r'(?:^|,)state="(\w+)"', labels)
             key = f"{name}:{state[1]}" if state else name
             found[key] = found.get(key, 0.0) + float(value)
         wanted = {f"quire_kv_blocks:{state}" for state in ("referenced", "cached", "free")}
         wanted |= {f"quire_requests:{state}" for state in ("running", "waiting")}
+        board = ("time_to_first_token_seconds_bucket", "kv_cache_usage_perc", "generation_tokens_total")
+        wanted |= {f"vllm_{name}" for name in board}
         wanted |= {
             "quire_prefix_query_tokens_total",
             "quire_prefix_hit_tokens_total",
@@ -129,3 +134,20 @@ def test_the_engines_figures_are_in_rays_prometheus_endpoint(cluster: LocalClust
     found = wait_for(figures, 60, "the metrics are not there")
     assert found["quire_kv_blocks:cached"] > 0
     assert found["quire_generated_tokens_total"] >= 6
+
+    def served() -> dict[str, dict[str, float]] | None:
+        """By name and replica, once both engines have sent theirs."""
+        found: dict[str, dict[str, float]] = {}
+        for family in text_string_to_metric_families(http.get("/metrics").raise_for_status().text):
+            for sample in family.samples:
+                of = found.setdefault(sample.name, {})
+                replica = sample.labels.get("replica", "")
+                of[replica] = of.get(replica, 0.0) + sample.value
+        hits = found.get("quire_prefix_hit_tokens_total", {})
+        return found if len(hits) == 2 and sum(hits.values()) >= 48 else None
+
+    fleet = wait_for(served, 60, "the server does not say so")
+    assert sum(fleet["vllm:generation_tokens_total"].values()) >= 6
+    assert len(fleet["quire_ended_requests_total"]) == 1  # there is one ingress
+    assert sum(fleet["quire_request_output_tokens_sum"].values()) >= 6
+    assert sum(fleet["quire_routing_decisions_total"].values()) >= 3

@@ -100,7 +100,7 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
 
     def published() -> bool:
         text = httpx.get(f"http://127.0.0.1:{small.metrics_port}/metrics", timeout=10).text
-        totals = re.findall(r"^ray_quire_admission_refused_total\{.*\} (\S+)$", text, re.MULTILINE)
+        totals = re.findall(r"^ray_quire_refused_requests_total\{.*overloaded.*\} (\S+)$", text, re.MULTILINE)
         waits = re.findall(r"^ray_quire_expected_wait_seconds\{.*\} (\S+)$", text, re.MULTILINE)
         return sum(map(float, totals)) == len(refused) and sum(map(float, waits)) == 0.0
 

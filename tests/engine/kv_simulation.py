@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ def make_scheduler(
     recovery: str = "recompute",
     window: int | None = None,
     priority_aging: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     pool = BlockPool(num_blocks, block_size)
     return Scheduler(
@@ -59,6 +61,7 @@ def make_scheduler(
         priority_aging=priority_aging,
         look_ahead=look_ahead,
         max_overtakes=max_overtakes,
+        clock=clock,
         check_invariants=check_invariants,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.request import FinishReason
+from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
 from engine.scheduling.scheduler_stats import SchedulerStats
 from loadtests.client import Outcome
@@ -26,6 +27,7 @@ def run_of(mode: RecoveryMode, decisions: int, outcome: float) -> Run:
         referenced_blocks=0,
         cached_blocks=0,
         free_blocks=0,
+        shared_blocks=0,
         running=0,
         waiting=0,
         preempted=0,
@@ -40,6 +42,7 @@ def run_of(mode: RecoveryMode, decisions: int, outcome: float) -> Run:
         copied_blocks=0,
         recovery=policy.stats(),
         finished=dict.fromkeys(FinishReason, 0),
+        latency=LatencyStats(lambda: 0.0),
     )
     return Run({"a": [1, 2, 3]}, 1.5, stats)
 

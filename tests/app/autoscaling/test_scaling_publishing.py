@@ -16,6 +16,7 @@ from app.autoscaling.publishing import Publisher, RaySink
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ScalingState
 from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
+from app.metrics.table import TABLE, Source
 
 EPOCH = 1_700_000_000.0
 
@@ -50,8 +51,31 @@ def test_a_decision_is_published_with_what_it_was_made_from() -> None:
         ("quire_scaling_need_replicas", "kv"): pytest.approx(3.6),
         ("quire_scaling_need_replicas", "prefill"): 0.0,
         ("quire_scaling_need_replicas", "decode"): 0.0,
+        ("quire_scaling_reason", "kv"): 1.0,
     }
     assert sink.counters == {}
+    assert sink.decisions == [
+        {
+            "at": EPOCH,
+            "target": 5,
+            "running": 2,
+            "reason": "kv",
+            "held_by": "",
+            "demand": pytest.approx(1.35),
+            "needs": {"kv": pytest.approx(3.6), "prefill": 0.0, "decode": 0.0},
+            "missing_reports": 0,
+            "faults": {"decision": 0, "publishing": 0},
+            "victims": {"yes": 0, "no": 0},
+        }
+    ]
+
+
+def test_a_decision_that_changes_nothing_is_told_every_two_seconds() -> None:
+    policy = KvDemandPolicy(report_interval_s=0.5)
+    sink = published(policy)
+    for half_second in range(12):
+        policy(context(EPOCH + half_second / 2, 1, fleet(1)))
+    assert [message["at"] - EPOCH for message in sink.decisions] == [0.0, 2.0, 4.0]
 
 
 def test_what_holds_the_target_is_one_at_a_time() -> None:
@@ -250,16 +274,16 @@ def test_a_write_that_does_not_end_delays_nothing_and_is_a_failure(monkeypatch: 
         sink.put(b"k", b"2")
     assert written == []
     release.set()
-    assert sink._writing is not None
-    sink._writing.join(60)
+    sink._writing[b"k"].join(60)
     with pytest.raises(ConnectionError, match="gone"):
         sink.put(b"k", b"3")
-    sink._writing.join(60)
+    sink._writing[b"k"].join(60)
     assert written == [(b"quire", b"k", b"1"), (b"quire", b"k", b"3")]
 
 
-def test_every_figure_has_a_description_and_the_same_tags_throughout() -> None:
+def test_every_figure_has_a_description_and_the_same_tags_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = RaySink()
+    monkeypatch.setattr(sink, "put", lambda key, value: None)  # no Ray runs here
     policy = KvDemandPolicy()
     policy.publisher = Publisher(sink)
     policy(context(EPOCH, 1, {"a": stats(900.0)}))
@@ -272,3 +296,5 @@ def test_every_figure_has_a_description_and_the_same_tags_throughout() -> None:
     from app.autoscaling.publishing import _DESCRIPTIONS
 
     assert set(sink._metrics) == set(_DESCRIPTIONS)
+    table = {metric.full_name: metric.meaning for metric in TABLE if metric.source is Source.SCALING}
+    assert table == _DESCRIPTIONS

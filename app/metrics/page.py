@@ -1,0 +1,118 @@
+"""``docs/metrics.md``, generated: ``python -m app.metrics.page > docs/metrics.md``."""
+
+from __future__ import annotations
+
+from app.metrics.aliases import ALIASES
+from app.metrics.samples import METRICS
+from app.metrics.table import TABLE, Kind, Metric, Source
+
+INTRODUCTION = """\
+# Metrics
+
+This page is generated from the code: `python -m app.metrics.page > docs/metrics.md`.
+
+Two endpoints serve the same figures in Prometheus's text format:
+
+- **`GET /metrics` of the server**, with a key if the server has keys. One scrape has the whole fleet, whichever
+  ingress answers it, so scrape one address:
+
+  ```yaml
+  scrape_configs:
+    - job_name: quire
+      authorization: {credentials_file: /etc/quire/metrics.key}   # if the server has keys
+      static_configs: [{targets: ["quire.example:8000"]}]
+  ```
+
+  Every figure has the label `model_name`, and `replica` with the Serve replica that counted it, ingress or
+  engine. Each replica appears once, so `sum` without `by (replica)` counts nothing twice. An engine sends its
+  figures to each ingress once a second, with its tokens; the ingress that is asked asks the others. One that
+  does not answer within 2 s is left out of that scrape. Answers are repeated for 1 s.
+- **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
+  Figures are up to 12 s old. The label `route` is called `path` there. Histograms are of type `gauge` there,
+  because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. The names of
+  Ray's own Serve LLM board are there, too. See [deployment](deployment.md#monitoring) for how to scrape it.
+
+A counter's name ends with `_total`; a histogram has `_bucket`, `_sum` and `_count`. A replica's figures begin
+at 0 when it starts, and end with it.
+
+"""
+
+_TITLES = {
+    Source.INGRESS: ("Clients and ingresses", "Counted by each ingress."),
+    Source.ENGINE: ("Engines", "Counted by each engine replica."),
+    Source.SCALING: (
+        "Scaling",
+        "Counted by the scaling policy in Serve's controller, if there is one; without the label `replica`.",
+    ),
+}
+
+_REASONS = """\
+## Why a replica was chosen
+
+`quire_routing_decisions_total{reason}` says what decided for a replica, against the one that was second:
+
+| reason | the chosen replica |
+|---|---|
+| `only` | is the only one that can run the request |
+| `prefix` | has more of the prompt cached |
+| `wait` | has fewer prompts to compute first |
+| `compute` | computes the prompt faster, or delays fewer running streams |
+| `streaming` | decodes faster, or slows down fewer sequences |
+| `eviction` | evicts fewer cached blocks |
+| `admission` | has sequence slots and blocks, or will have them sooner |
+| `balance` | costs as much as others and has less booked |
+| `victims` | stays, while cheaper ones may stop soon |
+| `policy` | was chosen by another `routing` than `prefix` |
+| `fault` | was chosen after a defect; see `quire_faults_total` |
+
+"""
+
+_ALIASES = """\
+## Other names
+
+Boards for vLLM find the same figures at `/metrics` under `vllm:` and, through Ray, under `ray_vllm_`:
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for source, (title, counted) in _TITLES.items():
+        rows = [_row(metric) for metric in TABLE if metric.source is source]
+        parts += [f"## {title}\n\n{counted}\n\n", _table(("Metric", "Type", "Meaning"), rows)]
+    aliases: list[tuple[str, ...]] = [
+        (f"`{_name(alias.name, alias.kind)}`", _original(alias.of, alias.values)) for alias in ALIASES
+    ]
+    parts += [_REASONS, _ALIASES, _table(("Name", "Metric"), aliases)]
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _row(metric: Metric) -> tuple[str, ...]:
+    labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
+    values = f" {', '.join(f'`{value}`' for value in metric.values)}." if metric.values else ""
+    name = _name(metric.full_name, metric.kind)
+    return f"`{name}{labels}`", metric.kind.value, metric.meaning + values
+
+
+def _original(name: str, values: tuple[str, ...]) -> str:
+    metric = METRICS[name]
+    original = f"`{_name(metric.full_name, metric.kind)}`"
+    return f"{original}, {' and '.join(f'`{value}`' for value in values)}" if values else original
+
+
+def _name(name: str, kind: Kind) -> str:
+    return f"{name}_total" if kind is Kind.COUNTER else name
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
+    return "\n".join([*lines, "", ""])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,109 @@
+"""Passes a process's figures on to Ray's metrics: on its dashboard, and on each node for Prometheus.
+
+Ray exports them with the prefix ``ray_`` and Serve's own tags (application, deployment, replica). No tag may be
+called ``route``, which Serve uses itself. Ray's histograms take single values, which would cost too much for
+each token: one is exported as gauges of its cumulative buckets, sum and count, which queries read alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from ray.serve import metrics
+
+from app.autoscaling.fault_counter import FaultCounter
+from app.metrics.aliases import ALIASES
+from app.metrics.samples import METRICS, Samples, Value
+from app.metrics.table import TABLE, Kind, Source
+from engine.histogram import HistogramTotals
+
+EVERY_S = 2.0
+"""How often a process passes them on; Ray's agents collect every 10 s."""
+
+logger = logging.getLogger(__name__)
+
+_RENAMED = {"route": "path"}
+
+
+class _Series(NamedTuple):
+    """One metric of Ray's, with what one process has of it."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...]
+    bounds: Sequence[float]
+    values: Mapping[tuple[str, ...], Value]
+
+
+class RayExport:
+    """Belongs to one process, engine or ingress."""
+
+    def __init__(self, model_name: str, source: Source) -> None:
+        self._tags = {"model_name": model_name}
+        self.faults = FaultCounter("figures could not be passed on to Ray", logger)
+        self._source = source
+        self._metrics: dict[str, Any] = {}
+        self._last: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def update(self, samples: Samples) -> None:
+        """Publish a snapshot; counters advance by the difference from the last one. Never raises.
+
+        About 3 µs a number.
+        """
+        try:
+            self._update(samples)
+        except Exception:  # noqa: BLE001  (Ray raises many kinds; requests go on without its metrics)
+            self.faults.add()
+
+    def _update(self, samples: Samples) -> None:
+        for series in self._series(samples):
+            labels = [_RENAMED.get(label, label) for label in series.labels]
+            for key, value in series.values.items():
+                tags = {**self._tags, **dict(zip(labels, key, strict=True))}
+                if isinstance(value, HistogramTotals):
+                    self._histogram(series, tags, value)
+                elif series.kind is Kind.COUNTER:
+                    self._advance(series, key, tags, value)
+                else:
+                    self._set(series.name, series.meaning, tags, value)
+
+    def _series(self, samples: Samples) -> Iterator[_Series]:
+        for metric in TABLE:
+            if metric.source is self._source:
+                found = samples.get(metric.name, {})
+                yield _Series(
+                    metric.full_name, metric.kind, metric.meaning, metric.labels, metric.bounds, found
+                )
+        for alias in ALIASES:
+            metric = METRICS[alias.of]
+            if metric.source is self._source:
+                found = dict(alias.samples(samples))
+                meaning = f"{metric.full_name} by another name."
+                yield _Series(f"vllm_{alias.name}", alias.kind, meaning, alias.labels, metric.bounds, found)
+
+    def _set(self, name: str, meaning: str, tags: dict[str, str], value: float) -> None:
+        gauge = self._metrics.get(name)
+        if gauge is None:
+            gauge = self._metrics[name] = metrics.Gauge(name, description=meaning, tag_keys=tuple(tags))
+        gauge.set(value, tags=tags)
+
+    def _advance(self, series: _Series, key: tuple[str, ...], tags: dict[str, str], total: float) -> None:
+        counter = self._metrics.get(series.name)
+        if counter is None:
+            counter = self._metrics[series.name] = metrics.Counter(
+                series.name, description=series.meaning, tag_keys=tuple(tags)
+            )
+        more = total - self._last.get((series.name, key), 0.0)
+        if more > 0:  # Ray refuses 0
+            self._last[series.name, key] = total
+            counter.inc(more, tags=tags)
+
+    def _histogram(self, series: _Series, tags: dict[str, str], totals: HistogramTotals) -> None:
+        for bound, below in zip((*series.bounds, "+Inf"), accumulate(totals.counts), strict=True):
+            self._set(f"{series.name}_bucket", series.meaning, {**tags, "le": str(bound)}, below)
+        self._set(f"{series.name}_sum", series.meaning, tags, totals.sum)
+        self._set(f"{series.name}_count", series.meaning, tags, sum(totals.counts))

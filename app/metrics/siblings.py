@@ -1,0 +1,45 @@
+"""The figures of all ingress replicas, which any of them can ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from typing import Any
+
+from ray import serve
+
+from app.autoscaling.fault_counter import FaultCounter
+from app.metrics.samples import Process
+
+WITHIN_S = 2.0
+"""An ingress that does not answer for so long is left out."""
+
+logger = logging.getLogger(__name__)
+
+
+class Siblings:
+    """Belongs to one ingress; calls every replica of its deployment, itself included."""
+
+    def __init__(self, app: str) -> None:
+        self.faults = FaultCounter("cannot ask the other ingresses for their figures", logger)
+        self._app = app
+        self._handle: Any = None
+
+    async def processes(self) -> list[Process]:
+        """Those that answer in time; none if Serve cannot tell who there is. Never raises."""
+        loop = asyncio.get_running_loop()
+        # In an empty context: Serve must not take the calls for children of the request that asks.
+        return await loop.create_task(self._ask(), context=contextvars.Context())
+
+    async def _ask(self) -> list[Process]:
+        try:
+            if self._handle is None:
+                self._handle = serve.get_deployment_handle(serve.get_replica_context().deployment, self._app)
+            answers = await self._handle.broadcast("figures").results_async(
+                timeout_s=WITHIN_S, return_exceptions=True
+            )
+        except Exception:  # noqa: BLE001  (Serve raises many kinds; this ingress's own figures remain)
+            self.faults.add()
+            return []
+        return [answer for answer in answers if isinstance(answer, Process)]

@@ -1,0 +1,220 @@
+"""Every metric, declared once: what each process counts, what it is called elsewhere, and what the page says.
+
+To add one, declare it here and fill it in where its source is assembled (``engine_figures.py``,
+``ingress_figures.py``, ``scaling_figures.py``). Then run ``python -m app.metrics.page > docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from app.routing.policies import ROUTING_REASONS
+from engine.request import FinishReason
+from engine.scheduling.latency_stats import LATENCY_BOUNDS
+from engine.scheduling.recovery import Recovery
+
+PREFIX = "quire_"
+
+INTER_TOKEN_BOUNDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+)
+TOKEN_BOUNDS = tuple(float(2**power) for power in range(18))
+
+
+class Kind(StrEnum):
+    """As Prometheus has them; a counter's name gets ``_total``."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+class Source(StrEnum):
+    """Which process counts it."""
+
+    ENGINE = "engine"
+    INGRESS = "ingress"
+    SCALING = "scaling"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``name`` is without ``PREFIX`` and suffixes. All ``values`` of a label have a sample from the start.
+
+    An engine's labels have no others."""
+
+    name: str
+    kind: Kind
+    source: Source
+    meaning: str
+    labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """As it is exported, without a counter's or histogram's suffixes."""
+        return PREFIX + self.name
+
+    @property
+    def keys(self) -> list[tuple[str, ...]]:
+        """The label values that always have a sample."""
+        return [(value,) for value in self.values] if self.labels else [()]
+
+
+def _gauge(source: Source, name: str, meaning: str, label: str = "", *values: str) -> Metric:
+    return Metric(name, Kind.GAUGE, source, meaning, (label,) if label else (), values)
+
+
+def _counter(source: Source, name: str, meaning: str, label: str = "", *values: str) -> Metric:
+    return Metric(name, Kind.COUNTER, source, meaning, (label,) if label else (), values)
+
+
+def _histogram(source: Source, name: str, meaning: str, bounds: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, source, meaning, bounds=bounds)
+
+
+_E, _I, _S = Source.ENGINE, Source.INGRESS, Source.SCALING
+_RECOVERIES = tuple(recovery.value for recovery in Recovery)
+_REASONS = tuple(reason.value for reason in FinishReason)
+
+REFUSALS = ("overloaded", "unavailable", "client_limit_exceeded", "rate_limit_exceeded")
+
+TABLE: tuple[Metric, ...] = (
+    # What clients feel, measured in the ingress.
+    _histogram(
+        _I, "time_to_first_token_seconds", "From a request's arrival to its first token.", LATENCY_BOUNDS
+    ),
+    _histogram(
+        _I,
+        "inter_token_seconds",
+        "Between two tokens of a choice; those that come together share it.",
+        INTER_TOKEN_BOUNDS,
+    ),
+    _histogram(
+        _I,
+        "time_per_output_token_seconds",
+        "Of each request: time after its first token, over further tokens per choice.",
+        INTER_TOKEN_BOUNDS,
+    ),
+    _histogram(
+        _I, "request_seconds", "From a request's arrival to its end, of those that end well.", LATENCY_BOUNDS
+    ),
+    _histogram(_I, "request_prompt_tokens", "Prompt tokens of each request that ends well.", TOKEN_BOUNDS),
+    _histogram(
+        _I,
+        "request_output_tokens",
+        "Output tokens of each request that ends well, of all choices.",
+        TOKEN_BOUNDS,
+    ),
+    Metric(
+        "ended_requests",
+        Kind.COUNTER,
+        _I,
+        "Admitted requests that have ended; the outcome is `ok`, `disconnected`, or an error's code.",
+        ("route", "outcome"),
+    ),
+    _counter(
+        _I, "refused_requests", "Requests answered with a 429 or 503, by the error's code.", "reason", *REFUSALS
+    ),
+    # The ingress.
+    _gauge(_I, "live_requests", "Choices in progress."),
+    _gauge(_I, "loop_lag_seconds", "How late the event loop is, or how long frames of engines wait for it."),
+    _gauge(_I, "expected_wait_seconds", "Expected wait of a new request on the best replica."),
+    _gauge(
+        _I,
+        "replicas",
+        "Engine replicas by the state of the channel to them.",
+        "state",
+        "opening",
+        "open",
+        "suspect",
+        "closed",
+    ),
+    _counter(_I, "moved_requests", "Requests that moved because their replica stops or is cordoned."),
+    _counter(_I, "resubmissions", "Attempts made because the one before failed or lost its replica."),
+    _gauge(_I, "resubmissions_waiting", "Requests that wait for the resubmission budget."),
+    _counter(_I, "lost_channels", "Channels to engines that ended by a fault."),
+    _counter(_I, "silent_channels", "Times an engine was silent for 3 s."),
+    _counter(_I, "dead_engines", "Engines that died while their channel was open."),
+    _counter(
+        _I, "faults", "Defects that were caught; above 0 is a bug.", "part", "events", "routing", "overload"
+    ),
+    _counter(
+        _I, "routing_decisions", "Placed attempts by what decided; see below.", "reason", *ROUTING_REASONS
+    ),
+    _counter(
+        _I, "predicted_cached_tokens", "Prompt tokens that the router expected in the chosen replica's cache."
+    ),
+    _counter(_I, "actual_cached_tokens", "Prompt tokens that the cache supplied to these requests."),
+    _counter(_I, "cached_tokens_error", "Sum of the differences of the two, without their signs."),
+    # KV memory.
+    _gauge(_E, "kv_blocks", "KV blocks by state.", "state", "referenced", "cached", "free"),
+    _gauge(_E, "kv_shared_blocks", "Referenced blocks that are held more than once."),
+    _gauge(
+        _E, "kv_demand_blocks", "Blocks that running and waiting work needs, with 1/4 of its expected growth."
+    ),
+    _gauge(_E, "kv_occupancy", "Referenced KV blocks as a share of all, 0 to 1."),
+    _gauge(_E, "host_blocks", "Host blocks for swapped-out KV by state.", "state", "used", "free"),
+    _counter(_E, "copied_blocks", "KV blocks copied on write."),
+    _counter(_E, "prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
+    _counter(_E, "prefix_hit_tokens", "Prompt tokens that the prefix cache supplied."),
+    # Work of an engine.
+    _gauge(_E, "requests", "Sequences by state.", "state", "running", "waiting", "preempted", "swapped"),
+    _gauge(_E, "step_seconds", "Duration of the last engine step."),
+    _gauge(_E, "prefill_rate", "Calibrated prompt tokens per second; 0 if not measured."),
+    _counter(_E, "steps", "Engine steps."),
+    _counter(_E, "prompt_tokens", "Prompt tokens of admitted requests."),
+    _counter(_E, "generated_tokens", "Generated tokens."),
+    _counter(_E, "finished_requests", "Finished sequences by reason.", "finished_reason", *_REASONS),
+    _histogram(
+        _E,
+        "queue_seconds",
+        "From a request's arrival (at this engine, if it moved) to its first step.",
+        LATENCY_BOUNDS,
+    ),
+    _histogram(_E, "prefill_seconds", "From a request's first step to its first token.", LATENCY_BOUNDS),
+    _histogram(_E, "decode_seconds", "From a request's first token to its last.", LATENCY_BOUNDS),
+    _counter(_E, "preemptions", "Preemptions of sequences."),
+    _counter(_E, "recovery_decisions", "Preemptions by how the KV is to come back.", "recovery", *_RECOVERIES),
+    _counter(_E, "recoveries", "Finished recoveries by kind.", "recovery", *_RECOVERIES),
+    _counter(_E, "recovery_fallbacks", "Swaps that became recomputes for want of host blocks."),
+    _counter(
+        _E,
+        "recovery_estimated_seconds",
+        "Estimated time of finished recoveries by kind.",
+        "recovery",
+        *_RECOVERIES,
+    ),
+    _counter(_E, "recovery_seconds", "Actual time of finished recoveries by kind.", "recovery", *_RECOVERIES),
+    _counter(_E, "lost_leases", "Times an ingress sent no beat for 5 s, and its tokens were kept back."),
+    # The scaling policy, in Serve's controller.
+    _gauge(_S, "scaling_target", "Replicas that the policy asks for; in shadow mode, would ask for."),
+    _gauge(_S, "scaling_running", "Replicas that run."),
+    _gauge(
+        _S,
+        "scaling_need_replicas",
+        "Replicas that each kind of demand needs, without the reserve.",
+        "need",
+        "kv",
+        "prefill",
+        "decode",
+    ),
+    _gauge(_S, "scaling_demand", "KV demand as a share of the running replicas' pools; can exceed 1."),
+    _gauge(_S, "scaling_reason", "1 for the reason of the last decision, 0 for earlier ones.", "reason"),
+    _gauge(_S, "scaling_held", "1 for what holds the target now, 0 for what did before.", "held_by"),
+    _gauge(_S, "scaling_missing_reports", "Running replicas without a fresh report."),
+    _counter(
+        _S,
+        "scaling_faults",
+        "Decisions, or messages about them, that failed.",
+        "part",
+        "decision",
+        "publishing",
+    ),
+    _counter(
+        _S, "scaling_victims", "Stopped replicas, by whether these were predicted.", "predicted", "yes", "no"
+    ),
+)
