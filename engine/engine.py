@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,7 @@ from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
 from engine.seeds import request_seed
+from engine.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,9 @@ class Engine:
             priority_aging=config.priority_aging,
             check_invariants=config.check_invariants,
         )
+        self.grammars = GrammarCompiler(
+            self.runner.folder, self.limits.vocab_size, self.runner.eos_token_ids, checked=not offline
+        )
         self.load = LoadReporter(self.scheduler.state, prefill_rate=self._prefill_rate)
         self._steps = 0
         self._step_seconds = 0.0
@@ -108,6 +112,9 @@ class Engine:
         Raises:
             InvalidRequestError: it can never run here, or its id is that of a live request.
         """
+        form = request.params.structured_output
+        if form is not None and request.grammar is None:
+            request = replace(request, grammar=self.grammars.compile(form))
         seed = request.params.seed
         if seed is None:
             seed = request_seed(self.config.seed, request.request_id)
@@ -179,13 +186,27 @@ class Engine:
         )
 
     def _run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
-        """Run a step, by parts if it fails; see :meth:`_run_in_parts`."""
+        """Run a step, by parts if it fails; see :meth:`_run_in_parts`.
+
+        Returns the outcomes of all chunks that sample, and the message of each request that failed.
+        """
+        failed = self._advance_grammars(chunks)
         try:
-            return self.runner.run(chunks), {}
+            return self.runner.run(chunks), failed
         except Exception:
             logger.warning("a step of %d requests failed; rerunning it in parts", len(chunks), exc_info=True)
         # Only here has the exception let go of the failed step's tensors.
-        return self._run_in_parts(chunks)
+        outcomes, others = self._run_in_parts(chunks)
+        return outcomes, {**failed, **others}
+
+    def _advance_grammars(self, chunks: Sequence[ScheduledChunk]) -> dict[str, str]:
+        """Bring the grammars of a step up to date; those that became too complex fail their requests."""
+        failed: dict[str, str] = {}
+        for sequence, reason in self.runner.advance_grammars(chunks):
+            failed[sequence.request_id] = f"the structured output cannot be continued: {reason}"
+            if sequence.params.structured_output is not None:
+                self.grammars.forget(sequence.params.structured_output)
+        return failed
 
     def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
         """Run a failed step by halves, and a chunk that runs out of memory by halves of its tokens.

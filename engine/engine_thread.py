@@ -21,6 +21,8 @@ from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.models.identity import ModelIdentity
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, check
 from engine.scheduling.load_report import EngineLoad
+from engine.structured.grammar import Grammar
+from engine.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +121,14 @@ class EngineThread:
         """Tokens that any layer sees at most, if each has a sliding window."""
         return self._running().window
 
+    def compile(self, form: StructuredOutput) -> Future[Grammar]:
+        """Compile the grammar of a request in a thread of its own, or find it compiled.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        return self._running().grammars.submit(form)
+
     @property
     def num_live(self) -> int:
         """Requests submitted and not finished."""
@@ -127,12 +137,17 @@ class EngineThread:
     def submit(self, request: Request) -> None:
         """Check ``request`` in the caller's thread and queue it.
 
+        If it asks for structured output and has no ``grammar``, this waits until that is compiled.
+
         Raises:
             InvalidRequestError: it can never run here, or its id is that of a live request.
             EngineDeadError: the engine has stopped.
         """
-        limits = self._running().limits
-        check(request, limits)
+        engine = self._running()
+        check(request, engine.limits)
+        form = request.params.structured_output
+        if form is not None and request.grammar is None:
+            request = replace(request, grammar=engine.grammars.compile(form))
         with self._lock:
             if request.request_id in self._live:
                 raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")
@@ -225,6 +240,8 @@ class EngineThread:
                 logger.critical("the engine thread ends", exc_info=True)
                 self._on_death(error)
         finally:
+            if self._engine is not None:
+                self._engine.grammars.close()
             self._loaded.set()
             # No call may wait for an answer of a thread that has ended.
             self._closed.set()

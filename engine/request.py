@@ -6,10 +6,14 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequestError, shown
 from engine.sampling_params import SamplingParams
 from engine.token_logprobs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.structured.grammar import Grammar
 
 MAX_PRIORITY = 2**31
 """Magnitude of a request's priority."""
@@ -72,6 +76,7 @@ class Request:
     generated_before: int = 0
     outputs: tuple[tuple[int, ...] | None, ...] = ()
     tenant: str = ""  # who gets a fair share: the client; ``namespace.tenant`` partitions the prefix cache
+    grammar: Grammar | None = field(default=None, compare=False)  # of ``params.structured_output``, compiled
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much

@@ -168,7 +168,7 @@ class Kernels(ABC):
 
     name: str
     draws = False
-    """Whether :meth:`draw` is there; the engine's sampler does it in torch otherwise."""
+    """Whether :meth:`draw` and :meth:`mask` are there; the engine's sampler does them in torch otherwise."""
 
     own_threads = False
     """Whether nothing that takes long runs on torch's threads."""
@@ -289,6 +289,14 @@ class Kernels(ABC):
         Returns int64, as many as there are keys. ``engine.execution.sampler`` defines what is drawn.
         """
         raise NotImplementedError(f"{self.name} kernels draw no tokens")
+
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Set the logits of tokens that ``masks`` leaves out to minus infinity.
+
+        ``logits`` ``[R, vocab]`` is float32, ``rows`` int64 ``[M]``, and ``masks`` int32 ``[M, words]``: bit
+        ``t % 32`` of word ``t // 32`` is set where row ``rows[m]`` keeps token ``t``.
+        """
+        raise NotImplementedError(f"{self.name} kernels mask no logits")
 
 
 def edit_logits(logits: Tensor, edits: Sequence[RowEdit]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from app.channel import wire
@@ -10,6 +12,8 @@ from app.channel.channel_hub import ChannelHub
 from app.channel.engine_channel import UnknownEpochError
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.request import Request
+from engine.structured.grammar import Grammar
+from engine.structured_output import StructuredOutput
 
 
 class AttemptEngine(Protocol):
@@ -17,6 +21,9 @@ class AttemptEngine(Protocol):
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
+
+    def compile(self, form: StructuredOutput) -> Future[Grammar]:
+        """Compile what a request's output must match."""
 
     def abort(self, request_id: str) -> None:
         """End a request and all its sequences, whatever its state."""
@@ -33,6 +40,10 @@ async def run_attempt(
     try:
         submission = wire.unpack_submission(payload)
         engine_id = f"{submission.request_id}@{cid}:{submission.attempt}"
+        form = submission.params.structured_output
+        grammar: Grammar | None = None
+        if form is not None:
+            grammar = await asyncio.wrap_future(engine.compile(form))
         attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
         try:
             engine.submit(
@@ -46,6 +57,7 @@ async def run_attempt(
                     generated_before=submission.generated_before,
                     outputs=submission.outputs,
                     tenant=submission.client,
+                    grammar=grammar,
                 )
             )
             return {"generated": await attempt.done}

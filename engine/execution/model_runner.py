@@ -32,6 +32,7 @@ from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import ScheduledChunk, Sequence
 from engine.seeds import sequence_seed
 from engine.sizes import format_bytes
+from engine.structured.matcher import Matcher
 from kernels import AttentionMetadata, get_kernels
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class ModelRunner:
         self.num_threads = config.num_threads or usable_cores()
         if self.device.type == "cpu" and torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
-        folder = local_folder(config.model)
+        folder = self.folder = local_folder(config.model)
         try:
             kernels = get_kernels(config.kernels, self.device, self.num_threads)
         except ValueError as error:
@@ -161,6 +162,28 @@ class ModelRunner:
             self.on_logits(sampling, logits)
         return self.sampler.sample(logits, [self._sample_row(sequence) for sequence in sampling])
 
+    def advance_grammars(self, chunks: abc.Sequence[ScheduledChunk]) -> list[tuple[Sequence, str]]:
+        """Work out which tokens the grammars of sequences that sample allow next; before :meth:`run`.
+
+        Returns the sequences whose grammar cannot go on, and why; nothing that is chosen for them counts.
+        """
+        failed: list[tuple[Sequence, str]] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.grammar is None or not chunk.samples:
+                continue
+            matcher = sequence.matcher
+            if matcher is None:
+                matcher = sequence.matcher = Matcher(sequence.grammar)
+            unwanted = self._forbidden(sequence)
+            if sequence.params.ignore_eos:
+                unwanted += self.eos_token_ids
+            new = sequence.token_ids[sequence.output_start + matcher.advanced :]
+            error = matcher.advance(new, unwanted)
+            if error is not None:
+                failed.append((sequence, error))
+        return failed
+
     def _forward_scoring(self, batch: Batch, scored: abc.Sequence[_ScoredRows]) -> Tensor:
         """As :meth:`RecordedSteps.forward`; also gathers the log probabilities of prompts.
 
@@ -249,12 +272,19 @@ class ModelRunner:
         forward = partial(self.decoder.forward, tokens, cache.pool, metadata, last)
         return self.decoder.kernels.in_buffers(forward).clone()
 
+    def _forbidden(self, sequence: Sequence) -> tuple[int, ...]:
+        params = sequence.params
+        if sequence.num_generated >= params.min_tokens:
+            return ()
+        return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
+
     def _sample_row(self, sequence: Sequence) -> SampleRow:
         params = sequence.params
-        forbidden: tuple[int, ...] = ()
-        if sequence.num_generated < params.min_tokens:
-            forbidden = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        row = SampleRow(params, sequence.seed, len(sequence.token_ids), forbidden)
+        row = SampleRow(params, sequence.seed, len(sequence.token_ids))
+        if sequence.matcher is None:
+            row.forbidden = self._forbidden(sequence)
+        else:
+            row.mask = sequence.matcher.mask  # without the forbidden ones
         if sequence.edits is not None:
             row.edit = edit_after(sequence.edits, sequence.token_ids)
             row.forbidden += sequence.edits.banned(sequence.token_ids)

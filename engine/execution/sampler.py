@@ -71,6 +71,7 @@ class SampleRow:
         logprobs: also return the log probability of a single draw.
         edit: how to change the logits first.
         top: also return what is asked of each token chosen, and so many of the likeliest tokens.
+        mask: the only tokens that may be chosen, bit ``t % 32`` of word ``t // 32``, int32.
     """
 
     params: SamplingParams
@@ -82,6 +83,12 @@ class SampleRow:
     logprobs: bool = False
     edit: LogitEdit | None = None
     top: int | None = None
+    mask: NDArray[np.int32] | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are not those of the model when a token is chosen."""
+        return bool(self.forbidden) or self.edit is not None or self.mask is not None
 
     @property
     def plain(self) -> bool:
@@ -196,6 +203,18 @@ class Sampler:
             results.append(tuple(scores))
         return results
 
+    def _mask(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Keep what the rows' masks allow; rows without one cost nothing."""
+        masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+        if not masks:
+            return
+        masked = torch.tensor(list(masks))
+        allowed = torch.from_numpy(np.stack(list(masks.values())))
+        if self._kernels is not None:
+            self._kernels.mask(logits, masked, allowed)
+        else:
+            _mask_logits(logits, masked.to(logits.device), allowed.to(logits.device))
+
     def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[int]]:
         """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``, which are edited.
 
@@ -209,12 +228,13 @@ class Sampler:
         ]
         if edits:
             self._edit_logits(logits, edits)
+        self._mask(logits, rows)
         best = _argmax(logits)
         random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
         best_logits = logits.gather(1, best[:, None])
         exhausted: list[int] = []
         if not torch.isfinite(best_logits).all():
-            exhausted = _exhausted(best_logits[:, 0].tolist(), edits)
+            exhausted = _exhausted(best_logits[:, 0].tolist(), rows)
             logits[exhausted] = best_logits[exhausted] = 0.0  # drawing from them is harmless then
         draws = _draws_of(rows)
         if draws is not None:
@@ -256,7 +276,7 @@ class _RawRows:
 
     def __init__(self, logits: Tensor, rows: Sequence[SampleRow], asking: Sequence[int]) -> None:
         self._logits = logits
-        edited = [index for index in asking if rows[index].forbidden or rows[index].edit is not None]
+        edited = [index for index in asking if rows[index].changes_logits]
         self._places = {index: place for place, index in enumerate(edited)}
         self._copies = logits[edited] if edited else None
 
@@ -282,17 +302,23 @@ def _logprobs(
     return made
 
 
-def _exhausted(best: Sequence[float], edits: Sequence[RowEdit]) -> list[int]:
-    """The edited rows without an allowed token.
+def _exhausted(best: Sequence[float], rows: Sequence[SampleRow]) -> list[int]:
+    """The rows with changed logits and without an allowed token.
 
     Raises:
         QuireError: another row has no finite maximum.
     """
-    edited = {edit.row for edit in edits}
     found = [index for index, value in enumerate(best) if not math.isfinite(value)]
-    if any(index not in edited or best[index] != -math.inf for index in found):
+    if any(not rows[index].changes_logits or best[index] != -math.inf for index in found):
         raise no_finite_maximum()
     return found
+
+
+def _mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """What :meth:`kernels.interface.Kernels.mask` does, in torch."""
+    bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+    kept = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill_(~kept, -math.inf)
 
 
 def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:

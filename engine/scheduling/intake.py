@@ -106,7 +106,7 @@ class Intake:
         params, namespace = request.params, request.namespace
         token_ids = [*request.token_ids, *output]
         end_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or request.grammar is not None:  # nothing fits after a grammar's end
             end_token_ids |= self._eos
         # Parts at fixed places: an adapter's name can never pass for a tenant or a salt.
         parts = (namespace.adapter, namespace.tenant, namespace.salt)
@@ -132,6 +132,7 @@ class Intake:
             seed=sequence_seed(seed, number),
             charged_from=len(token_ids),
             edits=edits,
+            grammar=request.grammar,
             prompt_logprobs=None if asked is None else PromptLogprobs(len(token_ids), asked),
             # One that moved here has waited elsewhere before.
             queued_at=(0.0 if request.generated_before or request.outputs else request.arrival)

@@ -74,4 +74,6 @@ class Outcomes:
 def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
     if token in sequence.end_token_ids and sequence.num_generated > sequence.params.min_tokens:
         return FinishReason.STOP
+    if sequence.grammar is not None and token in sequence.grammar.end_token_ids:  # it fits nothing after it
+        return FinishReason.STOP
     return FinishReason.LENGTH if len(sequence.token_ids) >= sequence.max_total_tokens else None

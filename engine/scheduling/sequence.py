@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.kv.prefix_node import PrefixNode
 from engine.logit_edits import LogitEdits
@@ -15,6 +16,10 @@ from engine.scheduling.candidates import Candidates
 from engine.scheduling.fair_queue import Ticket
 from engine.scheduling.recovery import RecoveryDecision
 from engine.token_logprobs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.structured.grammar import Grammar
+    from engine.structured.matcher import Matcher
 
 Order = tuple[float, float, float, str, int]
 """Priority, start in virtual time, arrival, request, number."""
@@ -71,6 +76,7 @@ class Sequence:
     edits: LogitEdits | None = None  # if its options change logits
     prompt_logprobs: PromptLogprobs | None = None  # asked for, and not returned yet
     num_seqs: int = 1  # sequences that it counts for against ``max_num_seqs``: more until its group is forked
+    grammar: Grammar | None = None  # that its output must match
 
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # tokens whose KV is computed
@@ -87,6 +93,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output; only kept where it is ranked
     logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
     decode_chunk: ScheduledChunk | None = None  # its chunk of one token, made once for all its decode steps
+    matcher: Matcher | None = None  # follows its output in the grammar; the model runner's
     finish_reason: FinishReason | None = None
     queued_at: float = 0.0  # monotonic seconds, as are the next two; 0 if it has not been
     admitted_at: float = 0.0  # it ran first

@@ -167,6 +167,7 @@ class SchedulerState:
             logprobs=list(parent.logprobs),
             logprob=parent.logprob,
             charged_from=len(parent.token_ids),
+            grammar=parent.grammar,
         )
         if parent.state is SequenceState.RUNNING and self.num_seqs < self.max_num_seqs:
             self.block_tables.fork(parent, child)

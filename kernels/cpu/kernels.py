@@ -255,3 +255,11 @@ class CpuKernels(Kernels):
         if failed:
             raise MemoryError(f"no memory to draw from {rows} rows of {vocab} logits")
         return tokens
+
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        masks = masks.contiguous()
+        self._calls(
+            "quire_mask",
+            *(logits.data_ptr(), logits.stride(0), logits.shape[1], rows.data_ptr(), rows.shape[0]),
+            *(masks.data_ptr(), masks.shape[1], self.num_threads),
+        )

@@ -151,6 +151,27 @@ def test_forbidden_tokens_are_never_chosen(chooser: Sampler) -> None:
         assert chooser.sample(logits.clone(), rows) == [2]
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 97, 4096])
+def test_masks_leave_out_all_other_tokens(chooser: Sampler, vocab: int) -> None:
+    """Whatever the words beyond the vocabulary hold; rows without a mask keep all tokens."""
+    generator = np.random.default_rng(vocab)
+    kept = generator.random((3, vocab)) < 0.5
+    kept[:, generator.integers(vocab)] = True
+    bits = np.ones((3, 32 * (-(-vocab // 32) + 1)), dtype=bool)
+    bits[:, :vocab] = kept
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(1))
+    greedy = SamplingParams(temperature=0)
+    masked = {0: 0, 2: 1, 3: 2}
+    rows = [SampleRow(greedy, 0, 0, mask=masks[masked[i]] if i in masked else None) for i in range(5)]
+    expected = logits.clone()
+    for row, number in masked.items():
+        expected[row, torch.from_numpy(~kept[number])] = -math.inf
+    seen = logits.clone()
+    assert chooser.sample(seen, rows) == expected.argmax(dim=1).tolist()
+    assert torch.equal(seen, expected)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_an_error(chooser: Sampler, bad: float) -> None:
     logits = torch.tensor([[0.0, bad, 1.0]])

@@ -1,0 +1,1 @@
+"""Output held to a form: grammars compiled beside the engine, and a matcher for each sequence."""

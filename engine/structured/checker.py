@@ -1,0 +1,126 @@
+"""Tries a grammar in a process of its own, which may take too long, or too much memory, without harm.
+
+Compiling can take time and memory that grow exponentially with a grammar, in code that nothing can interrupt.
+So each new grammar is compiled here first. What passes is compiled again where it is used, at the same cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.errors import InvalidRequestError
+from engine.structured.grammar import build, load_llg_tokenizer, lowered, refused
+from engine.structured_output import StructuredOutput
+
+CPU_LIMIT_S = 0.75
+"""Processor time that compiling a grammar may take."""
+
+MEMORY_LIMIT = 512 << 20
+"""Bytes that compiling a grammar may add to its process."""
+
+WALL_LIMIT_S = 30.0
+"""Time after which a process that has not answered is given up, however busy the machine is."""
+
+
+class GrammarChecker:
+    """One process, started at first use and again after a grammar has ended it. For one thread at a time."""
+
+    def __init__(self, folder: str | Path, vocab_size: int, end_token_ids: list[int]) -> None:
+        self._arguments = [str(folder), str(vocab_size), *map(str, end_token_ids)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def check(self, form: StructuredOutput) -> str:
+        """The grammar of ``form`` in the library's notation, once it has been compiled within the limits.
+
+        Raises:
+            InvalidRequestError: it cannot be compiled, or takes too much time or memory.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._started()
+        answer = self._ask(self._process, json.dumps(asdict(form)))
+        if answer is None:
+            code = self._process.wait()
+            self._process = None
+            if code in (-signal.SIGPROF, -signal.SIGKILL):
+                raise refused(form, f"compiling it takes more than {CPU_LIMIT_S} s; make it smaller or simpler")
+            raise refused(form, "compiling it takes too much memory; make it smaller or simpler")
+        if "error" in answer:
+            raise InvalidRequestError(answer["error"], "structured_output", "invalid_grammar")
+        return str(answer["grammar"])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "engine.structured.checker", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    def _ask(self, process: subprocess.Popen[bytes], question: str) -> dict[str, str] | None:
+        """The answer to one line, or ``None`` if the process has ended instead."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = threading.Timer(WALL_LIMIT_S, process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            process.stdin.write(question.encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        finally:
+            limit.cancel()
+        answer: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
+        return answer
+
+
+def main(folder: str, vocab_size: int, end_token_ids: list[int]) -> None:
+    """Answer questions from standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the server, which ends this
+    tokenizer = load_llg_tokenizer(folder, vocab_size, end_token_ids)
+    _limit_memory()
+    for line in sys.stdin:
+        form = StructuredOutput(**json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
+        try:
+            grammar = lowered(form)
+            build(tokenizer, form, grammar)
+            answer = {"grammar": grammar}
+        except InvalidRequestError as error:
+            answer = {"error": error.message}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _limit_memory() -> None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux; there such a limit has no effect
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_LIMIT, hard))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), [int(token) for token in sys.argv[3:]])

@@ -1,0 +1,120 @@
+"""Forms of output as grammars of ``llguidance``, within limits that keep each step short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import InvalidRequestError
+from engine.structured_output import StructuredOutput
+from engine.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""What JSON may have between two tokens of its own. Bounded: some models would write nothing else."""
+
+MAX_REASON = 300
+"""Characters that an error quotes of what the library says."""
+
+_NOTHING = "no output can match it"
+
+
+class Grammar:
+    """A compiled grammar. Its matchers share it; only the engine's thread advances them."""
+
+    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._start = start
+        self.mask_words = -(-tokenizer.vocab_size // 32)  # of 32 tokens each
+        self.end_token_ids = frozenset(tokenizer.eos_tokens)
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the beginning of an output."""
+        return self._start.deep_copy()
+
+
+def load_llg_tokenizer(folder: str | Path, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:
+    """The vocabulary of the model in ``folder`` as the library needs it: the bytes of each token.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+        ValueError: the library does not know this kind of tokenizer.
+    """
+    from llguidance import LLTokenizer
+
+    file = Path(folder) / "tokenizer.json"
+    source = str(file) if file.is_file() else load_tokenizer(folder).backend_tokenizer.to_str()
+    return LLTokenizer(source, n_vocab=vocab_size, eos_token=end_token_ids)
+
+
+def lowered(form: StructuredOutput) -> str:
+    """The grammar of ``form`` in the library's own notation.
+
+    Raises:
+        InvalidRequestError: it cannot be one.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    match form.kind:
+        case "json_object":
+            return _of_schema('{"type": "object"}')
+        case "json_schema":
+            schema = json.loads(form.text)
+            if schema is False:
+                raise refused(form, _NOTHING)
+            return _of_schema("{}" if schema is True else form.text)
+        case "choice":
+            return grammar_from("choice", form.text)
+        case "regex":
+            return LLMatcher.grammar_from_regex(form.text)
+    try:
+        return grammar_from("grammar", form.text)
+    except ValueError as error:
+        raise refused(form, str(error)) from error
+
+
+def build(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) -> Grammar:
+    """Compile ``grammar``, which is ``form`` lowered, and work out what an output may begin with.
+
+    Takes no Python lock. The time that it may take has no bound: see :mod:`engine.structured.checker`.
+
+    Raises:
+        InvalidRequestError: it is wrong, too large, or matches no output.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,  # about 7 ms
+        step_max_items=20_000,  # about 1 ms
+        max_lexer_states=20_000,  # about 40 MB
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise refused(form, matcher.get_error())
+    return Grammar(matcher, tokenizer)
+
+
+def refused(form: StructuredOutput, reason: str) -> InvalidRequestError:
+    """The error for a form that cannot be compiled."""
+    text = " ".join(reason.replace("<non-verbose/>", "").split())
+    if text.startswith("NoExtension"):
+        text = _NOTHING
+    text = text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
+    return InvalidRequestError(
+        f"the {form.kind} of the structured output cannot be used: {text}",
+        "structured_output",
+        "invalid_grammar",
+    )
+
+
+def _of_schema(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})

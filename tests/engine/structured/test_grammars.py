@@ -1,0 +1,206 @@
+"""Grammars compiled for real vocabularies, and what hostile ones cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer, decoders, models
+
+from engine.errors import InvalidRequestError
+from engine.structured.checker import GrammarChecker
+from engine.structured.compiler import KEPT, GrammarCompiler
+from engine.structured.grammar import build, load_llg_tokenizer, lowered
+from engine.structured.matcher import Matcher
+from engine.structured_output import StructuredOutput
+
+VOCABULARY = 49152
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(bundled_model: Path) -> LLTokenizer:
+    return load_llg_tokenizer(bundled_model, VOCABULARY, [END])
+
+
+def matches(tokenizer: LLTokenizer, form: StructuredOutput, text: str) -> bool:
+    """Whether ``text`` can be written token by token, and may end there."""
+    matcher = build(tokenizer, form, lowered(form)).matcher()
+    return bool(matcher.consume_tokens(tokenizer.tokenize_str(text))) and matcher.is_accepting()
+
+
+def schema(**keywords: Any) -> StructuredOutput:
+    return StructuredOutput.of_schema(keywords)
+
+
+CHOICES = ["yes", 'nó "q"\n', "a\\b", "😀 x", "/x/ | y", "tab\t\x00"]
+PERSON = schema(type="object", properties={"name": {"type": "string"}}, required=["name"])
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        *((StructuredOutput.of_choices(CHOICES), choice, choice[:-1]) for choice in CHOICES),
+        (StructuredOutput("json_object"), '{"a": [1, "é"]}', "[1]"),
+        (StructuredOutput("json_object"), "{" + " " * 40 + "}", "{" + " " * 41 + "}"),
+        (PERSON, '{"name": "Zoë", "age": 3}', '{"age": 3}'),
+        (schema(oneOf=[{"const": "a"}, {"type": "integer"}]), "12", '"b"'),
+        (schema(type="string", pattern="^[a-z]+$", minLength=3), '"abc"', '"ab"'),
+        (StructuredOutput("json_schema", "true"), "[null]", "nul"),
+        (StructuredOutput("regex", "^ab*$"), "abb", "ba"),
+        (StructuredOutput("grammar", 'start: "a" NUMBER\nNUMBER: /[0-9]+/'), "a12", "a"),
+        (StructuredOutput("grammar", 'root ::= "a" digits\ndigits ::= [0-9]+'), "a12", "a"),
+    ],
+)
+def test_what_matches(tokenizer: LLTokenizer, form: StructuredOutput, good: str, bad: str) -> None:
+    assert matches(tokenizer, form, good)
+    assert not matches(tokenizer, form, bad)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (schema(type="array", uniqueItems=True), "uniqueItems"),
+        (schema(oneOf=[{"type": "string", "pattern": "^.*a.*$"}, {"type": "string", "pattern": "b"}]), "oneOf"),
+        (schema(type="string", format="shoe-size"), "Unknown format: shoe-size"),
+        (schema(type="shoe"), "Invalid type: shoe"),
+        ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
+        ({"$ref": "#"}, "no output can match it"),
+        (StructuredOutput("json_schema", "false"), "no output can match it"),
+        (StructuredOutput("regex", "(?=a)b"), "look-around"),
+        (StructuredOutput("regex", "(" * 8000 + "a" + ")" * 8000), "regex"),
+        (StructuredOutput("regex", "a)"), "invalid regex"),
+        (StructuredOutput("grammar", "start: missing"), "unknown name"),
+        (StructuredOutput("grammar", "what is this"), "GBNF"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_a_reason(tokenizer: LLTokenizer, form: Any, words: str) -> None:
+    form = StructuredOutput.of_schema(form) if isinstance(form, dict) else form
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        build(tokenizer, form, lowered(form))
+    assert (caught.value.param, caught.value.code) == ("structured_output", "invalid_grammar")
+    assert len(caught.value.message) < 400
+
+
+def test_byte_fallback_vocabularies(tmp_path: Path) -> None:
+    """Text that has no token of its own is written byte by byte, and spaces as ▁."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b"]
+    model = models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = load_llg_tokenizer(tmp_path, 300, [2])  # the model has more rows than the tokenizer has pieces
+    form = StructuredOutput.of_choices(["b ab", "é"])
+    matcher = Matcher(build(vocabulary, form, lowered(form)))
+
+    def allowed() -> set[int]:
+        return {t for t in range(32 * len(matcher.mask)) if matcher.mask[t >> 5] >> (t & 31) & 1}
+
+    b, first, second = pieces.index("b"), pieces.index("<0xC3>"), pieces.index("<0xA9>")
+    assert matcher.advance([], ()) is None
+    assert allowed() == {b, pieces.index("<0x62>"), first}
+    assert matcher.advance([first], ()) is None
+    assert allowed() == {second}
+    assert matcher.advance([second], ()) is None
+    assert allowed() == {2}
+
+
+REFERENCES = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(50)} | {"a50": {}}
+HOSTILE: dict[str, StructuredOutput] = {
+    "exponential": schema(
+        allOf=[{"type": "string", "pattern": f".*[a-{c}].{{50}}"} for c in "bcdefghijklmnopqrst"]
+    ),
+    "long": schema(type="integer", multipleOf=999983),
+    "large": schema(type="object", properties={f"p{i}": {"enum": [i]} for i in range(4000)}),
+    "references": schema(**{"$defs": REFERENCES, "$ref": "#/$defs/a0"}),
+    "recursive": schema(
+        type="object", properties={"a": {"$ref": "#"}, "b": {"$ref": "#"}}, additionalProperties=False
+    ),
+    "repeated": StructuredOutput("regex", "((a{0,1000}){0,1000}){0,1000}"),
+    "ambiguous": StructuredOutput("grammar", 'start: s\ns: s s s | "a" | ""'),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(bundled_model: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=True)
+    yield compiler
+    compiler.close()
+
+
+def test_hostile_ones_are_refused_or_compiled_and_harm_nobody(compiler: GrammarCompiler) -> None:
+    waiting = {name: compiler.submit(form) for name, form in HOSTILE.items()}
+    friendly = compiler.submit(PERSON)
+    refusals = {name: str(error) for name, done in waiting.items() if (error := done.exception())}
+    assert {"exponential", "long"} <= refusals.keys() <= {"exponential", "long", "large"}
+    assert all("compiling it takes more than 0.75 s" in reason for reason in refusals.values())
+    assert friendly.exception() is None
+
+
+def test_what_was_compiled_or_refused_is_kept(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = schema(uniqueItems=True)
+    first = compiler.compile(PERSON)
+    with pytest.raises(InvalidRequestError, match="uniqueItems"):
+        compiler.compile(bad)
+    monkeypatch.setattr(GrammarChecker, "check", lambda self, form: pytest.fail("asked again"))
+    assert compiler.compile(PERSON) is first
+    assert compiler.submit(PERSON).result() is first
+    with pytest.raises(InvalidRequestError, match="uniqueItems"):
+        compiler.submit(bad).result()
+
+
+def test_no_more_are_kept_than_there_is_room_for(bundled_model: Path) -> None:
+    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=False)
+    forms = [StructuredOutput("regex", f"a{{{i}}}") for i in range(1, KEPT + 2)]
+    grammars = [compiler.compile(form) for form in forms]
+    assert compiler.compile(forms[-1]) is grammars[-1]
+    assert compiler.compile(forms[1]) is grammars[1]
+    assert compiler.compile(forms[0]) is not grammars[0]
+    assert compiler.compile(forms[2]) is not grammars[2]
+
+
+def test_processes_that_end_are_replaced(bundled_model: Path) -> None:
+    checker = GrammarChecker(bundled_model, VOCABULARY, [END])
+    assert checker.check(PERSON) == lowered(PERSON)
+    process = checker._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as when its owner dies
+    assert process.wait(60) == 0
+    assert checker.check(PERSON) == lowered(PERSON)
+    assert checker._process is not process
+    checker.close()
+
+
+@pytest.mark.parametrize(("code", "words"), [(27, "more than 0.75 s"), (9, "more than 0.75 s"), (6, "memory")])
+def test_a_process_that_dies_is_a_refusal(
+    code: int, words: str, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = [sys.executable, "-c", f"import os; input(); os.kill(os.getpid(), {code})"]
+    monkeypatch.setattr(
+        GrammarChecker, "_started", lambda self: subprocess.Popen(dying, stdin=PIPE, stdout=PIPE)
+    )
+    checker = GrammarChecker(bundled_model, VOCABULARY, [END])
+    with pytest.raises(InvalidRequestError, match=words):
+        checker.check(PERSON)
+    checker.close()
+
+
+def test_schemas_may_not_set_options_of_the_library_wrongly(tokenizer: LLTokenizer) -> None:
+    form = StructuredOutput("json_schema", json.dumps({"x-guidance": {"lenient": 5}}))
+    with pytest.raises(InvalidRequestError, match="expected a boolean"):
+        build(tokenizer, form, lowered(form))
