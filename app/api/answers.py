@@ -1,30 +1,43 @@
-"""Whole answers, put together from their deltas."""
+"""Answers, put together from their deltas."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from app.api.choices import TextDelta
 
+Kind: TypeAlias = Literal["text", "reasoning", "call"]
+
 
 @dataclass(slots=True)
-class CalledTool:
-    """A call of a tool in an answer; ``arguments`` is JSON text, which may be cut short by ``max_tokens``."""
+class Block:
+    """A part of an answer: content, reasoning, or a call, whose text is its arguments.
 
-    id: str
-    name: str
-    arguments: str = ""
+    Arguments are JSON text, which may be cut short by ``max_tokens``.
+    """
+
+    kind: Kind
+    id: str = ""  # of a call
+    name: str = ""
+    _pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, piece: str) -> None:
+        """The text goes on."""
+        self._pieces.append(piece)
 
 
 class Answer:
-    """One choice of a response that is not streamed."""
+    """One choice of a response: its blocks in the order of the model's text."""
 
-    __slots__ = ("_reasoning", "_texts", "calls", "fingerprint", "finish_reason", "stop")
+    __slots__ = ("blocks", "fingerprint", "finish_reason", "stop")
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self.calls: list[CalledTool] = []
+        self.blocks: list[Block] = []
         self.finish_reason = ""
         self.fingerprint = ""
         self.stop: str | None = None  # the stop string that ended it
@@ -32,22 +45,32 @@ class Answer:
     @property
     def text(self) -> str:
         """Its content."""
-        return "".join(self._texts)
+        return "".join(block.text for block in self.blocks if block.kind == "text")
 
     @property
     def reasoning(self) -> str:
         """What the model wrote before."""
-        return "".join(self._reasoning)
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
 
-    def add(self, delta: TextDelta) -> None:
-        """The next delta of the choice."""
-        self._texts.append(delta.text)
-        if delta.reasoning:
-            self._reasoning.append(delta.reasoning)
-        if delta.call is not None:
-            if delta.call.index == len(self.calls):
-                self.calls.append(CalledTool(delta.call.id, delta.call.name))
-            self.calls[delta.call.index].arguments += delta.call.arguments
+    @property
+    def calls(self) -> list[Block]:
+        """Its calls of tools."""
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def add(self, delta: TextDelta) -> str:
+        """The next delta of the choice; returns what it adds to the last block."""
         self.fingerprint = delta.fingerprint
         self.finish_reason = delta.finish_reason or ""
         self.stop = delta.stop
+        if delta.call is not None:
+            if delta.call.name:
+                self.blocks.append(Block("call", delta.call.id, delta.call.name))
+            return self._add("call", delta.call.arguments)
+        return self._add("reasoning", delta.reasoning) or self._add("text", delta.text)
+
+    def _add(self, kind: Kind, piece: str) -> str:
+        if piece:
+            if not self.blocks or self.blocks[-1].kind != kind:
+                self.blocks.append(Block(kind))
+            self.blocks[-1].add(piece)
+        return piece

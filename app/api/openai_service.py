@@ -19,12 +19,15 @@ from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_cho
 from app.api.errors import ApiFault, model_not_found
 from app.api.keys import KeyFile
 from app.api.live_requests import LiveRequests, Permit
+from app.api.messages.reply import MessagesReply
 from app.api.openai_responses import Envelope, OpenAIReply
 from app.api.openai_types import ChatRequest, CompletionRequest, GenerationOptions
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.reply import Reply
 from app.api.request_body import BodyReader
 from app.api.request_record import RequestRecord
+from app.api.responses.reply import ResponsesReply
+from app.api.responses.request import ResponsesRequest
 from app.api.sse import EventStream, WholeResponse
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.api.tools.families import ModelFamily
@@ -172,6 +175,26 @@ class OpenAIService:
             response = await self._respond(job, limits, record, reply)
             return _Admitted(response, held.pop_all())
 
+    async def responses(self, request: ResponsesRequest, caller: Caller) -> ASGIApp:
+        """Answer ``POST /v1/responses``; raises as :meth:`completions` does."""
+        reply = ResponsesReply(caller.request_id, self._model, request.echo)
+        return await self.chat(request.chat, caller, lambda job: reply, "responses")
+
+    async def messages(self, request: ChatRequest, caller: Caller) -> ASGIApp:
+        """Answer ``POST /v1/messages``; raises as :meth:`completions` does."""
+        reply = MessagesReply(caller.request_id, self._model)
+        return await self.chat(request, caller, lambda job: reply, "messages")
+
+    async def count_tokens(self, request: ChatRequest, caller: Caller) -> Response:
+        """Answer ``POST /v1/messages/count_tokens``; raises as :meth:`completions` does."""
+        self._check_model(request.options.model)
+        record = RequestRecord(caller, "count_tokens", False)
+        with self._admit(record, 1), record.running():
+            longest = (await self._limits()).max_model_len
+            owner = caller.tenant, request.options.cache_salt
+            tokens = await self._tokenizer.encode_chat(request.messages, longest, owner, request.tools)
+        return JSONResponse({"input_tokens": len(tokens)})
+
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
         self._check_model(request.model)
@@ -262,7 +285,9 @@ class OpenAIService:
                 async for delta in arriving:
                     answers[delta.index].add(delta)
         body = reply.body(answers, record.usage)
-        return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
+        # Half of a surrogate pair becomes its escape, which JSON may have.
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        return Response(content, media_type="application/json")
 
     async def _events(
         self, job: GenerationJob, reply: Reply, record: RequestRecord

@@ -19,13 +19,15 @@ from starlette.types import ASGIApp
 from app.api.authentication import Authentication
 from app.api.caller import Caller
 from app.api.cors import CrossOrigin
-from app.api.errors import ERROR_HANDLERS
+from app.api.errors import ERROR_HANDLERS, ApiError
 from app.api.home import home_page
 from app.api.instance import InstanceHeader
 from app.api.key_limits import KeyLimits
+from app.api.messages.request import parse_count_tokens, parse_messages_request
 from app.api.openai_service import OpenAIService
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_id import request_id_of
+from app.api.responses.request import parse_responses
 from app.api.tenant import client_of, tenant_of
 from app.api.tokenization import parse_detokenize, parse_tokenize
 
@@ -54,6 +56,33 @@ async def chat_completions(request: Request) -> ASGIApp:
     service = _service(request)
     asked = await service.bodies.read(request, parse_chat)
     return await service.chat(asked, _caller(request, asked.options.user))
+
+
+async def responses(request: Request) -> ASGIApp:
+    service = _service(request)
+    asked = await service.bodies.read(request, parse_responses)
+    return await service.responses(asked, _caller(request, asked.chat.options.user))
+
+
+async def messages(request: Request) -> ASGIApp:
+    service = _service(request)
+    asked = await service.bodies.read(request, parse_messages_request)
+    return await service.messages(asked, _caller(request, asked.options.user))
+
+
+async def count_tokens(request: Request) -> Response:
+    service = _service(request)
+    asked = await service.bodies.read(request, parse_count_tokens)
+    return await service.count_tokens(asked, _caller(request, asked.options.user))
+
+
+async def no_embeddings(request: Request) -> Response:
+    raise ApiError(
+        404,
+        f"{request.url.path} is not served: the models that this server runs are decoders that were trained to "
+        "continue text; their hidden states are no embeddings and their scores no relevance",
+        code="not_supported_by_model",
+    )
 
 
 async def reset_prefix_cache(request: Request) -> Response:
@@ -104,6 +133,11 @@ def make_api(get_service: Callable[[], OpenAIService]) -> ASGIApp:
             Route("/v1/models/{name:path}", get_model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/v1/embeddings", no_embeddings, methods=["POST"]),
+            Route("/v1/score", no_embeddings, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),

@@ -1,0 +1,1 @@
+"""Anthropic's ``/v1/messages``, as a translation onto the chat service."""

@@ -1,0 +1,201 @@
+"""Requests of Anthropic's ``POST /v1/messages`` and ``/v1/messages/count_tokens``: checked, and translated into
+one of the chat route."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from app.api.chat_messages import MAX_MESSAGES
+from app.api.json_fields import integer, text, wrong
+from app.api.openai_types import ChatRequest
+from app.api.translation import chat_request, known_fields, one_of
+from engine.errors import InvalidRequestError
+
+SAME = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "cache_salt", "priority")
+"""Fields that are those of the chat route."""
+
+OWN = (
+    "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "metadata", "thinking",
+    "output_config", "service_tier", "cache_control", "inference_geo", "speed",
+)  # fmt: skip
+
+REFUSED = {
+    "mcp_servers": "this server calls no other servers; give tools",
+    "container": "not supported; leave it out",
+    "context_management": "not supported; leave it out",
+}
+"""Fields with the reason why they are refused."""
+
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of this route by those of the chat route that they become."""
+
+CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+
+
+def parse_messages_request(body: dict[str, Any]) -> ChatRequest:
+    """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
+    fields = known_fields(body, (*SAME, *OWN), REFUSED)
+    if "max_tokens" not in fields:
+        raise wrong("max_tokens", None, "an integer, at least 1")
+    return _chat(fields, {"max_completion_tokens": integer(fields, "max_tokens", 1)})
+
+
+def parse_count_tokens(body: dict[str, Any]) -> ChatRequest:
+    """As :func:`parse_messages_request`, of a request that generates nothing."""
+    return _chat(known_fields(body, (*SAME, *OWN), REFUSED), {})
+
+
+def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:
+    chat |= {name: fields[name] for name in SAME if name in fields}
+    chat["messages"] = _messages(fields)
+    if "stop_sequences" in fields:
+        if not isinstance(fields["stop_sequences"], list):
+            raise wrong("stop_sequences", fields["stop_sequences"], "a list of strings")
+        chat["stop"] = fields["stop_sequences"]
+    if "tools" in fields:
+        chat["tools"] = _tools(fields["tools"])
+    if "tool_choice" in fields:
+        _add_choice(chat, fields["tool_choice"])
+    metadata = fields.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise wrong("metadata", metadata, "an object")
+    if metadata.get("user_id") is not None:
+        chat["user"] = text(metadata["user_id"], "metadata.user_id")
+    if "thinking" in fields:
+        one_of(fields["thinking"], "thinking", ("enabled", "disabled", "adaptive"))
+    form = _format(fields.get("output_config", {}))
+    if form is not None:
+        chat["response_format"] = form
+    return chat_request(chat, NAMES)
+
+
+def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if "system" in fields:
+        messages.append({"role": "system", "content": _text(fields["system"], "system")})
+    given = fields.get("messages")
+    if not isinstance(given, list) or not given:
+        raise wrong("messages", given, "a list of at least 1")
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(given)} entries but at most {MAX_MESSAGES} are allowed", "messages"
+        )
+    for i, message in enumerate(given):
+        name = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise wrong(name, message, "an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if role == "assistant":
+            messages.append(_assistant(content, f"{name}.content"))
+        elif role in ("user", "system"):
+            messages += _user(role, content, f"{name}.content")
+        else:
+            raise wrong(f"{name}.role", role, "user or assistant")
+    return messages
+
+
+def _user(role: str, content: object, name: str) -> list[dict[str, Any]]:
+    """One message for each result of a tool, and one for the text before or after."""
+    if not isinstance(content, list):
+        return [{"role": role, "content": _text(content, name)}]
+    if not content:
+        raise wrong(name, content, "a string or a list of blocks")
+    messages: list[dict[str, Any]] = []
+    for i, block in enumerate(content):
+        found = one_of(block, f"{name}[{i}]", ("text", "tool_result"))
+        if found["type"] == "text":
+            part = text(found.get("text"), f"{name}[{i}].text")
+            if messages and messages[-1]["role"] == role:
+                messages[-1]["content"] += f"\n{part}"
+            else:
+                messages.append({"role": role, "content": part})
+            continue
+        call_id = text(found.get("tool_use_id"), f"{name}[{i}].tool_use_id")
+        result = _text(found.get("content") or "", f"{name}[{i}].content")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+    return messages
+
+
+def _assistant(content: object, name: str) -> dict[str, Any]:
+    if not isinstance(content, list):
+        return {"role": "assistant", "content": _text(content, name)}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(content):
+        where = f"{name}[{i}]"
+        found = one_of(block, where, ("text", "tool_use", "thinking", "redacted_thinking"))
+        if found["type"] == "text":
+            texts.append(text(found.get("text"), f"{where}.text"))
+        elif found["type"] == "thinking":
+            thoughts.append(text(found.get("thinking"), f"{where}.thinking"))
+        elif found["type"] == "tool_use":
+            calls.append(_call(found, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise wrong(f"{name}.input", arguments, "an object")
+    function = {
+        "name": text(block.get("name"), f"{name}.name"),
+        "arguments": text(json.dumps(arguments, ensure_ascii=False), f"{name}.input"),
+    }
+    return {"id": text(block.get("id"), f"{name}.id"), "function": function}
+
+
+def _text(content: object, name: str) -> str:
+    """A string, or blocks of text joined by newlines."""
+    if isinstance(content, str):
+        return text(content, name)
+    if not isinstance(content, list):
+        raise wrong(name, content, "a string or a list of text blocks")
+    return "\n".join(
+        text(one_of(block, f"{name}[{i}]", ("text",)).get("text"), f"{name}[{i}].text")
+        for i, block in enumerate(content)
+    )
+
+
+def _tools(tools: object) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise wrong("tools", tools, "a list of tools")
+    found: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools):
+        if isinstance(tool, dict) and tool.get("type") is None:
+            tool = {**tool, "type": "custom"}
+        one_of(tool, f"tools[{i}]", ("custom",))
+        schema = tool.get("input_schema")
+        if not isinstance(schema, dict):
+            raise wrong(f"tools[{i}].input_schema", schema, "a JSON schema, which is an object", "tools")
+        function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _add_choice(chat: dict[str, Any], choice: object) -> None:
+    found = one_of(choice, "tool_choice", (*CHOICES, "tool"))
+    if found["type"] == "tool":
+        chat["tool_choice"] = {"type": "function", "function": {"name": found.get("name")}}
+    else:
+        chat["tool_choice"] = CHOICES[found["type"]]
+    alone = found.get("disable_parallel_tool_use", False)
+    if not isinstance(alone, bool):
+        raise wrong("tool_choice.disable_parallel_tool_use", alone, "true or false")
+    chat["parallel_tool_calls"] = not alone
+
+
+def _format(config: object) -> dict[str, Any] | None:
+    if not isinstance(config, dict):
+        raise wrong("output_config", config, "an object")
+    form = config.get("format")
+    if form is None:
+        return None
+    found = one_of(form, "output_config.format", ("json_schema",))
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": found.get("schema")}}

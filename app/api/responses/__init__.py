@@ -1,0 +1,1 @@
+"""OpenAI's ``/v1/responses``, as a translation onto the chat service."""

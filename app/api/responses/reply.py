@@ -1,0 +1,158 @@
+"""Answers of ``POST /v1/responses``: the object, and events in OpenAI's order, each with a number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from app.api.answers import Answer, Block
+from app.api.choices import TextDelta
+from app.api.errors import ApiFault
+from app.api.sse_event import named_event
+from app.api.usage import Usage
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_DELTAS = {
+    "text": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+
+
+class ResponsesReply:
+    """Writes one response; ``echo`` has the fields that repeat the request."""
+
+    def __init__(self, request_id: str, model: str, echo: dict[str, Any]) -> None:
+        self._id = request_id
+        self._model = model
+        self._echo = echo
+        self._created = int(time.time())
+        self._sent = 0  # events
+        self._answer = Answer()
+
+    def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        (self._answer,) = answers
+        return self._response(self._status, usage)
+
+    def delta(self, delta: TextDelta, usage: Usage) -> bytes:
+        events: list[bytes] = []
+        if not self._sent:
+            for kind in ("response.created", "response.in_progress"):
+                events.append(self._event(kind, response=self._response("in_progress")))
+        blocks = self._answer.blocks
+        known = len(blocks)
+        piece = self._answer.add(delta)
+        if len(blocks) > known:
+            if known:
+                events += self._done(known - 1)
+            events += self._added(known)
+        if piece:
+            events.append(self._delta(len(blocks) - 1, piece))
+        return b"".join(events)
+
+    def end(self, usage: Usage) -> bytes:
+        blocks = self._answer.blocks
+        last = self._done(len(blocks) - 1) if blocks else []
+        status = self._status
+        return b"".join([*last, self._event(f"response.{status}", response=self._response(status, usage))])
+
+    def error(self, fault: ApiFault) -> bytes:
+        """After which nothing comes."""
+        error = {"code": "server_error", "message": fault.message}
+        response = {**self._response("failed"), "error": error}
+        return self._event("response.failed", response=response)
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._answer.finish_reason == "length" else "completed"
+
+    def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
+        done = usage is not None
+        blocks = self._answer.blocks if done or status == "failed" else []
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._model,
+            "output": [self._item(i, "completed") for i in range(len(blocks))],
+            **self._echo,
+            "usage": None if usage is None else _usage(usage),
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number = self._sent
+        self._sent += 1
+        return named_event({"type": kind, "sequence_number": number, **fields})
+
+    def _item_id(self, index: int) -> str:
+        return f"{_PREFIXES[self._answer.blocks[index].kind]}_{self._id}_{index}"
+
+    def _item(self, index: int, status: str) -> dict[str, Any]:
+        block = self._answer.blocks[index]
+        last = index + 1 == len(self._answer.blocks)
+        if status == "completed" and last and self._status == "incomplete":
+            status = "incomplete"
+        begun = status != "in_progress"
+        item: dict[str, Any] = {"id": self._item_id(index), "status": status}
+        if block.kind == "call":
+            called = {"call_id": block.id, "name": block.name, "arguments": block.text if begun else ""}
+            return {**item, "type": "function_call", **called}
+        content = [_part(block, block.text)] if begun else []
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _added(self, index: int) -> list[bytes]:
+        block = self._answer.blocks[index]
+        item = self._item(index, "in_progress")
+        events = [self._event("response.output_item.added", output_index=index, item=item)]
+        if block.kind != "call":
+            where = self._where(index)
+            events.append(self._event("response.content_part.added", **where, part=_part(block, "")))
+        return events
+
+    def _delta(self, index: int, piece: str) -> bytes:
+        kind = self._answer.blocks[index].kind
+        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+        return self._event(_DELTAS[kind], **self._where(index), delta=piece, **more)
+
+    def _done(self, index: int) -> list[bytes]:
+        block = self._answer.blocks[index]
+        where = self._where(index)
+        if block.kind == "call":
+            kind = "response.function_call_arguments.done"
+            events = [self._event(kind, **where, name=block.name, arguments=block.text)]
+        else:
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            done = _DELTAS[block.kind].removesuffix("delta") + "done"
+            events = [
+                self._event(done, **where, text=block.text, **more),
+                self._event("response.content_part.done", **where, part=_part(block, block.text)),
+            ]
+        item = self._item(index, "completed")
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _where(self, index: int) -> dict[str, Any]:
+        where = {"item_id": self._item_id(index), "output_index": index}
+        return where if self._answer.blocks[index].kind == "call" else {**where, "content_index": 0}
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

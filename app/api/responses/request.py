@@ -1,0 +1,219 @@
+"""Requests of ``POST /v1/responses``: checked, and translated into one of the chat route.
+
+Nothing is stored, so a request has its whole conversation in ``input``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from app.api.chat_messages import MAX_MESSAGES
+from app.api.errors import show
+from app.api.json_fields import integer, text, wrong
+from app.api.openai_types import ChatRequest
+from app.api.translation import chat_request, known_fields, one_of
+from engine.errors import InvalidRequestError
+
+SAME = (
+    "model", "temperature", "top_p", "user", "stream", "metadata", "service_tier", "prompt_cache_key",
+    "safety_identifier", "parallel_tool_calls", "seed", "stop", "top_k", "min_p", "cache_salt", "priority",
+)  # fmt: skip
+"""Fields that are those of the chat route."""
+
+OWN = (
+    "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "reasoning", "truncation",
+    "store", "include", "stream_options", "max_tool_calls", "top_logprobs", "prompt_cache_retention",
+)  # fmt: skip
+
+_STATELESS = "this server stores no responses; send the whole conversation in input"
+REFUSED = {
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "background": "this server stores no responses, so it cannot answer later",
+    "prompt": "this server stores no prompts; use instructions and input",
+    "moderation": "not supported; leave it out",
+    "context_management": "not supported; leave it out",
+}
+"""Fields with the reason why they are refused."""
+
+NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of this route by those of the chat route that they become."""
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """The chat request, and the fields that the response repeats."""
+
+    chat: ChatRequest
+    echo: dict[str, Any]
+
+
+def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
+    """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
+    fields = known_fields(body, (*SAME, *OWN), REFUSED)
+    if fields.get("store", False) is not False:
+        raise InvalidRequestError(
+            f"store is {show(fields['store'])} but this server stores no responses; leave it out, or false",
+            "store",
+            "unsupported_parameter",
+        )
+    for name, off in (("truncation", "disabled"), ("top_logprobs", 0)):
+        if fields.get(name, off) != off:
+            raise InvalidRequestError(
+                f"{name} is {show(fields[name])} but only {show(off)} is supported",
+                name,
+                "unsupported_parameter",
+            )
+    chat: dict[str, Any] = {name: fields[name] for name in SAME if name in fields}
+    chat["messages"] = _messages(fields)
+    if "max_output_tokens" in fields:
+        chat["max_completion_tokens"] = integer(fields, "max_output_tokens", 1)
+    if "tools" in fields:
+        chat["tools"] = _tools(fields["tools"])
+    if "tool_choice" in fields:
+        chat["tool_choice"] = _tool_choice(fields["tool_choice"])
+    form = _text_format(fields.get("text", {}))
+    if form["type"] != "text":
+        chat["response_format"] = _response_format(form)
+    return ResponsesRequest(chat_request(chat, NAMES), _echo(fields, form))
+
+
+def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    reasoning = fields.get("reasoning")
+    if not isinstance(reasoning, dict | None):
+        raise wrong("reasoning", reasoning, "an object")
+    return {
+        "background": False,
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "metadata": fields.get("metadata", {}),
+        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "reasoning": reasoning or {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": fields.get("temperature", 1.0),
+        "text": {"format": form},
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": fields.get("tools", []),
+        "top_p": fields.get("top_p", 1.0),
+        "truncation": "disabled",
+        "user": fields.get("user"),
+    }
+
+
+def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if "instructions" in fields:
+        messages.append({"role": "system", "content": text(fields["instructions"], "instructions")})
+    given = fields.get("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": text(given, "input")}]
+    if not isinstance(given, list) or not given:
+        raise wrong("input", given, "a string or a list of at least 1 item")
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"input has {len(given)} items but at most {MAX_MESSAGES} are allowed", "input"
+        )
+    for i, item in enumerate(given):
+        _add_item(messages, item, f"input[{i}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
+    """Items of one turn of the assistant become one message."""
+    if isinstance(item, dict) and "type" not in item:
+        item = {**item, "type": "message"}
+    found = one_of(item, name, ("message", "function_call", "function_call_output", "reasoning"))
+    kind = found["type"]
+    if kind == "message":
+        role = found.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise wrong(f"{name}.role", role, "one of user, assistant, system, developer", "input")
+        content = _content(found.get("content"), f"{name}.content")
+        if role == "assistant":
+            turn = _turn(messages)
+            turn["content"] = f"{turn['content']}\n{content}" if turn["content"] else content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        call = {part: text(found.get(part), f"{name}.{part}", "input") for part in ("name", "arguments")}
+        call_id = text(found.get("call_id"), f"{name}.call_id", "input")
+        _turn(messages).setdefault("tool_calls", []).append({"id": call_id, "function": call})
+    elif kind == "function_call_output":
+        call_id = text(found.get("call_id"), f"{name}.call_id", "input")
+        output = _content(found.get("output"), f"{name}.output")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    else:
+        _add_reasoning(messages, found, name)
+
+
+def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message at the end, which may have to be added."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _add_reasoning(messages: list[dict[str, Any]], item: dict[str, Any], name: str) -> None:
+    content = item.get("content") or []
+    if not isinstance(content, list):
+        raise wrong(f"{name}.content", content, "a list of parts", "input")
+    texts = [
+        text(one_of(part, f"{name}.content[{i}]", ("reasoning_text",)).get("text"), f"{name}.content[{i}].text")
+        for i, part in enumerate(content)
+    ]
+    if texts:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)})
+
+
+def _content(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return text(content, name, "input")
+    if not isinstance(content, list):
+        raise wrong(name, content, "a string or a list of text parts", "input")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        found = one_of(part, f"{name}[{i}]", (*_TEXT_PARTS, "refusal"))
+        key = "refusal" if found["type"] == "refusal" else "text"
+        texts.append(text(found.get(key), f"{name}[{i}].{key}", "input"))
+    return "\n".join(texts)
+
+
+def _tools(tools: object) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise wrong("tools", tools, "a list of tools")
+    found: list[dict[str, Any]] = []
+    for i, tool in enumerate(tools):
+        function = dict(one_of(tool, f"tools[{i}]", ("function",)))
+        del function["type"]
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _tool_choice(choice: object) -> object:
+    if not isinstance(choice, dict):
+        return choice
+    one_of(choice, "tool_choice", ("function",))
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _text_format(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong("text", value, "an object with format")
+    for key in value:
+        if key not in ("format", "verbosity"):
+            raise InvalidRequestError(f"text has {show(key)}, which is not known", "text", "unknown_parameter")
+    form = value.get("format")
+    if form is None:
+        return {"type": "text"}
+    return one_of(form, "text.format", ("text", "json_object", "json_schema"))
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form["type"] == "json_object":
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {key: part for key, part in form.items() if key != "type"}}

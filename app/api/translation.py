@@ -1,0 +1,54 @@
+"""What translations of other APIs onto the chat route share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from app.api.errors import show
+from app.api.openai_types import ChatRequest, parse_chat
+from engine.errors import InvalidRequestError
+
+
+def known_fields(
+    body: dict[str, Any], known: Collection[str], refused: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The fields of ``body`` that are not ``null``.
+
+    Raises:
+        InvalidRequestError: one is not ``known``, or ``refused`` with the reason given there.
+    """
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if refused is not None and name in refused and value not in (False, [], {}):
+            raise InvalidRequestError(f"{name}: {refused[name]}", name, "unsupported_parameter")
+        if name not in known and (refused is None or name not in refused):
+            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
+    return fields
+
+
+def chat_request(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """The chat request ``body``; its errors blame the fields that ``names`` gives for those of ``body``."""
+    try:
+        return parse_chat(body)
+    except InvalidRequestError as error:
+        if error.param is None or error.param not in names:
+            raise
+        ours = names[error.param]
+        raise InvalidRequestError(error.message.replace(error.param, ours, 1), ours, error.code) from error
+
+
+def one_of(value: object, name: str, kinds: Collection[str]) -> dict[str, Any]:
+    """``value`` as an object whose ``type`` is one of ``kinds``.
+
+    Raises:
+        InvalidRequestError: it is not; the message names both.
+    """
+    kind = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(value, dict) or kind not in kinds:
+        raise InvalidRequestError(
+            f"{name} is {show(kind)} but only the types {', '.join(kinds)} are supported",
+            name,
+            "unsupported_parameter" if isinstance(kind, str) else "invalid_value",
+        )
+    return value

@@ -1,0 +1,208 @@
+"""``/v1/responses`` with the ``openai`` SDK: whole, streamed, with tools, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from local_server import MODEL, LocalServer, wait_until
+from scripted import scripted
+
+from app.api.responses.request import parse_responses
+from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from engine.errors import InvalidRequestError
+
+CAPITAL: Any = {
+    "model": MODEL,
+    "instructions": "You are a helpful assistant.",
+    "input": "What is the capital of France?",
+    "temperature": 0,
+}
+ANSWER = "The capital of France is Paris."
+TOOL: Any = {
+    "type": "function",
+    "name": "f",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
+@pytest.fixture
+def sdk(server: LocalServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_is_the_chat_routes(sdk: openai.OpenAI) -> None:
+    response = sdk.responses.create(**CAPITAL, metadata={"a": "b"})
+    assert (response.output_text, response.status, response.object) == (ANSWER, "completed", "response")
+    assert response.id.startswith("resp_")
+    assert (response.instructions, response.metadata) == (CAPITAL["instructions"], {"a": "b"})
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (27, 8)
+    assert response.usage.total_tokens == 35
+    chat = sdk.chat.completions.create(
+        model=MODEL,
+        temperature=0,
+        messages=[
+            {"role": "system", "content": CAPITAL["instructions"]},
+            {"role": "user", "content": CAPITAL["input"]},
+        ],
+    )
+    assert chat.usage is not None
+    assert (chat.choices[0].message.content, chat.usage.prompt_tokens) == (ANSWER, 27)
+
+
+def test_events_come_in_openais_order(sdk: openai.OpenAI) -> None:
+    events = list(sdk.responses.create(**CAPITAL, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert deltas > 3
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == ANSWER
+    assert last.response.usage is not None
+    assert last.response.usage.output_tokens == 8
+
+
+def test_the_sdks_own_stream_and_the_asynchronous_client(server: LocalServer, sdk: openai.OpenAI) -> None:
+    with sdk.responses.stream(**CAPITAL) as stream:
+        assert stream.get_final_response().output_text == ANSWER
+
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return (await client.responses.create(**CAPITAL)).output_text
+
+    assert asyncio.run(ask()) == ANSWER
+
+
+def test_an_answer_that_is_cut_short_is_incomplete(sdk: openai.OpenAI) -> None:
+    response = sdk.responses.create(**CAPITAL, max_output_tokens=3)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+    *_, last = sdk.responses.create(**CAPITAL, max_output_tokens=3, stream=True)
+    assert last.type == "response.incomplete"
+
+
+def test_reasoning_text_and_calls_are_items(
+    server: LocalServer, sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, server, f"<think>Hm.</think>I call.{CALL}{CALL}")
+    server.set_options(monkeypatch, reasoning_parser="think")
+    whole = sdk.responses.create(**CAPITAL, tools=[TOOL])
+    events = list(sdk.responses.create(**CAPITAL, tools=[TOOL], stream=True))
+    last = events[-1]
+    assert last.type == "response.completed"
+    for response in (whole, last.response):
+        thought, message, *calls = response.output
+        assert thought.type == "reasoning"
+        assert thought.content is not None
+        assert thought.content[0].text == "Hm."
+        assert message.type == "message"
+        assert response.output_text == "I call."
+        assert [call.type for call in calls] == ["function_call", "function_call"]
+        assert [json.loads(call.arguments) for call in calls if call.type == "function_call"] == [{"x": 1}] * 2
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens > 0
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    done = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert added == done == [item.id for item in last.response.output]
+    pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert {piece.item_id for piece in pieces} == set(added[2:])
+
+
+def test_a_whole_exchange_may_be_sent_back(
+    server: LocalServer, sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        scripted(patch, server, f"<think>Hm.</think>I call.{CALL}")
+        server.set_options(patch, reasoning_parser="think")
+        first = sdk.responses.create(**CAPITAL, tools=[TOOL])
+    call = first.output[-1]
+    assert call.type == "function_call"
+    sent = [
+        {"role": "user", "content": "Call f."},
+        *[item.to_dict() for item in first.output],
+        {"type": "function_call_output", "call_id": call.call_id, "output": "2"},
+    ]
+    chat = parse_responses({"input": sent}).chat
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
+    answer = chat.messages[1]
+    assert (answer.reasoning, answer.content, answer.tool_calls[0].id) == ("Hm.", "I call.", call.call_id)
+    items: Any = sent
+    again = sdk.responses.create(model=MODEL, input=items, tools=[TOOL], max_output_tokens=4)
+    assert again.status in ("incomplete", "completed")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("previous_response_id", "resp_1", "stores no responses; send the whole conversation in input"),
+        ("conversation", "conv_1", "stores no responses"),
+        ("background", True, "stores no responses"),
+        ("store", True, "store is true but this server stores no responses"),
+        ("truncation", "auto", "only 'disabled' is supported"),
+        ("no_such", 1, "'no_such' is not a known parameter"),
+        ("input", [], "input is a list of 0 but must be a string or a list of at least 1 item"),
+        (
+            "input",
+            [{"role": "user", "content": [{"type": "input_image"}]}],
+            "input[0].content[0] is 'input_image'",
+        ),
+        ("input", [{"type": "item_reference", "id": "a"}], "input[0] is 'item_reference'"),
+        ("input", [{"role": "tool", "content": "a"}], "input[0].role is 'tool'"),
+        ("input", [{"type": "function_call", "name": "f", "arguments": "{}"}], "input[0].call_id is null"),
+        ("input", [{"type": "reasoning", "content": 1}], "input[0].content is 1"),
+        ("instructions", 1, "instructions is 1"),
+        ("max_output_tokens", 0, "max_output_tokens is 0"),
+        ("tools", [{"type": "web_search"}], "tools[0] is 'web_search'"),
+        ("tools", {}, "tools is an object"),
+        ("tool_choice", {"type": "mcp"}, "tool_choice is 'mcp'"),
+        ("text", {"format": {"type": "xml"}}, "text.format is 'xml'"),
+        ("text", 1, "text is 1"),
+        ("reasoning", 1, "reasoning is 1"),
+        ("temperature", 3, "temperature is 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(field: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_responses({"input": "a", field: value})
+    assert words in caught.value.message
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+
+
+def test_errors_are_openais(http: httpx.Client) -> None:
+    error = http.post("/v1/responses", json={"input": "a", "previous_response_id": "resp_1"})
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == "previous_response_id"
+    assert http.post("/v1/responses", json={"input": "a", "model": "other"}).status_code == 404
+
+
+def test_an_error_after_the_first_event_fails_the_response(
+    server: LocalServer, sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(request: GenerateRequest) -> Any:
+        yield Delta((504,), None, 0, 0)
+        raise GenerationError("broken")
+
+    monkeypatch.setattr(server.client, "generate", generate)
+    *_, last = sdk.responses.create(**CAPITAL, stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "broken"
+    wait_until(lambda: server.service.num_live == 0)
