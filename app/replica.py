@@ -76,9 +76,9 @@ class EngineReplica:
         logs.configure(*service.logging, logs.replica_name("engine"))
         self._watchdog.stuck_after_s = service.stuck_after_s
 
-    async def channel(self, cid: str, epoch: int, *, target: str) -> AsyncIterator[bytes]:
+    async def channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""
-        stream = self._hub.stream(cid, epoch)
+        stream = self._hub.stream(cid, epoch, resumption)
         try:
             async for frame in stream:
                 yield frame
@@ -90,10 +90,18 @@ class EngineReplica:
         return await run_attempt(self._hub, self._engine, cid, meta["epoch"], payload)
 
     async def beat(
-        self, cid: str, epoch: int, acknowledged: int, stale: list[int], resync: bool, *, target: str
+        self,
+        cid: str,
+        epoch: int,
+        acknowledged: int,
+        stale: list[int],
+        resync: bool,
+        last: bool,
+        *,
+        target: str,
     ) -> bool:
         """Lease and acknowledgement; see ``ChannelHub.beat``."""
-        return self._hub.beat(cid, epoch, acknowledged, stale, resync)
+        return self._hub.beat(cid, epoch, acknowledged, stale, resync, last)
 
     async def reset_prefix_cache(self, *, target: str) -> int:
         """Empty the prefix cache; running requests keep their blocks. Returns how many blocks became free.
@@ -147,6 +155,7 @@ class EngineReplica:
             "recoveries": {kind.value: count for kind, count in stats.scheduler.recovery.finished.items()},
             "host_blocks_used": stats.scheduler.host_blocks_used,
             "channels": self._hub.inspect(),
+            "kept_attempts": self._hub.num_kept,
         }
 
     async def __del__(self) -> None:

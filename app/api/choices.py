@@ -52,12 +52,13 @@ class GenerationJob:
         return sum(map(len, self.prompts))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
     """New text of choice ``index``, and totals so far: tokens of the choice, cached tokens of its prompt.
 
     Where answers are parsed, ``text`` is content, and only one of it, ``reasoning``, and ``call`` is there.
-    ``fingerprint`` is that of the model that generates the choice.
+    ``fingerprint`` is that of the model that generates the choice. Nothing changes it;
+    ``frozen`` would make a new one dear.
     """
 
     index: int

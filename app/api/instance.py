@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.sse import DIRECT_SEND
+
 HEADER = "x-quire-instance"
 
 
 class InstanceHeader:
-    """ASGI middleware: every response, whatever its status, says which server gave it."""
+    """The outermost ASGI middleware: every response, whatever its status, says which server gave it."""
 
     def __init__(self, api: ASGIApp, instance: Callable[[], str]) -> None:
         self._api = api
@@ -20,6 +22,7 @@ class InstanceHeader:
         if scope["type"] != "http":
             await self._api(scope, receive, send)
             return
+        scope[DIRECT_SEND] = send
         header = (HEADER.encode(), self._instance().encode())
 
         async def send_named(message: Message) -> None:

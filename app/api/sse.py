@@ -24,6 +24,10 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+DIRECT_SEND = "quire.direct_send"
+"""In an ASGI scope, the server's own ``send``. No middleware here changes a body, so that events need not pass
+them once the headers are out."""
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -55,12 +59,16 @@ class EventStream:
         await _run_while_connected(receive, self._produce(scope, receive, send), lambda: self._wait(send))
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        time = asyncio.get_running_loop().time
+        direct = scope.get(DIRECT_SEND, send)
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
                     self._sending = True
-                    await self._begin(send)
-                    await self._send(send, event)
+                    if not self._begun or self._beginning.locked():
+                        await self._begin(send)
+                    await direct({"type": "http.response.body", "body": event, "more_body": True})
+                    self._sent = time()
                     self._sending = False
             except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
                 fault = fault_of(error)
@@ -73,10 +81,6 @@ class EventStream:
         self._sending = True
         await self._begin(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, events: bytes) -> None:
-        await send({"type": "http.response.body", "body": events, "more_body": True})
-        self._sent = asyncio.get_running_loop().time()
 
     async def _begin(self, send: Send) -> None:
         async with self._beginning:  # whoever comes second waits until the headers are out
@@ -91,10 +95,12 @@ class EventStream:
         if not self._begun:
             await self._begin(send)
             return KEEP_ALIVE_S
-        quiet = asyncio.get_running_loop().time() - self._sent
+        time = asyncio.get_running_loop().time
+        quiet = time() - self._sent
         if quiet < KEEP_ALIVE_S:
             return KEEP_ALIVE_S - quiet
-        await self._send(send, KEEP_ALIVE)
+        await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        self._sent = time()
         return KEEP_ALIVE_S
 
 

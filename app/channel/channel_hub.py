@@ -10,19 +10,21 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from app.background import start_task
 from app.channel import wire
-from app.channel.engine_channel import Attempt, EngineChannel, UnknownEpochError
+from app.channel.engine_channel import MAX_WAITING_TOKENS, Attempt, EngineChannel, UnknownEpochError
+from app.channel.resumption import carry_over
 from app.channel.silence import Silence
+from app.channel.wire_resume import Resumption, unpack_resumption
 from app.channel.wire_sections import Figures
 from app.routing.load import LoadReport
 from engine.engine_thread import StepOutputs
 from engine.errors import EngineDeadError
 from engine.kv.kv_events import KvSnapshot
-from engine.request import TokenDelta
+from engine.request import FinishReason, TokenDelta
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
@@ -30,6 +32,13 @@ LEASE_S = 5.0
 
 GRACE_S = 60.0
 """A channel ends, and its attempts with it, when its ingress has sent no beat for this long."""
+
+KEEP_S = 10.0
+"""The attempts of a channel that broke go on for this long: the ingress's next channel may resume them."""
+
+CALL_END_S = 0.05
+"""A call that is canceled aborts its attempt after this, unless its channel ends meanwhile: then the connection
+broke, and the attempt may be resumed."""
 
 IDLE_FRAME_S = 1.0
 """An idle channel sends an empty frame this often."""
@@ -43,7 +52,9 @@ logger = logging.getLogger(__name__)
 class ChannelHub:
     """All channels of one engine replica.
 
-    ``abort`` is called with an engine request id when an attempt ends before its end record. ``snapshot``
+    ``abort`` is called with an engine request id when an attempt ends before its end record. When a channel
+    breaks, its attempts and what the ingress has not acknowledged are kept for ``KEEP_S``: see
+    ``app/channel/resumption.py``. ``snapshot``
     returns the contents of the engine's prefix cache; without it channels carry no KV events. ``load`` is what
     new channels report until the engine's first step.
     ``figures`` returns what the replica has counted. ``lost_leases`` is how often a channel was suspended.
@@ -72,20 +83,27 @@ class ChannelHub:
         self._grace_s = grace_s
         self._idle_frame_s = idle_frame_s
         self._channels: dict[str, EngineChannel] = {}
+        self._kept: dict[str, EngineChannel] = {}  # by ingress, a channel that broke
         self._attempts: dict[str, Attempt] = {}
         self._refused: str = ""
         self._stalled_s = 0.0
 
-    async def stream(self, cid: str, epoch: int) -> AsyncIterator[bytes]:
+    async def stream(self, cid: str, epoch: int, resumption: bytes = b"") -> AsyncIterator[bytes]:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
+
+        ``resumption`` lists the attempts of that one which are to go on; all others are aborted.
 
         Raises:
             UnknownEpochError: a newer epoch is open, no beat came, or the replica no longer accepts channels.
+            WireError: the resumption is unreadable.
         """
+        wanted = unpack_resumption(resumption) if resumption else None
         channel = self._open(cid, epoch)
+        resumed = self._resume(channel, wanted)
         watcher = self._start(channel, "lease", self._watch(channel))
         try:
-            yield wire.pack_hello(epoch, self._next(channel), self._hello)
+            hello = replace(self._hello, resumed=tuple(resumed)) if resumed else self._hello
+            yield wire.pack_hello(epoch, self._next(channel), hello)
             while not channel.closed:
                 self._fetch_if_wanted(channel)
                 await channel.wake.wait()
@@ -93,16 +111,16 @@ class ChannelHub:
                     break
                 channel.wake.clear()
                 if not channel.blocked:
-                    records, sections = channel.take_records(), channel.take_sections()
+                    sections = channel.take_sections()
                     if self._clock() >= channel.figures_due:
                         channel.figures_due = self._clock() + FIGURES_S
                         figures = self._figures()
                         if figures is not None:
                             sections.append(figures)
-                    yield wire.pack_records(epoch, self._next(channel), records, sections)
+                    yield channel.take_frame(self._next(channel), sections)
             # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
-                yield wire.pack_records(epoch, self._next(channel), channel.take_records())
+                yield channel.take_frame(self._next(channel))
             if channel.lapsed:
                 raise UnknownEpochError(channel.closed)
         finally:
@@ -123,13 +141,25 @@ class ChannelHub:
         self._attempts[engine_id] = entry
         return entry
 
-    def detach(self, attempt: Attempt) -> bool:
-        """Remove an attempt and its unsent tokens; true if it had not ended and must be aborted."""
+    def detach(self, attempt: Attempt) -> None:
+        """Remove an attempt that the engine has not accepted."""
         self._attempts.pop(attempt.engine_id, None)
-        live = attempt.channel.attempts.pop(attempt.number, None) is attempt
-        if live:
-            attempt.channel.unsent.pop(attempt.number, None)
-        return live
+        attempt.channel.attempts.pop(attempt.number, None)
+
+    def leave(self, attempt: Attempt) -> None:
+        """The attempt's call has ended: abort it soon, unless it has ended or its channel ends, too."""
+        channel = attempt.channel
+        if self._attempts.get(attempt.engine_id) is attempt and not channel.closed:
+            attempt.leaving = True
+            asyncio.get_running_loop().call_later(CALL_END_S, self._abandon, attempt)
+
+    def _abandon(self, attempt: Attempt) -> None:
+        channel = attempt.channel
+        if self._attempts.get(attempt.engine_id) is attempt and attempt.leaving:
+            self._drop(attempt)
+            # An ingress that has not given it up must not wait for it.
+            channel.add(wire.Record(attempt.number, 0, [], end=FinishReason.ABORT, final=True))
+            channel.wake.set()
 
     def on_step(self, outputs: StepOutputs) -> None:
         """Distribute the outputs of one engine step."""
@@ -160,50 +190,61 @@ class ChannelHub:
             if attempt is None:
                 continue
             channel = attempt.channel
-            unsent = channel.unsent.setdefault(attempt.number, {})
-            record = unsent.get(delta.sequence)
-            if record is None:
-                record = wire.Record(
-                    attempt.number, delta.index, list(delta.token_ids), sequence=delta.sequence
-                )
-                unsent[delta.sequence] = record
-            else:
-                record.token_ids.extend(delta.token_ids)
-            record.cached_tokens = delta.cached_tokens
-            if delta.logprobs is not None:
-                record.logprobs = [*(record.logprobs or ()), *delta.logprobs]
-            if delta.prompt_logprobs is not None:
-                record.prompt_logprobs = delta.prompt_logprobs
             attempt.generated += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                record.end = delta.finish_reason
-                record.message = delta.error or ""
+            record = wire.Record(
+                attempt.number,
+                delta.index,
+                list(delta.token_ids),
+                delta.cached_tokens,
+                delta.finish_reason,
+                delta.error or "",
+                delta.sequence,
+                delta.final,
+                None if delta.logprobs is None else list(delta.logprobs),
+                delta.prompt_logprobs,
+            )
+            if attempt.leaving and not delta.final:
+                attempt.withheld.append(record)
+                continue
+            if attempt.leaving:
+                attempt.stay()
+            channel.add(record)
             if delta.final:
-                record.final = True
-                unsent[delta.sequence] = unsent.pop(
-                    delta.sequence
-                )  # it must come after records that waited longer
                 del self._attempts[delta.request_id]
                 del channel.attempts[attempt.number]
                 if not attempt.done.done():
                     attempt.done.set_result(attempt.generated)
             channel.wake.set()
+            if channel.waiting_tokens > MAX_WAITING_TOKENS:
+                channel.lapsed = True
+                self._end(channel, f"more than {MAX_WAITING_TOKENS} tokens wait for its ingress")
 
     def beat(
-        self, cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = (), resync: bool = False
+        self,
+        cid: str,
+        epoch: int,
+        acknowledged: int,
+        stale: Iterable[int] = (),
+        resync: bool = False,
+        last: bool = False,
     ) -> bool:
-        """Renew a lease; false if there is no such channel.
+        """Renew a lease; false if there is no such channel. After the ``last`` beat nothing is kept.
 
         ``stale`` lists attempts that the ingress does not know; ``resync`` asks for a snapshot of the prefix
         cache because KV events were lost.
         """
-        channel = self._channels.get(cid)
-        if channel is None or channel.epoch != epoch or channel.closed:
+        channel = self._channels.get(cid) or self._kept.get(cid)
+        if channel is None or channel.epoch != epoch:
+            return False
+        if last:
+            self._end(channel, "the ingress closed it")
+            return True
+        if channel.closed:
             return False
         channel.beats += 1
         was_blocked = channel.blocked
         channel.suspended = False
-        channel.acknowledged = max(channel.acknowledged, min(acknowledged, channel.sequence))
+        channel.acknowledge(acknowledged)
         if was_blocked and not channel.blocked:
             channel.wake.set()
         if resync:
@@ -216,23 +257,68 @@ class ChannelHub:
                 self._drop(attempt)
         return True
 
-    def close(self, channel: EngineChannel, reason: str) -> None:
-        """End a channel and abort its attempts."""
+    def close(self, channel: EngineChannel, reason: str, keep: bool = True) -> None:
+        """End a channel. Its attempts are kept for a while, or aborted if the ingress is not to come back."""
         if not channel.closed:
             channel.closed = reason
             logger.info("channel %s epoch %d ended: %s", channel.cid, channel.epoch, reason)
-        channel.stop()
-        if self._channels.get(channel.cid) is channel:
-            del self._channels[channel.cid]
-        for attempt in list(channel.attempts.values()):
-            self._drop(attempt, keep_unsent=True)
         channel.wake.set()
+        if self._channels.get(channel.cid) is not channel:
+            return
+        del self._channels[channel.cid]
+        channel.stop()
+        if not keep or self._refused:
+            # Tokens generated before the end still count: those that can leave do.
+            for attempt in list(channel.attempts.values()):
+                self._drop(attempt, keep_unsent=True)
+        elif channel.attempts or channel.unsent or channel.sent:
+            for attempt in channel.attempts.values():
+                attempt.stay()
+            self._kept[channel.cid] = channel
+            channel.expiry = asyncio.get_running_loop().call_later(KEEP_S, self._forget, channel.cid)
 
     def close_all(self, reason: str) -> None:
         """End every channel and refuse new ones."""
         self._refused = reason
         for channel in list(self._channels.values()):
             self.close(channel, reason)
+        for cid in list(self._kept):
+            self._forget(cid)
+
+    @property
+    def num_kept(self) -> int:
+        """Attempts whose channel broke and that may be resumed."""
+        return sum(len(channel.attempts) for channel in self._kept.values())
+
+    def _end(self, channel: EngineChannel, reason: str) -> None:
+        """End a channel, broken or not, and its attempts."""
+        if self._kept.get(channel.cid) is channel:
+            self._forget(channel.cid)
+        else:
+            self.close(channel, reason, keep=False)
+
+    def _forget(self, cid: str) -> None:
+        """Abort what is kept of a channel that broke."""
+        channel = self._kept.pop(cid)
+        channel.stop()
+        for attempt in list(channel.attempts.values()):
+            self._drop(attempt)
+        channel.unsent.clear()
+        channel.sent.clear()
+
+    def _resume(self, channel: EngineChannel, resumption: Resumption | None) -> list[int]:
+        """Take over what is wanted of the same ingress's channel before, and abort the rest."""
+        ended = self._kept.get(channel.cid)
+        if ended is None:
+            return []
+        resumed: list[int] = []
+        if resumption is not None and resumption.epoch == ended.epoch:
+            resumed = carry_over(ended, channel, resumption.claims)
+            channel.last_received = ended.last_received
+        self._forget(channel.cid)
+        if channel.unsent:
+            channel.wake.set()
+        return resumed
 
     def inspect(self) -> dict[str, dict[str, int]]:
         """For tests and debugging: the state of each channel."""
@@ -250,7 +336,7 @@ class ChannelHub:
     def _open(self, cid: str, epoch: int) -> EngineChannel:
         if self._refused:
             raise UnknownEpochError(f"this replica accepts no channels: {self._refused}")
-        older = self._channels.get(cid)
+        older = self._channels.get(cid) or self._kept.get(cid)
         if older is not None:
             if older.epoch >= epoch:
                 raise UnknownEpochError(
@@ -301,7 +387,7 @@ class ChannelHub:
             silent = silence.look(channel.beats)
             if silent > self._grace_s:
                 channel.lapsed = True
-                self.close(channel, f"no beat for {self._grace_s:g} s")
+                self._end(channel, f"no beat for {self._grace_s:g} s")
             elif silent > self._lease_s:
                 if not channel.suspended:
                     self.lost_leases += 1
@@ -314,7 +400,7 @@ class ChannelHub:
         self._attempts.pop(attempt.engine_id, None)
         attempt.channel.attempts.pop(attempt.number, None)
         if not keep_unsent:
-            attempt.channel.unsent.pop(attempt.number, None)
+            attempt.channel.drop_records(attempt.number)
         self._abort(attempt.engine_id)
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))

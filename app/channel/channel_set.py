@@ -7,12 +7,13 @@ import contextlib
 import contextvars
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from app.background import Background
 from app.channel import relay
 from app.channel.ingress_channel import ChannelState, IngressChannel, OwnerEvents
+from app.channel.wire_resume import Claim
 from app.routing import fleet
 from app.routing.replica import Route
 from app.routing.requirement import Requirement
@@ -133,6 +134,11 @@ class ChannelSet:
         """See ``relay.Channels``."""
         if (channel := self._channels.get(route.replica)) is not None:
             channel.fail(route.epoch, reason)
+
+    def resume(self, route: Route, claims: Sequence[Claim]) -> None:
+        """See ``relay.Channels``."""
+        if (channel := self._channels.get(route.replica)) is not None:
+            channel.resume(route.epoch, claims)
 
     def _members_from_router(self, members: frozenset[str]) -> None:
         """Called on the router's thread."""

@@ -60,11 +60,14 @@ async def run_attempt(
                     grammar=grammar,
                 )
             )
+        except BaseException:
+            hub.detach(attempt)
+            raise
+        try:
             return {"generated": await attempt.done}
         finally:
-            # Also runs when Serve cancels this call because the client has left.
-            if hub.detach(attempt):
-                engine.abort(engine_id)
+            # Also runs when Serve cancels this call because the client has left, or the connection is lost.
+            hub.leave(attempt)
     except InvalidRequestError as error:
         return {"invalid": (error.message, error.param, error.code)}
     except (UnknownEpochError, EngineDeadError, wire.WireError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.channel import wire
@@ -19,6 +21,9 @@ LOAD_S = 0.3
 MAX_UNACKNOWLEDGED = 512
 """Maximum number of unacknowledged frames; beyond it tokens accumulate here, in one record per sequence."""
 
+MAX_WAITING_TOKENS = 2**20
+"""Maximum number of tokens that wait for one ingress, about 40 MB; beyond it its channel and attempts end."""
+
 
 class UnknownEpochError(QuireError):
     """This replica does not have the channel, or no longer has it."""
@@ -26,13 +31,26 @@ class UnknownEpochError(QuireError):
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt that runs here. ``done`` gets the number of generated tokens, or ``UnknownEpochError``."""
+    """One attempt that runs here. ``done`` gets the number of generated tokens, or ``UnknownEpochError``.
+
+    While it is ``leaving``, its call has ended, and whether the whole connection has is yet to be seen: what it
+    makes is ``withheld``.
+    """
 
     number: int
     engine_id: str
     channel: EngineChannel
     done: asyncio.Future[int]
     generated: int = 0
+    leaving: bool = False
+    withheld: list[wire.Record] = field(default_factory=list)
+
+    def stay(self) -> None:
+        """The connection has broken: the attempt may be resumed, and needs what it has made."""
+        self.leaving = False
+        for record in self.withheld:
+            self.channel.add(record)
+        self.withheld.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +63,14 @@ class EngineChannel:
     suspended: bool = False  # no beat has come for a while: frames wait until one does
     sequence: int = 0
     last_frame: float = 0.0
-    acknowledged: int = 0  # frames that the ingress has read
+    acknowledged: int = 0  # frames that the ingress has handled
+    sent: deque[tuple[int, bytes]] = field(default_factory=deque)  # with tokens, and not acknowledged
     unsent: dict[int, dict[int, wire.Record]] = field(default_factory=dict)  # by attempt and sequence
+    waiting_tokens: int = 0  # in ``unsent``
     attempts: dict[int, Attempt] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     closed: str = ""  # the reason, once closed
-    lapsed: bool = False  # closed because no beat came
+    lapsed: bool = False  # closed because no beat came, or too many tokens waited
     kv: KvOutbox = field(default_factory=KvOutbox)
     load: LoadReport | None = None  # not sent yet
     last_load: LoadReport | None = None  # that was sent
@@ -58,17 +78,51 @@ class EngineChannel:
     last_received: int = 0  # highest attempt that the engine has received
     flush: asyncio.TimerHandle | None = None  # sends KV events and load that no token takes along
     fetch: asyncio.Task[None] | None = None  # of a snapshot of the prefix cache
+    expiry: asyncio.TimerHandle | None = None  # ends what has been kept since the channel ended
 
     @property
     def blocked(self) -> bool:
         """Whether no frame may leave: too many are unacknowledged, or the ingress is silent."""
         return self.suspended or self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
 
-    def take_records(self) -> list[wire.Record]:
-        """All unsent records, for the next frame."""
+    def add(self, record: wire.Record) -> None:
+        """Queue a record; it joins one of its sequence that waits. A final one comes after all others."""
+        self.waiting_tokens += len(record.token_ids)
+        unsent = self.unsent.setdefault(record.attempt, {})
+        waiting = unsent.get(record.sequence)
+        if waiting is None:
+            unsent[record.sequence] = record
+            return
+        waiting.token_ids.extend(record.token_ids)
+        if record.logprobs is not None:
+            waiting.logprobs = [*(waiting.logprobs or ()), *record.logprobs]
+        if record.prompt_logprobs is not None:
+            waiting.prompt_logprobs = record.prompt_logprobs
+        waiting.cached_tokens = record.cached_tokens
+        waiting.end, waiting.message, waiting.final = record.end, record.message, record.final
+        if record.final:
+            unsent[record.sequence] = unsent.pop(record.sequence)
+
+    def drop_records(self, attempt: int) -> None:
+        """Forget what waits of an attempt."""
+        for record in self.unsent.pop(attempt, {}).values():
+            self.waiting_tokens -= len(record.token_ids)
+
+    def take_frame(self, sequence: int, sections: Sequence[Section] = ()) -> bytes:
+        """The next frame: all unsent records. It is kept until the ingress acknowledges it."""
         records = [record for sequences in self.unsent.values() for record in sequences.values()]
         self.unsent.clear()
-        return records
+        self.waiting_tokens = 0
+        frame = wire.pack_records(self.epoch, sequence, records, sections)
+        if records:
+            self.sent.append((sequence, frame))
+        return frame
+
+    def acknowledge(self, frames: int) -> None:
+        """The ingress has handled so many frames."""
+        self.acknowledged = max(self.acknowledged, min(frames, self.sequence))
+        while self.sent and self.sent[0][0] < self.acknowledged:
+            self.sent.popleft()
 
     def offer(self, load: LoadReport, batch: KvBatch | None) -> None:
         """Queue the load and KV events of one step.
@@ -93,7 +147,10 @@ class EngineChannel:
             self.flush = loop.call_later(delay, self.wake.set)
 
     def stop(self) -> None:
-        """Cancel its timer and task."""
+        """Cancel its timers and task."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
         if self.flush is not None:
             self.flush.cancel()
             self.flush = None

@@ -12,7 +12,8 @@ import contextlib
 import contextvars
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from app.channel import wire
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import describe, is_defect
 from app.channel.silence import Silence
+from app.channel.wire_resume import Claim, pack_resumption
 from app.channel.wire_sections import Figures, KvSection, SnapshotSlice
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
@@ -33,6 +35,12 @@ SUSPECT_S = 3.0
 
 DEAD_S = 10.0
 """A channel that has been silent for this long is closed; see ``Silence`` for what counts."""
+
+RESUME_S = 2.0
+"""After a channel has ended, maximum time for the replica to open one on which its attempts go on."""
+
+CLAIMS_S = 5.0
+"""Maximum time for the owner, who may be behind, to say which attempts those are."""
 
 MAX_BACKOFF_S = 2.0
 FRAMES_PER_BEAT = 128
@@ -59,8 +67,18 @@ class ChannelState(enum.Enum):
 class OwnerEvents(Protocol):
     """What channels report to their owner in the end: see ``app/channel/relay.py``."""
 
-    def on_open(self, route: Route, hello: wire.Hello) -> None:
-        """The first frame has arrived; the replica is routable."""
+    def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
+        """The first frame has arrived; the replica is routable.
+
+        ``ended`` is the channel that broke before, if any: ``hello.resumed`` of its attempts go on on this one,
+        the others are lost.
+        """
+
+    def on_broken(self, route: Route) -> list[Claim]:
+        """The channel has ended; returns the attempts that are to go on, if the replica can be reached.
+
+        ``on_open`` or ``on_closed`` follows.
+        """
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """New tokens; returns the attempts in ``records`` that are unknown here."""
@@ -82,14 +100,26 @@ class OwnerEvents(Protocol):
 
 
 class ChannelEvents(OwnerEvents, Protocol):
-    """What a channel reports, on its own loop."""
+    """What a channel reports, on its own loop. The answer to ``on_broken`` comes with ``resume``."""
 
     def on_frame_end(self, done: Callable[[], None]) -> None:
         """Call ``done`` once all that was reported before has been handled; then the frame is acknowledged."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """A channel that has ended and whose attempts may go on on the next one; ``claims`` are these."""
+
+    route: Route
+    reason: str
+    fault: bool
+    claims: asyncio.Future[Sequence[Claim]]
+
+
 class IngressChannel:
     """The channel to one replica, reopened with a new epoch until ``stop``.
+
+    The first channel after one that broke resumes its attempts. If it does not open, they are lost.
 
     ``next_epoch`` counts for the whole process. ``loop`` is where the channel runs, by default the caller's;
     its methods may be called from any thread.
@@ -120,6 +150,7 @@ class IngressChannel:
         self._stopped = False
         self._generator: Any = None
         self._epoch = 0
+        self._broken: _Broken | None = None
         self._reset()
         self._beat_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -145,8 +176,12 @@ class IngressChannel:
         self._loop.call_soon_threadsafe(self._want_snapshot, epoch)
 
     def fail(self, epoch: int, reason: str) -> None:
-        """End this epoch; the next one opens."""
-        self._loop.call_soon_threadsafe(self._fail, epoch, reason)
+        """End this epoch and its attempts; the next one opens."""
+        self._loop.call_soon_threadsafe(self._fail, epoch, reason, False)
+
+    def resume(self, epoch: int, claims: Sequence[Claim]) -> None:
+        """The attempts of this epoch, which has ended, that are to go on on the next one."""
+        self._loop.call_soon_threadsafe(self._resume, epoch, claims)
 
     def _start(self) -> None:
         if self._stopped:
@@ -156,8 +191,18 @@ class IngressChannel:
         self._task.add_done_callback(lambda _: self._ended.set_result(None))
 
     def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self._task is None or self._task.done():
+            return
+        if self._route is not None:
+            # Without it the engine keeps for a while what may still run. Nobody waits for the answer.
+            try:
+                self._unary.beat.remote(
+                    self._cid, self._epoch, self._handled, [], False, True, target=self.replica
+                )
+            except Exception as error:
+                if is_defect(error):
+                    logger.exception("the last beat to %s failed", self.replica)
+        self._task.cancel()
 
     def _forget(self, epoch: int, attempts: list[int]) -> None:
         if epoch == self._epoch:
@@ -169,10 +214,17 @@ class IngressChannel:
             if self._clock() >= self._next_resync:
                 self._beat_now.set()
 
-    def _fail(self, epoch: int, reason: str) -> None:
+    def _fail(self, epoch: int, reason: str, resumable: bool) -> None:
         if epoch == self._epoch:
             self._end_reason, self._failed_here = reason, True
+            if not resumable:
+                self._resumable = False
             self._beat_now.set()
+
+    def _resume(self, epoch: int, claims: Sequence[Claim]) -> None:
+        broken = self._broken
+        if broken is not None and broken.route.epoch == epoch and not broken.claims.done():
+            broken.claims.set_result(claims)
 
     def _reset(self) -> None:
         """Begin to count for a new epoch."""
@@ -184,62 +236,105 @@ class IngressChannel:
         self._next_resync = 0.0
         self._end_reason = ""
         self._failed_here = False
+        self._resumable = True
+        self._resumed = False
         self._unknown = 0  # beats that the replica could not attribute
 
     async def _run(self) -> None:
-        backoff = 0.1
-        while not self._stopped:
-            epoch = self._next_epoch()
-            self._route = None
-            reason, defect, fault = "the replica ended it", False, True
-            try:
-                await self._read(epoch)
-            except asyncio.CancelledError:
-                reason, fault = "closed here", False
-                if self._stopped or (self._task is not None and self._task.cancelling()):
-                    raise
-                reason = "Serve cancelled it"
-            except Exception as error:
-                reason, defect = describe(error), is_defect(error)
-                # No beat came, or frames were lost or unreadable on their way.
-                fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here
-                if defect:
-                    logger.exception("channel to %s failed", self.replica)
-            finally:
-                was_open = self._route is not None
-                self._end(reason, fault)
-            # A defect may end each channel right after it opens.
-            backoff = 0.1 if was_open and not defect else min(2 * backoff, MAX_BACKOFF_S)
-            await asyncio.sleep(backoff)
+        try:
+            backoff = 0.0
+            while not self._stopped:
+                resumption = await self._resumption()
+                if not resumption or self._resumed:  # a channel that breaks again may go on doing so
+                    await asyncio.sleep(backoff)
+                backoff = await self._open_and_read(resumption, backoff)
+        finally:
+            self._lose()
 
-    def _end(self, reason: str, fault: bool) -> None:
+    async def _open_and_read(self, resumption: bytes, backoff: float) -> float:
+        """One channel from its opening to its end; returns the seconds before the next one."""
+        epoch = self._next_epoch()
+        self._route = None
+        reason, defect, fault = "the replica ended it", False, True
+        try:
+            await self._read(epoch, resumption)
+        except asyncio.CancelledError:
+            reason, fault = "closed here", False
+            if self._stopped or (self._task is not None and self._task.cancelling()):
+                raise
+            reason = "Serve cancelled it"
+        except Exception as error:
+            reason, defect = describe(error), is_defect(error)
+            # No beat came, or frames were lost or unreadable on their way.
+            fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here
+            if defect:
+                logger.exception("channel to %s failed", self.replica)
+        finally:
+            was_open = self._route is not None
+            self._end(reason, fault, not defect)
+        # A defect may end each channel right after it opens.
+        return 0.1 if was_open and not defect else min(2 * max(backoff, 0.1), MAX_BACKOFF_S)
+
+    async def _resumption(self) -> bytes:
+        """What is asked of the next channel; empty if nothing is to go on there."""
+        if self._broken is None:
+            return b""
+        claims: Sequence[Claim] = ()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLAIMS_S):
+                claims = await self._broken.claims
+        if claims:
+            return pack_resumption(self._broken.route.epoch, claims)
+        self._lose()
+        return b""
+
+    def _lose(self) -> None:
+        """The attempts of the channel that has ended are lost."""
+        broken, self._broken = self._broken, None
+        if broken is None:
+            return
+        try:
+            self._events.on_closed(broken.route, broken.reason, broken.fault)
+        except Exception:  # a defect must not keep the channel from being reopened
+            logger.exception("channel to %s failed while it was closed", self.replica)
+
+    def _end(self, reason: str, fault: bool, resumable: bool) -> None:
         """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
         if self._generator is not None:
             self._generator.cancel()
             self._generator = None
         self.state = ChannelState.CLOSED
         route, self._route = self._route, None
-        if route is not None:
-            logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
+        self._lose()  # one that has not opened resumes nothing
+        if route is None:
+            return
+        logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
+        self._broken = _Broken(route, reason, fault, self._loop.create_future())
+        looping = self._resumed and self._frames == 1  # what has ended it comes again
+        if resumable and self._resumable and not looping and not self._stopped:
             try:
-                self._events.on_closed(route, reason, fault)
-            except Exception:  # a defect must not keep the channel from being reopened
+                self._events.on_broken(route)
+                return
+            except Exception:
                 logger.exception("channel to %s failed while it was closed", self.replica)
+        self._lose()
 
-    async def _read(self, epoch: int) -> None:
+    async def _read(self, epoch: int, resumption: bytes) -> None:
         self.state = ChannelState.OPENING
         self._epoch = epoch
         self._reset()
-        self._generator = self._stream.channel.remote(self._cid, epoch, target=self.replica)
+        self._generator = self._stream.channel.remote(self._cid, epoch, resumption, target=self.replica)
         loop = asyncio.get_running_loop()
         watch: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(RESUME_S if resumption else None) as limit:
                 watch = loop.create_task(self._watch(epoch, limit))
                 async for data in self._generator:
                     self._on_frame(epoch, wire.unpack_frame(data))
+                    if self._frames == 1 and not self._end_reason:
+                        limit.reschedule(None)
         except TimeoutError:
-            raise TimeoutError(self._end_reason) from None
+            raise TimeoutError(self._end_reason or f"no answer for {RESUME_S:g} s") from None
         finally:
             if watch is not None:
                 watch.cancel()
@@ -253,7 +348,9 @@ class IngressChannel:
         if frame.hello is not None:
             self._route = Route(self.replica, epoch)
             self.state = ChannelState.OPEN
-            self._events.on_open(self._route, frame.hello)
+            broken, self._broken = self._broken, None
+            self._resumed = broken is not None
+            self._events.on_open(self._route, frame.hello, None if broken is None else broken.route)
         elif self._route is None:
             raise wire.WireError("the first frame was not a hello")
         else:
@@ -317,7 +414,7 @@ class IngressChannel:
                     beat.add_done_callback(pending.discard)
         except Exception as error:
             logger.exception("channel to %s failed", self.replica)
-            self._end_reason, self._failed_here = describe(error), True
+            self._end_reason, self._failed_here, self._resumable = describe(error), True, False
             limit.reschedule(loop.time())
         finally:
             for task in pending:
@@ -340,7 +437,7 @@ class IngressChannel:
         response = None
         try:
             response = self._unary.beat.remote(
-                self._cid, epoch, acknowledged, stale, resync, target=self.replica
+                self._cid, epoch, acknowledged, stale, resync, False, target=self.replica
             )
             async with asyncio.timeout(DEAD_S):
                 known = await response
@@ -357,4 +454,4 @@ class IngressChannel:
         if not known:
             self._unknown += 1
             if self._unknown > 1:  # else the stream's own end, which says more, is on its way
-                self._fail(epoch, "the replica does not know this channel")
+                self._fail(epoch, "the replica does not know this channel", True)

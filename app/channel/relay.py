@@ -7,13 +7,14 @@ import contextlib
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from app.autoscaling.fault_counter import FaultCounter
 from app.channel import wire
 from app.channel.failures import describe
 from app.channel.ingress_channel import OwnerEvents
+from app.channel.wire_resume import Claim
 from app.channel.wire_sections import Figures, KvSection
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
@@ -35,6 +36,9 @@ class Channels(Protocol):
 
     def fail(self, route: Route, reason: str) -> None:
         """The owner has failed to handle an event: the channel must end."""
+
+    def resume(self, route: Route, claims: Sequence[Claim]) -> None:
+        """The channel has ended; these of its attempts are to go on on the next one."""
 
 
 class Relay:
@@ -67,8 +71,12 @@ class Relay:
 
     # ---- ChannelEvents, on the channels' thread
 
-    def on_open(self, route: Route, hello: wire.Hello) -> None:
-        self._put(route, self._owner.on_open, route, hello)
+    def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
+        self._put(route, self._owner.on_open, route, hello, ended)
+
+    def on_broken(self, route: Route) -> list[Claim]:
+        self._put(None, self._broken, route)
+        return []
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         self._put(route, self._records, route, records)
@@ -124,6 +132,13 @@ class Relay:
         stale = self._owner.on_records(route, records)
         if stale:
             self._channels.forget(route, stale)
+
+    def _broken(self, route: Route) -> None:
+        claims: Sequence[Claim] = ()
+        try:
+            claims = self._owner.on_broken(route)
+        finally:
+            self._channels.resume(route, claims)
 
     def _kv(self, route: Route, section: KvSection) -> None:
         if not self._owner.on_kv(route, section):

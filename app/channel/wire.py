@@ -35,7 +35,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 12
+VERSION = 13
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
@@ -91,7 +91,7 @@ class Hello:
 
     ``keys`` is ``None`` without prefix caching. ``window`` is the largest window if all layers slide.
     ``probe`` has the engine's keys for a fixed text: an ingress whose keys for it differ must not compare its
-    keys with the engine's.
+    keys with the engine's. ``resumed`` are the attempts of the channel before that go on.
     """
 
     limits: ModelLimits
@@ -100,6 +100,7 @@ class Hello:
     probe: tuple[int, ...] = ()
     model: ModelIdentity = field(default_factory=ModelIdentity)
     build: Build = UNKNOWN_BUILD
+    resumed: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -210,7 +211,7 @@ def unpack_frame(data: bytes) -> Frame:
     """
     try:
         if data:
-            _check_version(data[0])
+            check_version(data[0])
         _, kind, epoch, sequence, count, sections = _HEADER.unpack_from(data)
         if kind == FrameKind.HELLO:
             end = _HEADER.size + count
@@ -237,7 +238,8 @@ def _unpack_hello(data: bytes) -> Hello:
     body = json.loads(data)
     keys = None if body["keys"] is None else KeyScheme(**body["keys"])
     limits, model = ModelLimits(**body["limits"]), ModelIdentity(**body["model"])
-    return Hello(limits, keys, body["window"], tuple(body["probe"]), model, Build(**body["build"]))
+    build, resumed = Build(**body["build"]), tuple(map(operator.index, body["resumed"]))
+    return Hello(limits, keys, body["window"], tuple(body["probe"]), model, build, resumed)
 
 
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:
@@ -298,7 +300,7 @@ def unpack_submission(data: bytes) -> Submission:
     """
     try:
         if data:
-            _check_version(data[0])
+            check_version(data[0])
         _, length, num_tokens = _SUBMISSION.unpack_from(data)
         offset = _SUBMISSION.size + length
         head = json.loads(data[_SUBMISSION.size : offset])
@@ -344,7 +346,12 @@ def _text(value: object) -> str:
     return value
 
 
-def _check_version(version: int) -> None:
+def check_version(version: int) -> None:
+    """Refuse messages of another version.
+
+    Raises:
+        WireError: it is one.
+    """
     if version != VERSION:
         raise WireError(
             f"message of wire version {version}, but this process uses {VERSION}; run one release everywhere"

@@ -190,7 +190,14 @@ class AttemptRunner:
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
                 # nobody here has canceled.
-                return await self._unless_lost(request, interrupted, self._failed(request, error))
+                failed_at, failure = asyncio.get_running_loop().time(), self._failed(request, error)
+                lost = await self._unless_lost(request, interrupted, failure)
+                if lost is not None and request.resumed_at >= failed_at - CHANNEL_END_S:
+                    # The connection broke, and the attempt goes on without its call. If the engine has ended it
+                    # with the call, an end record says so.
+                    await interrupted
+                    return None
+                return lost
             return await self._finish(request, outcome, interrupted)
         finally:
             interrupted.cancel()
@@ -198,12 +205,16 @@ class AttemptRunner:
                 self._await_late_answer(answer, response)
             elif not answer.done():
                 _cancel(answer, response)
+            elif (booking := self._ledger.booking(number)) is not None:
+                self._channels.forget(booking.route, [number])  # no call is left to cancel
 
     async def _unless_lost(
         self, request: InFlightRequest, interrupted: asyncio.Future[Any], failure: AttemptFailure
     ) -> AttemptFailure | None:
         """``None`` if the replica's channel ends, too: the attempt stays booked until then, and counts."""
         await asyncio.wait((interrupted,), timeout=CHANNEL_END_S)
+        while request.held:
+            await asyncio.wait((interrupted,), timeout=LOOK_S)
         return None if request.interrupt.is_set() else failure
 
     def _failed(self, request: InFlightRequest, error: BaseException) -> AttemptFailure:

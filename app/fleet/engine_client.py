@@ -15,6 +15,7 @@ from app.channel import wire
 from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread
 from app.channel.kv_feed import KvFeed
+from app.channel.wire_resume import Claim
 from app.channel.wire_sections import Figures, KvSection
 from app.fleet.attempts import AttemptRunner
 from app.fleet.cache_reset import CacheReset, reset_prefix_caches
@@ -273,7 +274,7 @@ class EngineClient:
 
     # ---- ChannelOwner: what the channels report
 
-    def on_open(self, route: Route, hello: wire.Hello) -> None:
+    def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         """See ``OwnerEvents``: a replica that does not understand this process's prompts is not routed to."""
         if self._tokenizer and hello.model.tokenizer != self._tokenizer:
             if route.replica not in self._foreign:
@@ -284,10 +285,43 @@ class EngineClient:
             self._foreign.add(route.replica)
         else:
             self._limits.opened(route.replica, hello.limits)
-            self._ledger.open(route, hello.profile, hello.build)
+            if ended is None:
+                self._ledger.open(route, hello.profile, hello.build)
+            else:
+                self._resume(ended, route, hello)
             self._parts.kv.open(route, hello)
         self._waiter.notify()
         self._settle()
+
+    def on_broken(self, route: Route) -> list[Claim]:
+        """See ``OwnerEvents``."""
+        self._parts.kv.close(route)
+        claims = []
+        for number in self._ledger.hold(route):
+            request = self._parts.attempts.running.get(number)
+            if request is not None and not request.interrupt.is_set() and not request.ended:
+                request.hold()
+                claims.append(request.claim(number))
+        return claims
+
+    def _resume(self, ended: Route, route: Route, hello: wire.Hello) -> None:
+        """The attempts that go on have another route now; the others move, though their replica lives."""
+        running = self._parts.attempts.running
+        resumed = frozenset(hello.resumed)
+        lost = self._ledger.reopen(ended, route, hello.profile, hello.build, resumed)
+        for number in lost:
+            if (request := running.get(number)) is not None and not request.ended:
+                request.lose_replica(route.replica)
+        now, left = asyncio.get_running_loop().time(), []
+        for number in resumed:
+            request = running.get(number)
+            if request is None or request.ended or request.interrupt.is_set():
+                left.append(number)
+            else:
+                request.resumed(now)
+        if left:
+            self._parts.channels.forget(route, left)
+        logger.info("channel to %s: %d attempts go on, %d are lost", route.replica, len(resumed), len(lost))
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """See ``OwnerEvents``."""

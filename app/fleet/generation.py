@@ -45,9 +45,9 @@ class GenerateRequest:
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """New tokens of one sequence of a request.
+    """New tokens of one sequence of a request; nothing changes it (``frozen`` would make a new one dear).
 
     ``index`` is the offset of the first token in the sequence's output. Only a sequence's last delta has a
     ``finish_reason`` (``"stop"`` or ``"length"``). That delta may be empty, and with ``"stop"`` its last token

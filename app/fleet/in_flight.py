@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.channel import wire
+from app.channel.wire_resume import Claim
 from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from app.routing.requirement import Requirement
@@ -54,6 +55,8 @@ class InFlightRequest:
     model: ModelIdentity | None = None  # which generates the output, once some has arrived
     fingerprint: str = ""  # its
     moving: bool = False  # it was moved and has not got a token since
+    held: bool = False  # the channel of the current attempt broke, and the next one may resume the attempt
+    resumed_at: float = -math.inf  # when one last did, on the loop's clock
     runner: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ class InFlightRequest:
     def begin_attempt(self, typical_output: float) -> None:
         """Another attempt begins; sequences here come to ``typical_output`` tokens on average."""
         self.interrupt.clear()
+        self.held, self.resumed_at = False, -math.inf
         self.tokens_before = self.num_tokens
         self.typical_output = typical_output
 
@@ -105,7 +109,26 @@ class InFlightRequest:
     def lose_replica(self, replica: str) -> None:
         """The channel of the current attempt's replica has ended: the request moves to another."""
         self.avoid = replica
+        self.held = False
         self.interrupt.set()
+
+    def hold(self) -> None:
+        """The channel of the current attempt broke; ``resumed`` or ``lose_replica`` follows."""
+        self.held = True
+
+    def resumed(self, now: float) -> None:
+        """The current attempt goes on on another channel."""
+        self.held, self.resumed_at = False, now
+
+    def claim(self, attempt: int) -> Claim:
+        """From where the current attempt is to go on."""
+        return Claim(
+            attempt,
+            tuple(
+                None if finished else len(output)
+                for output, finished in zip(self.outputs, self.finished, strict=True)
+            ),
+        )
 
     def submission(self, attempt: int) -> wire.Submission:
         """What the next replica needs to continue.

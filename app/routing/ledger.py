@@ -132,12 +132,15 @@ class Ledger:
     def open(self, route: Route, profile: ReplicaProfile | None = None, build: Build = UNKNOWN_BUILD) -> None:
         """Make a replica routable for what its ``profile`` allows; for everything without one."""
         with self._lock:
-            state = self._replicas.pop(route.replica, None) or ReplicaState(route.replica)
-            self._replicas[route.replica] = state
-            state.open(route, profile, build)
-            self._list_routable()
-            if self._index is not None:
-                self._guarded(route.replica, partial(self._index.add, *route))
+            self._open(route, profile, build)
+
+    def _open(self, route: Route, profile: ReplicaProfile | None, build: Build) -> None:
+        state = self._replicas.pop(route.replica, None) or ReplicaState(route.replica)
+        self._replicas[route.replica] = state
+        state.open(route, profile, build)
+        self._list_routable()
+        if self._index is not None:
+            self._guarded(route.replica, partial(self._index.add, *route))
 
     def close(self, route: Route) -> list[int]:
         """End a route; release and return the attempts that were booked on it."""
@@ -154,6 +157,43 @@ class Ledger:
                 if self._index is not None:
                     self._guarded(route.replica, partial(self._index.remove, route.replica))
             return attempts
+
+    def hold(self, route: Route) -> list[int]:
+        """A route has broken: nothing more is booked there. Returns the attempts that are, until ``reopen``."""
+        with self._lock:
+            state = self._replicas.get(route.replica)
+            if state is not None and state.route == route:
+                state.suspected = True
+                self._list_routable()
+                if self._index is not None:
+                    self._guarded(route.replica, partial(self._index.remove, route.replica))
+            return [number for number, booking in self._bookings.items() if booking.route == route]
+
+    def reopen(
+        self,
+        ended: Route,
+        route: Route,
+        profile: ReplicaProfile | None,
+        build: Build,
+        resumed: Collection[int],
+    ) -> list[int]:
+        """``open`` in place of a route that ``hold`` has ended; the ``resumed`` attempts are booked here now.
+
+        Releases and returns the others that were booked there.
+        """
+        with self._lock:
+            there = [(number, booking) for number, booking in self._bookings.items() if booking.route == ended]
+            kept = [booking for number, booking in there if number in resumed]
+            lost = [number for number, _ in there if number not in resumed]
+            for booking in kept:
+                booking.route = route
+            for number in lost:
+                self._release(number)
+                self._expected.discard(number)
+            self._open(route, profile, build)
+            state = self._replicas[route.replica]
+            state.pending = {booking.attempt: booking for booking in kept if not booking.acknowledged}
+            return lost
 
     def suspect(self, replica: str, suspected: bool) -> None:
         """Stop routing to a silent replica, or start again; its attempts stay."""

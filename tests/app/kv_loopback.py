@@ -14,6 +14,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.ingress_channel import IngressChannel
 from app.channel.kv_feed import KvFeed
+from app.channel.wire_resume import Claim
 from app.channel.wire_sections import KvSection, Section
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
@@ -35,8 +36,8 @@ class LossyHub(ChannelHub):
 
     change: Callable[[KvSection], KvSection | None] | None = None
 
-    async def stream(self, cid: str, epoch: int) -> AsyncIterator[bytes]:
-        frames = super().stream(cid, epoch)
+    async def stream(self, cid: str, epoch: int, resumption: bytes = b"") -> AsyncIterator[bytes]:
+        frames = super().stream(cid, epoch, resumption)
         try:
             async for data in frames:
                 frame = wire.unpack_frame(data)
@@ -144,7 +145,11 @@ class KvIngress:
         for channel in self.channels:
             await channel.stopped()
 
-    def on_open(self, route: Route, hello: wire.Hello) -> None:
+    def on_broken(self, route: Route) -> list[Claim]:
+        next(one for one in self.channels if one.replica == route.replica).resume(route.epoch, ())
+        return []
+
+    def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         self.routes.append(route)
         self.ledger.open(route)
         self.feed.open(route, hello)

@@ -228,12 +228,12 @@ class LoopbackHandle:
             if not replica.dead:
                 replica.engine.step()
 
-    def _channel(self, cid: str, epoch: int, *, target: str) -> LoopbackStream:
+    def _channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> LoopbackStream:
         stream, replica = LoopbackStream(self), self.replicas[target]
         if replica.dead:
             stream.queue.put_nowait(ConnectionError("the replica is unavailable"))
         else:
-            stream.task = replica.run(stream.pump(replica.hub.stream(cid, epoch)))
+            stream.task = replica.run(stream.pump(replica.hub.stream(cid, epoch, resumption)))
         return stream
 
     def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
@@ -254,14 +254,22 @@ class LoopbackHandle:
         return LoopbackResponse(asyncio.get_running_loop().create_task(route_and_run()))
 
     def _beat(
-        self, cid: str, epoch: int, acknowledged: int, stale: list[int], resync: bool, *, target: str
+        self,
+        cid: str,
+        epoch: int,
+        acknowledged: int,
+        stale: list[int],
+        resync: bool,
+        last: bool,
+        *,
+        target: str,
     ) -> LoopbackResponse:
         async def beat() -> bool:
             await self.running.wait()
             replica = self.replicas[target]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")
-            return replica.hub.beat(cid, epoch, acknowledged, stale, resync)
+            return replica.hub.beat(cid, epoch, acknowledged, stale, resync, last)
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(beat()))
 

@@ -52,6 +52,11 @@ class BreakableReplica(EngineReplica):
         assert engine is not None
         engine.step = threading.Event().wait  # type: ignore[assignment]
 
+    async def cut_channels(self, *, target: str) -> None:
+        """End every channel, as a connection that breaks would."""
+        for channel in list(self._hub._channels.values()):
+            self._hub.close(channel, "a test cut it")
+
     def _break(self) -> None:
         self._engine._inbox.put(object())  # type: ignore[arg-type]
 

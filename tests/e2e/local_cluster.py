@@ -52,6 +52,11 @@ class BreakableCluster(LocalCluster):
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
         handle.break_engine.remote(target=replica).result(timeout_s=30)
 
+    def cut_channels(self, replica: str) -> None:
+        """End the channels of a replica; both their ends live."""
+        handle = serve.get_deployment_handle("engine", serving.APP_NAME)
+        handle.cut_channels.remote(target=replica).result(timeout_s=30)
+
     def stick_engine(self, replica: str) -> None:
         """Make a step of a replica's engine never end."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)

@@ -169,6 +169,31 @@ def test_ingress_stopped_for_7_s_resubmits_nothing_and_loses_nothing(
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
+def test_channels_that_break_amid_streams_cost_no_computation(
+    cluster: BreakableCluster, undisturbed: list[Outcome]
+) -> None:
+    def routed() -> int:
+        return sum(sum(ingress["routed"].values()) for ingress in wait_for(cluster.ingresses, SOON_S, "silent"))
+
+    def made() -> int:
+        return sum(state["generated_tokens"] for state in cluster.inspect())
+
+    before = routed(), made(), cluster.health()["resubmitted"]
+    channels = cluster.channels()
+
+    def cut() -> None:
+        for state in cluster.inspect():
+            cluster.cut_channels(state["replica"])
+
+    outcomes = asyncio.run(while_streaming(cluster, cut))
+    check_same(outcomes, undisturbed)
+    assert not cluster.channels() & channels
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    after = routed(), made(), cluster.health()["resubmitted"]
+    assert after == (before[0] + STREAMS, before[1] + STREAMS * TOKENS, before[2])
+    assert [state["kept_attempts"] for state in cluster.inspect()] == [0, 0]
+
+
 def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
     before = cluster.channels()
 

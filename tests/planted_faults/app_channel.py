@@ -10,8 +10,93 @@ _KV = ("app/channel/test_kv_resync.py", "app/channel/test_kv_section.py", "app/c
 
 _WATCHDOG = ("app/test_watchdog.py",)
 _RELAY = ("app/channel/test_relay.py",)
+_RESUME = ("app/channel/test_resumption.py", "app/fleet/test_resumed_requests.py")
 
 CHANNEL: list[Fault] = [
+    Fault(
+        "app/channel/channel_hub.py",
+        "        elif channel.attempts or channel.unsent or channel.sent:",
+        "        elif channel.attempts:",
+        _RESUME,
+        "last tokens that are on their way when a channel breaks are lost",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "resumption is not None and resumption.epoch == ended.epoch",
+        "resumption is not None",
+        _RESUME,
+        "attempts are resumed from a channel that was not the last one",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "call_later(KEEP_S, self._forget, channel.cid)",
+        "call_later(1e6, self._forget, channel.cid)",
+        _RESUME,
+        "an engine computes for an ingress that never comes back",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "            if channel.waiting_tokens > MAX_WAITING_TOKENS:",
+        "            if False:",
+        _RESUME,
+        "tokens that nobody reads fill the memory",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "            channel.add(wire.Record(attempt.number, 0, [], end=FinishReason.ABORT, final=True))\n",
+        "",
+        (*_RESUME, *_CHANNEL),
+        "an ingress waits for an attempt that was aborted with its call",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "                attempt.stay()\n            self._kept",
+        "                pass\n            self._kept",
+        _RESUME,
+        "a connection that breaks aborts what could be resumed",
+    ),
+    Fault(
+        "app/channel/engine_channel.py",
+        "        while self.sent and self.sent[0][0] < self.acknowledged:",
+        "        while self.sent and self.sent[0][0] <= self.acknowledged:",
+        _RESUME,
+        "a frame that has not arrived is not kept",
+    ),
+    Fault(
+        "app/channel/resumption.py",
+        "        if record.index > have:\n            return None\n",
+        "",
+        _RESUME,
+        "tokens that are missing go unnoticed by the engine",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "            if request is None or request.ended or request.interrupt.is_set():\n                left",
+        "            if request is None:\n                left",
+        _RESUME,
+        "an engine computes for a client that left while its channel was broken",
+    ),
+    Fault(
+        "app/fleet/attempts.py",
+        "                self._channels.forget(booking.route, [number])",
+        "                pass",
+        _RESUME,
+        "an engine computes for a client that left after its call was lost",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "        looping = self._resumed and self._frames == 1",
+        "        looping = False",
+        _RESUME,
+        "a frame that cannot be read is asked for again for ever",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "                booking.route = route\n",
+        "                pass\n",
+        _RESUME,
+        "a resumed attempt stays booked on a channel that has ended",
+    ),
     Fault(
         "app/channel/channel_hub.py",
         "            if silent > self._grace_s:",
@@ -118,9 +203,9 @@ CHANNEL: list[Fault] = [
         "an attempt of an old epoch joins a new channel",
     ),
     Fault(
-        "app/channel/channel_hub.py",
-        "                record.token_ids.extend(delta.token_ids)",
-        "                record.token_ids[:] = delta.token_ids",
+        "app/channel/engine_channel.py",
+        "        waiting.token_ids.extend(record.token_ids)",
+        "        waiting.token_ids[:] = record.token_ids",
         _CHANNEL,
         "tokens that gather while a channel is blocked replace each other",
     ),
@@ -140,8 +225,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/engine_attempt.py",
-        "            if hub.detach(attempt):\n                engine.abort(engine_id)",
-        "            hub.detach(attempt)",
+        "            hub.leave(attempt)",
+        "            pass",
         _CHANNEL,
         "an attempt whose call is cancelled runs on",
     ),

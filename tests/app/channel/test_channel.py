@@ -13,7 +13,7 @@ from loopback import LIMITS, CountingEngine
 from virtual_time import loop_time, run_virtually
 
 from app.channel import wire
-from app.channel.channel_hub import ChannelHub
+from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
@@ -30,6 +30,7 @@ class Setting:
 
     def __init__(self, load: EngineLoad | None = None) -> None:
         self.aborted: list[str] = []
+        self.streams: list[AsyncIterator[bytes]] = []  # one that is forgotten ends
         self.hub = ChannelHub(
             wire.Hello(LIMITS),
             self.aborted.append,
@@ -45,6 +46,7 @@ class Setting:
         frame = wire.unpack_frame(await anext(stream))
         assert frame.hello == wire.Hello(LIMITS)
         assert (frame.epoch, frame.sequence) == (epoch, 0)
+        self.streams.append(stream)
         return stream
 
     def token(self, number: int, index: int, token: int, end: FinishReason | None = None) -> None:
@@ -113,7 +115,8 @@ def test_an_attempt_lives_until_all_its_sequences_have_ended() -> None:
         attempt = setting.hub.attach("ingress", 1, 1, "e1")
         setting.hub.deliver([TokenDelta("e1", 0, (10,), FinishReason.STOP, sequence=1)])
         assert not attempt.done.done()
-        assert setting.hub.detach(attempt)
+        setting.hub.detach(attempt)
+        setting.hub._channels["ingress"].drop_records(1)
         assert setting.hub.inspect()["ingress"] == {
             "epoch": 1, "attempts": 0, "unsent": 0, "frames": 1, "acknowledged": 0
         }  # fmt: skip
@@ -128,7 +131,8 @@ def test_end_gives_the_count_and_frees_the_attempt() -> None:
         setting.token(1, 0, 10)
         setting.token(1, 1, 11, FinishReason.LENGTH)
         assert await attempt.done == 2
-        assert not setting.hub.detach(attempt)
+        setting.hub.leave(attempt)
+        await asyncio.sleep(2 * CALL_END_S)
         assert setting.hub.inspect()["ingress"]["attempts"] == 0
         assert setting.aborted == []
 
@@ -246,8 +250,12 @@ def test_channels_of_two_ingresses_are_apart() -> None:
         assert [record.token_ids for record in await next_records(first)] == [[10]]
         assert [record.token_ids for record in await next_records(second)] == [[20]]
         await first.aclose()  # type: ignore[attr-defined]
-        assert setting.aborted == ["e1"]
         assert set(setting.hub.inspect()) == {"two"}
+        await asyncio.sleep(KEEP_S - 0.1)
+        assert setting.aborted == []
+        setting.hub.beat("two", 1, 0)
+        await asyncio.sleep(0.2)
+        assert setting.aborted == ["e1"]
 
     run(test)
 
@@ -307,13 +315,18 @@ def test_last_tokens_leave_before_a_dying_engines_channel_ends() -> None:
     run(test)
 
 
-def test_detached_attempt_leaves_nothing_behind() -> None:
+def test_an_attempt_whose_call_ends_is_aborted_and_its_ingress_is_told() -> None:
     async def test(setting: Setting) -> None:
-        await setting.open()
+        stream = await setting.open()
         attempt = setting.hub.attach("ingress", 1, 1, "e1")
         setting.token(1, 0, 10)
-        assert setting.hub.detach(attempt)
+        setting.hub.leave(attempt)
+        await asyncio.sleep(2 * CALL_END_S)
+        assert setting.aborted == ["e1"]
         setting.token(1, 1, 11)
+        assert [(r.attempt, r.token_ids, r.end, r.final) for r in await next_records(stream)] == [
+            (1, [], FinishReason.ABORT, True)
+        ]
         state = setting.hub.inspect()["ingress"]
         assert (state["attempts"], state["unsent"]) == (0, 0)
 
@@ -333,7 +346,8 @@ def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) 
         engine.step()
         call.cancel()
         await asyncio.wait({call})
-        assert engine.aborted == ([] if ended else ["r@ingress:7"])
+        await asyncio.sleep(2 * CALL_END_S)
+        assert setting.aborted == ([] if ended else ["r@ingress:7"])
         assert setting.hub.inspect()["ingress"]["attempts"] == 0
         await stream.aclose()  # type: ignore[attr-defined]
 

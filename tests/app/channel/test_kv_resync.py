@@ -93,13 +93,18 @@ def test_a_request_for_a_snapshot_that_failed_is_repeated_with_the_next_beat() -
         beat, asked = replica.hub.beat, list[float]()
 
         def fail_once(
-            cid: str, epoch: int, acknowledged: int, stale: Iterable[int] = (), resync: bool = False
+            cid: str,
+            epoch: int,
+            acknowledged: int,
+            stale: Iterable[int] = (),
+            resync: bool = False,
+            last: bool = False,
         ) -> bool:
             if resync:
                 asked.append(loop_time())
                 if len(asked) == 1:
                     raise ConnectionError("a test broke it")
-            return beat(cid, epoch, acknowledged, stale, resync)
+            return beat(cid, epoch, acknowledged, stale, resync, last)
 
         replica.hub.beat = fail_once  # type: ignore[method-assign]
         lost = iter([True])

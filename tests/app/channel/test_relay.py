@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread
 from app.channel.ingress_channel import DEAD_S, ChannelState
 from app.channel.relay import SLICE_S, Relay
+from app.channel.wire_resume import Claim
 from app.channel.wire_sections import KvSection
 from app.fleet.attempts import END_RECORD_S
 from app.routing import fleet
@@ -40,14 +41,19 @@ class Recorder:
         self.act: Callable[[], None] = lambda: None
         self.unknown: list[int] = []
         self.fits = True
+        self.claims: list[Claim] = []
 
     def _note(self, *call: Any) -> None:
         self.threads.add(threading.get_ident())
         self.calls.append(call)
         self.act()
 
-    def on_open(self, route: Route, hello: wire.Hello) -> None:
+    def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         self._note("open", route)
+
+    def on_broken(self, route: Route) -> list[Claim]:
+        self._note("broken", route)
+        return self.claims
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         self._note("records", [record.attempt for record in records])
@@ -78,13 +84,16 @@ class Recorder:
     def fail(self, route: Route, reason: str) -> None:
         self._note("fail", route, reason)
 
+    def resume(self, route: Route, claims: Sequence[Claim]) -> None:
+        self._note("resume", route, claims)
+
 
 def test_events_come_in_order_and_answers_go_back() -> None:
     async def test() -> None:
         recorder = Recorder()
         recorder.unknown, recorder.fits = [7], False
         relay = Relay(recorder, recorder)
-        relay.on_open(ROUTE, wire.Hello(LIMITS))
+        relay.on_open(ROUTE, wire.Hello(LIMITS), None)
         assert relay.on_records(ROUTE, [wire.Record(7, 0, [1])]) == []
         assert relay.on_kv(ROUTE, None)  # type: ignore[arg-type]
         relay.on_frame_end(lambda: recorder._note("handled"))
@@ -193,8 +202,8 @@ class ThreadedHandle:
     def options(self, **_: Any) -> ThreadedHandle:
         return self
 
-    def _channel(self, cid: str, epoch: int, *, target: str) -> Any:
-        stream = self.hub.stream(cid, epoch)
+    def _channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> Any:
+        stream = self.hub.stream(cid, epoch, resumption)
 
         class Response:
             def __aiter__(self) -> Any:

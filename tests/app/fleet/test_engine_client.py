@@ -59,6 +59,7 @@ def test_leaving_replica_is_emptied_and_closed_at_once() -> None:
             await asyncio.sleep(0.01)
             handle.announce(second.name)
             await until(lambda: not first.hub.inspect())
+            await asyncio.sleep(0.001)
             assert not first.engine.live
             assert not any(job.done() for job in jobs)
             assert await asyncio.gather(*jobs) == [expected_tokens([index], 2000) for index in range(8)]

@@ -73,7 +73,7 @@ def test_channels_that_break_again_and_again_do_not_multiply_the_requests() -> N
             for replica in replicas:
                 for channel in list(replica.hub._channels.values()):
                     channel.lapsed = True  # the ingress's own doing
-                    replica.hub.close(channel, "a test broke it")
+                    replica.hub.close(channel, "a test broke it", keep=False)
             await asyncio.sleep(0.5)
         seconds = 20 * 0.5
         assert sum(map(len, submitted)) <= 40 + (FLOOR + 40) * (1 + seconds / REFILL_S) + 1
