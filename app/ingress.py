@@ -19,6 +19,7 @@ from app.api.keys import KeyFile
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
+from app.api.tokenizer_parts import TokenizerParts
 from app.background import Background
 from app.config import AppConfig
 from app.fleet.drain import DRAIN_AFTER_S
@@ -92,7 +93,7 @@ class IngressReplica:
         )
         self.service = OpenAIService(
             self._client,
-            PromptTokenizer(folder),
+            PromptTokenizer(TokenizerParts.read(folder)),
             options.service.model_name,
             options.ingress,
             engine_wait_s=options.replica_wait_s,

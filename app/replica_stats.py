@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from app.autoscaling.snapshot import ReplicaStats
-from engine.engine import EngineStats
 from engine.scheduling.load_report import EngineLoad
+from engine.stats import EngineStats
 
 STEP_AVERAGE_S = 2.0
 """Time over which decode steps are averaged: one slow step is no slow replica."""

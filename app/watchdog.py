@@ -9,7 +9,7 @@ from typing import Protocol
 
 from app.channel.channel_hub import ChannelHub
 from app.channel.silence import Silence
-from engine.engine import EngineStats
+from engine.stats import EngineStats
 
 LOOK_S = 0.5
 

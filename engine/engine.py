@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -33,26 +33,13 @@ from engine.scheduling.candidates import Candidates
 from engine.scheduling.load_report import LoadReporter
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
 from engine.seeds import request_seed
+from engine.stats import EngineStats
 from engine.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot between two steps."""
-
-    scheduler: SchedulerStats
-    num_blocks: int
-    block_size: int
-    token_budget: int  # tokens per step
-    prefill_rate: float  # tokens per second, measured at start; 0 if not measured
-    steps: int  # steps run since start
-    step_seconds: float  # duration of the last step
 
 
 class Engine:

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import EngineConfig
-from engine.engine import Engine, EngineStats
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.kv.block_keys import KeyScheme
 from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.models.identity import ModelIdentity
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, check
 from engine.scheduling.load_report import EngineLoad
+from engine.stats import EngineStats
 from engine.structured.grammar import Grammar
 from engine.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +232,8 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
+            from engine.engine import Engine  # with torch, which processes without an engine do not load
+
             engine = Engine(self._config)
             self._stats, self._load = engine.stats(), engine.load.read()
             self._engine = engine

@@ -10,7 +10,6 @@ number of threads. Implementations reduce in a fixed order.
 
 from __future__ import annotations
 
-import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.activation import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,6 @@ class AttentionOptions:
     scale: float  # factor on the dot product of a query and a key
     sliding_window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
     soft_cap: float | None = None  # scaled scores s become soft_cap * tanh(s / soft_cap), then the mask applies
-
-
-class Activation(enum.StrEnum):
-    """Activation of an MLP's gate; a value is the name in ``config.json``."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"  # GELU in its tanh approximation
 
 
 class PackedLinear(ABC):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.activation import Activation
 from kernels.interface import (
-    Activation,
     AttentionMetadata,
     AttentionOptions,
     HeadLayout,

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import re
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer
 
 from app.api.chat_messages import ChatMessage
+from app.api.chat_template import ChatTemplate
 from app.api.errors import show
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.text import TextDecoder
+from app.api.tokenizer_parts import TokenizerParts
 from app.api.tools.conversation import plain_turns, turns
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
-from engine.errors import ConfigError, InvalidRequestError
-from engine.tokenizer import load_tokenizer
+from engine.errors import InvalidRequestError
 
 INLINE_CHARS = 2000
 """Texts up to this length are tokenized on the event loop, in under a millisecond; longer ones in a thread."""
@@ -39,29 +39,26 @@ T = TypeVar("T")
 class PromptTokenizer:
     """One model's tokenizer, for any number of concurrent requests.
 
-    ``folder`` has the tokenizer's files. Methods that take text also take ``max_tokens``, the maximum length of
-    a sequence: text that certainly exceeds it is refused before it is tokenized.
+    Methods that take text also take ``max_tokens``, the maximum length of a sequence: text that certainly
+    exceeds it is refused before it is tokenized.
 
     Raises:
-        ConfigError: there is no usable tokenizer.
+        ConfigError: tokenizers of this kind are not supported.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._hf: Any = load_tokenizer(folder)
-        backend = getattr(self._hf, "backend_tokenizer", None)
-        if backend is None:
-            raise ConfigError(
-                f"the tokenizer in {folder} has no fast form (tokenizer.json), which serving needs"
-            )
-        self._backend = copy.deepcopy(backend)
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._plain = copy.deepcopy(self._backend)  # reads special tokens' names as ordinary text
-        self._plain.encode_special_tokens = True
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._template: ChatTemplate | None = None
+        if parts.chat_template is not None:
+            self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
+        self._backend = _whole(parts.backend)
+        self._plain = _whole(parts.backend)
+        self._plain.encode_special_tokens = True  # it reads special tokens' names as ordinary text
         self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
         self._bos: tuple[str, int] | None = None
-        if self._hf.bos_token is not None:
-            self._bos = (self._hf.bos_token, self._hf.bos_token_id)
+        bos = parts.special_tokens.get("bos_token")
+        bos_id = None if bos is None else self._backend.token_to_id(bos)
+        if bos is not None and bos_id is not None:
+            self._bos = (bos, bos_id)
         added = self._backend.get_added_tokens_decoder().items()
         specials = [(i, token) for i, token in added if token.special and token.content]
         specials.sort(key=lambda entry: -len(entry[1].content))
@@ -71,7 +68,7 @@ class PromptTokenizer:
             [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
         )
         self._first_chars = {token.content[0] for _, token in specials}
-        self.template = "" if self._hf.chat_template is None else str(self._hf.chat_template)
+        self.template = parts.chat_template or ""
         self._family = ModelFamily.of(self.template)
         # Placeholders for those characters must not occur in a special token's name or in the template.
         self._reserved = set(self.template).union(*(token.content for _, token in specials))
@@ -122,7 +119,7 @@ class PromptTokenizer:
             InvalidRequestError: the model has no chat template, or its template refuses the messages, or they
                 name special tokens and use up the private-use characters.
         """
-        if self._hf.chat_template is None:
+        if self._template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
         if len(messages) > max_tokens:  # a template writes at least one token for each
             raise InvalidRequestError(
@@ -233,15 +230,22 @@ class PromptTokenizer:
 
     def _applied(self, turns: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> tuple[str, str]:
         described = [tool.to_dict() for tool in tools] or None
+        assert self._template is not None
         try:
-            text = self._hf.apply_chat_template(
-                turns, tools=described, tokenize=False, add_generation_prompt=True
-            )
+            text = self._template.render(turns, described)
         except (TemplateError, TypeError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages", "chat_template_error"
             ) from error
-        return str(text), turns[0]["content"]
+        return text, turns[0]["content"]
+
+
+def _whole(backend: str) -> Tokenizer:
+    """A tokenizer that cuts nothing off and adds nothing."""
+    tokenizer = Tokenizer.from_str(backend)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _any_of(patterns: list[str]) -> re.Pattern[str] | None:

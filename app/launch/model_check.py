@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from app.config import AppConfig
 from app.launch import model_store, placement
 from app.launch.preflight import check_memory
@@ -68,7 +69,7 @@ def look_at_model(options: AppConfig, sharers: int) -> Finding:
         if folder is None:
             return Finding()
         read_model_config(folder)
-        PromptTokenizer(folder)
+        PromptTokenizer(TokenizerParts.read(folder))
         if not any(folder.glob("*.safetensors")) and not Path(name).expanduser().is_dir():
             return Finding()
         check_memory(options, folder, psutil.virtual_memory().total, sharers)

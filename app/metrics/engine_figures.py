@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats
 from app.metrics.samples import Samples
-from engine.engine import EngineStats
 from engine.scheduling.recovery import Recovery
+from engine.stats import EngineStats
 
 _GROWTH_SHARE = ScalingConfig().growth_share
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import ConfigError, shown
 from engine.models.fields import Fields
-from kernels.interface import Activation
+from kernels.activation import Activation
 
 # Far above every model that there is, and low enough that no size that follows from them overflows.
 MAX_VOCAB = 2**24

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.models.loader import weight_files
+from engine.models.weight_files import weight_files
 
 OUTPUT_VERSION = 1
 """Raise it with each change to Quire after which the same model can answer the same request differently."""

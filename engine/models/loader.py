@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
+from engine.models.weight_files import weight_files
 from kernels.interface import SUPPORTED_DTYPES, Kernels
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tables that older checkpoints store, although they follow from the configuration.
 _IGNORABLE = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
 _HEAD = "lm_head.weight"
@@ -158,37 +155,3 @@ class Checkpoint:
         if name not in self._file_of:
             raise ConfigError(f"{self._folder}: tensor {name} is missing from the checkpoint")
         return self._files[self._file_of[name]]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, from its index or the single file, in order.
-
-    Raises:
-        ConfigError: there are none, or the index names one that is missing.
-    """
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            values = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            if wrong := [value for value in values if not isinstance(value, str)]:
-                raise TypeError(f"weight_map names {wrong[0]!r}, which is no file")
-            names = sorted(set(values))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"cannot read {index}: {error!r}") from error
-        files = [folder / Path(name).name for name in names]
-    else:
-        files = [folder / _SINGLE]
-        if not files[0].is_file():
-            files = sorted(folder.glob("*.safetensors"))
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ConfigError(f"{folder}: weight file {missing[0]} is named in {_INDEX} but missing")
-    if not files:
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise ConfigError(
-                f"{folder} has only pickled weights ({pickles[0]}), which can run code when read; "
-                "convert them to safetensors"
-            )
-        raise ConfigError(f"{folder} has no *.safetensors file, so there are no weights to load")
-    return files

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kernels.activation import Activation
 from kernels.cpu.calls import Calls
 from kernels.cpu.linear import DTYPE_CODES, linear, pack_linear, prefers_onednn
 from kernels.interface import (
-    Activation,
     AttentionMetadata,
     AttentionOptions,
     DrawOptions,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.interface import Activation
+from kernels.activation import Activation
 from kernels.triton.jit import jit
 
 BLOCK = 1024  # columns of one program

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.interface import Activation
+from kernels.activation import Activation
 from kernels.triton import activation, soft_cap
 from kernels.triton.attention import SPLIT, tile_for
 from kernels.triton.attention_kernels import merge_splits_kernel, paged_attention_kernel

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.activation import Activation
 from kernels.interface import (
-    Activation,
     AttentionMetadata,
     AttentionOptions,
     HeadLayout,

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from app.api.chat_messages import ChatMessage
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from app.config import ROUTERS
 from app.launch import serving
 from app.launch.model_store import resolve
@@ -329,7 +330,7 @@ def main(argv: Sequence[str]) -> None:
         "--requests": (100, "of each run that count, on average"),
     }
     arguments = parse("routing --live", __doc__, options, argv)
-    traffic = asyncio.run(Traffic.make(PromptTokenizer(resolve(MODEL))))
+    traffic = asyncio.run(Traffic.make(PromptTokenizer(TokenizerParts.read(resolve(MODEL)))))
     runs: dict[str, list[Run]] = {arm: [] for arm in arguments.arms}
     with tqdm(unit="request", disable=None) as bar, started() as cluster:
         stage = Stage(cluster, traffic, bar, arguments.dtype)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from app.autoscaling.snapshot import ReplicaStats
-from engine.engine import EngineStats
 from engine.request import FinishReason
 from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.recovery import Rates, Recovery, RecoveryStats
 from engine.scheduling.scheduler_stats import SchedulerStats
+from engine.stats import EngineStats
 
 RECOVERY = RecoveryStats(
     decisions={Recovery.SWAP: 5, Recovery.RECOMPUTE: 2},

@@ -20,6 +20,7 @@ import uvicorn
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
+from app.api.tokenizer_parts import TokenizerParts
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
@@ -124,7 +125,7 @@ class LocalServer:
 def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[LocalServer]:
     """Serve ``folder`` on a free port of 127.0.0.1 until the block ends."""
     client = LocalClient(config)
-    tokenizer = PromptTokenizer(folder)
+    tokenizer = PromptTokenizer(TokenizerParts.read(folder))
     how: dict[str, Any] = {"engine_wait_s": 60.0, "instance": "here"}
     service = OpenAIService(client, tokenizer, model, IngressOptions(), **how)
     server = uvicorn.Server(uvicorn.Config(make_api(lambda: service), log_level="warning", lifespan="off"))

@@ -14,9 +14,9 @@ from kv_simulation import KVSimulation, make_request, make_scheduler
 
 from app.autoscaling.snapshot import ReplicaStats
 from app.replica_stats import StatsReporter
-from engine.engine import EngineStats
 from engine.scheduling.load_report import EngineLoad, LoadReporter
 from engine.scheduling.step import StepTiming
+from engine.stats import EngineStats
 
 NODE = "f" * 56
 LOAD = EngineLoad(

@@ -17,8 +17,8 @@ from app.channel.channel_hub import ChannelHub
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.silence import Silence
 from app.watchdog import FIRST_STEP, LOOK_S, Watchdog
-from engine.engine import EngineStats
 from engine.scheduling.load_report import EngineLoad
+from engine.stats import EngineStats
 
 STUCK_AFTER_S = 10.0
 LOAD = EngineLoad(0, 1, 0, 0, 0, 0, 100.0, 0.5, 0, 0, 8)

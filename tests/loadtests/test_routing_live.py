@@ -10,6 +10,7 @@ import pytest
 
 from app.api.openai_types import ChatMessage
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from app.config import ROUTERS
 from loadtests.client import Outcome
 from loadtests.experiments.routing_live import (
@@ -118,7 +119,7 @@ def test_the_arms_are_routings_of_the_application() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(bundled_model: Path) -> PromptTokenizer:
-    return PromptTokenizer(bundled_model)
+    return PromptTokenizer(TokenizerParts.read(bundled_model))
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,31 @@ _BODY = ("app/api/test_request_body.py",)
 _TYPES = ("app/api/test_openai_types.py",)
 _LIVE = ("app/api/test_live_requests.py",)
 _INPUT = ("app/api/test_bad_input.py",)
+_TEMPLATE = ("app/api/test_chat_template.py",)
+_TOKENIZER = ("app/api/test_tokenizer_parts.py",)
 
 API: list[Fault] = [
+    Fault(
+        "app/api/chat_template.py",
+        "            _check(name)\n        Namespace.__init__",
+        "            pass\n        Namespace.__init__",
+        _TEMPLATE,
+        "a template sets private attributes",
+    ),
+    Fault(
+        "app/api/chat_template.py",
+        "if value is not None}",
+        "if True}",
+        _TEMPLATE,
+        "a template sees keys that nobody gave",
+    ),
+    Fault(
+        "app/api/tokenizer_parts.py",
+        '_OTHER_FILES = ("config.json", ',
+        "_OTHER_FILES = (",
+        _TOKENIZER,
+        "a model gets the tokenizer that the same files make in another family",
+    ),
     Fault(
         "app/api/sse.py",
         "                if not self._begun:\n                    await fault",

@@ -48,7 +48,7 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/launch/model_check.py",
-        "        PromptTokenizer(folder)\n",
+        "        PromptTokenizer(TokenizerParts.read(folder))\n",
         "",
         _CHECK,
         "a model without a tokenizer is deployed",

@@ -12,6 +12,7 @@ import pytest
 from app.api.chat_messages import ChatMessage
 from app.api.prefix_token_cache import MAX_CHARS, MAX_PREFIXES, MIN_PREFIX_CHARS, PrefixTokenCache
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 
 SPECIAL = re.compile(r"<\|end\|>")
 
@@ -84,7 +85,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_the_bundled_model_gets_the_same_tokens(bundled_model: Path) -> None:
-    tokenizer = PromptTokenizer(bundled_model)
+    tokenizer = PromptTokenizer(TokenizerParts.read(bundled_model))
     rng = random.Random(0)
     words = ["shop", " élan", "\n\n", "  ", "123", "don't", "\t", "日本", "."]
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.api.chat_messages import ChatMessage
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from engine.errors import InvalidRequestError
 
 CAPITAL = [
@@ -21,7 +22,7 @@ CAPITAL = [
 
 @pytest.fixture(scope="module")
 def tokenizer(bundled_model: Path) -> PromptTokenizer:
-    return PromptTokenizer(bundled_model)
+    return PromptTokenizer(TokenizerParts.read(bundled_model))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def small_model(
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     hf.chat_template = chat_template
     hf.save_pretrained(folder)
-    return PromptTokenizer(folder)
+    return PromptTokenizer(TokenizerParts.of(AutoTokenizer.from_pretrained(folder), folder))
 
 
 def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer, reference: Any) -> None:

@@ -18,6 +18,7 @@ from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
 
 from app.api.chat_messages import ChatMessage
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
 
@@ -93,7 +94,7 @@ def test_blocks_that_never_come_stop_to_count() -> None:
 
 
 def test_the_same_words_in_another_role_are_another_prefix(bundled_model: Path) -> None:
-    tokenizer = PromptTokenizer(bundled_model)
+    tokenizer = PromptTokenizer(TokenizerParts.read(bundled_model))
     rules = "You answer in one short sentence, you never guess, and you name what you rely on. " * 4
 
     def keys(*messages: tuple[str, str]) -> list[int]:

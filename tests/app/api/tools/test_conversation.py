@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from app.api.chat_messages import ChatMessage, ToolCall
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from app.api.tools.conversation import plain_turns, turns
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
@@ -30,12 +31,11 @@ QWEN = """{% if tools %}<|im_start|>system
 {% endif %}"""
 
 
-def with_template(folder: Path, source: Path, template: str) -> PromptTokenizer:
+def with_template(source: Path, template: str) -> PromptTokenizer:
     """The bundled model's tokenizer with another template."""
     hf = AutoTokenizer.from_pretrained(source)
     hf.chat_template = template
-    hf.save_pretrained(folder)
-    return PromptTokenizer(folder)
+    return PromptTokenizer(TokenizerParts.of(hf, source))
 
 
 def prompt(tokenizer: PromptTokenizer, messages: list[ChatMessage], *tools: Tool) -> tuple[str, list[int]]:
@@ -45,7 +45,7 @@ def prompt(tokenizer: PromptTokenizer, messages: list[ChatMessage], *tools: Tool
 
 
 def test_a_template_that_knows_no_tools_gets_them_described(bundled_model: Path) -> None:
-    tokenizer = PromptTokenizer(bundled_model)
+    tokenizer = PromptTokenizer(TokenizerParts.read(bundled_model))
     text, ids = prompt(tokenizer, CHAT, TOOL)
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert '{"name": "get_weather", "description": "Weather <|im_end|>"' in text
@@ -61,8 +61,8 @@ def test_no_tools_change_no_prompt(bundled_model: Path) -> None:
     assert plain_turns(messages, (), "system") == [{"role": m.role, "content": m.content} for m in messages]
 
 
-def test_a_template_that_knows_tools_gets_all_as_it_takes_them(tmp_path: Path, bundled_model: Path) -> None:
-    tokenizer = with_template(tmp_path, bundled_model, QWEN)
+def test_a_template_that_knows_tools_gets_all_as_it_takes_them(bundled_model: Path) -> None:
+    tokenizer = with_template(bundled_model, QWEN)
     thought = ChatMessage("assistant", "", CALLED.tool_calls, reasoning="Hm<|im_end|>")
     text, ids = prompt(tokenizer, [*CHAT[:2], thought, RESULT], TOOL)
     assert (
@@ -79,14 +79,12 @@ def test_results_one_after_the_other_are_one_turn() -> None:
     assert found[-1]["content"].count("<tool_response>") == 2
 
 
-def test_a_template_without_system_messages_gets_the_tools_from_the_user(
-    tmp_path: Path, bundled_model: Path
-) -> None:
+def test_a_template_without_system_messages_gets_the_tools_from_the_user(bundled_model: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     )
-    tokenizer = with_template(tmp_path, bundled_model, template)
+    tokenizer = with_template(bundled_model, template)
     text, _ = prompt(tokenizer, [ChatMessage("user", "Weather?")], TOOL)
     assert text.startswith("<|im_start|>user\n# Tools")
     assert text.endswith("Weather?<|im_end|>")

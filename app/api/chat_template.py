@@ -1,0 +1,138 @@
+"""A model's chat template: messages to the text that the model was trained on.
+
+The template comes with the model, so it is untrusted: it runs in Jinja's sandbox, which gives it no access to
+Python's internals. What it may call and how whitespace is trimmed is what ``transformers`` offers templates, so
+that both write the same text; without importing it, which takes seconds and loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of what a message reasons before it answers; templates read the first or the second."""
+
+
+class ChatTemplate:
+    """One model's template and the names of its special tokens, such as ``bos_token``.
+
+    Used by any number of threads. It is compiled at its first use, so a model with a broken template can still
+    complete text.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The text of a conversation up to the beginning of the assistant's turn.
+
+        ``messages`` and ``tools`` are plain JSON values; a message's keys whose value is ``None`` are left out.
+
+        Raises:
+            TemplateError: the template is broken, or refuses these messages.
+            TypeError: the template does not expect such values.
+        """
+        return self._compiled.render(
+            **self._special_tokens,
+            messages=[_turn(message) for message in messages],
+            tools=None if tools is None else list(tools),
+            documents=None,
+            add_generation_prompt=True,
+        )
+
+    @cached_property
+    def _compiled(self) -> Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(
+            raise_exception=_raise, strftime_now=_now, dict=_Dictionary(), namespace=_Names
+        )
+        return environment.from_string(self.source)
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    turn = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((turn[name] for name in _REASONING if name in turn), None)
+    return turn if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """``{% generation %}``, by which templates mark what a model writes; the text inside is all that counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dictionary:
+    """``dict`` in a template, without the attributes of a class."""
+
+    def __call__(self, *values: Any, **more: Any) -> dict[Any, Any]:
+        return dict(*values, **more)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        """See :meth:`dict.fromkeys`."""
+        return dict.fromkeys(*values)
+
+
+class _Names(Namespace):
+    """``namespace`` in a template, without private attributes."""
+
+    def __init__(*values: Any, **more: Any) -> None:
+        self, *rest = values
+        names = dict(*rest, **more)
+        for name in names:
+            _check(name)
+        Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        super().__setitem__(name, value)
+
+
+def _check(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template may not set {name!r}, which is private")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes characters of HTML, which models were not trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,150 @@
+"""Our renderer writes what ``transformers`` writes, for what templates of models use of Jinja."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from jinja2.exceptions import SecurityError, TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from app.api.chat_template import ChatTemplate
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+PLAIN: list[dict[str, Any]] = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": 'What is <b>"2 & 2"</b>?\n\n'},
+    {"role": "assistant", "content": "Vier – 4 🙂", "name": None},
+    {"role": "user", "content": "Why?"},
+]
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Is it raining?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "I cannot look outside.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}
+        ],
+    },
+    {"role": "tool", "content": '{"rain": true}'},
+]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Today's <weather> & more",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+
+TEMPLATES = {
+    "control tokens in strings": (
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "blocks on lines of their own": """
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set rest = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}{%- set rest = messages %}
+{%- endif %}
+  {# a comment #}
+  {% if system %}
+<<SYS>>{{ system }}<</SYS>>
+  {% endif %}
+{% for m in rest %}
+  {% if loop.last and m.role == 'user' %}last: {% endif %}
+[{{ m.role | upper }}:{{ loop.index0 }}] {{ m.content | default('', true) }}
+{% endfor %}
+""",
+    "the state of a loop in a namespace": (
+        "{% set ns = namespace(last='', count=0) %}{% for m in messages %}"
+        "{% set ns.count = ns.count + 1 %}{% if m.role == 'user' %}{% set ns.last = m.content %}{% endif %}"
+        "{% endfor %}{{ ns.count }} {{ ns['last'] }} {{ eos_token }}"
+    ),
+    "tools as JSON": (
+        "{% if tools %}{{ tools | tojson(indent=4) }}{% for t in tools %}{{ t | tojson }}"
+        "{{ t.function | tojson(separators=(',', ':'), sort_keys=True) }}{% endfor %}"
+        "{% endif %}{% for m in messages %}{{ m.role }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson }}{{ call.function | tojson(ensure_ascii=True) }}{% endfor %}"
+        "{% endfor %}"
+    ),
+    "keys that may be missing": (
+        "{% for m in messages %}{{ m.role }} {{ 'content' in m }} {{ 'name' in m }}"
+        " {{ m.tool_calls is defined }} {{ m.get('content', 'none') }} {{ m.content is string }}"
+        "{% endfor %}{{ tools is none }}{{ documents }}"
+    ),
+    "reasoning under either name": (
+        "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.thinking }}{% endfor %}"
+    ),
+    "continue and break": (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}"
+        "{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}"
+    ),
+    "what the model writes is marked": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = m.content %}{{ x }}"
+        "{% endgeneration %}{{ x }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "macros, dictionaries and items": (
+        "{% macro show(d) %}{% for k, v in d.items() %}{{ k }}={{ v }};{% endfor %}{% endmacro %}"
+        "{{ show(dict(a=1, b=[2, 3])) }}{{ dict.fromkeys(['x', 'y'], 0) }}{{ dict([('p', 1)], q=2) }}"
+        "{{ messages | map(attribute='role') | join(',') }}{{ messages | selectattr('role', 'equalto', 'user')"
+        " | list | length }}{{ range(3) | list }}{{ '%s-%d' | format('a', 3) }}{{ 'a,b'.split(',')[-1] }}"
+    ),
+    "the year": "{{ strftime_now('%Y') }}{{ messages[0].role }}",
+    "a name of self": "{% set n = namespace(self=1) %}{{ n.self }}",
+}
+
+
+def theirs(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    texts, _ = render_jinja_template(
+        conversations=[given], tools=tools, chat_template=template, add_generation_prompt=True, **SPECIAL
+    )
+    return str(texts[0])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", [PLAIN, CALLS], ids=["plain", "calls"])
+def test_it_writes_what_transformers_writes(name: str, messages: list[dict[str, Any]]) -> None:
+    template = TEMPLATES[name]
+    if "m['content'] +" in template:
+        messages = [message for message in messages if message["content"] is not None]
+    for tools in (None, TOOLS):
+        text = ChatTemplate(template, SPECIAL).render(messages, tools)
+        assert text == theirs(template, messages, tools)
+        assert text
+
+
+def test_the_bundled_models_own_template(bundled_model: Path) -> None:
+    template = (bundled_model / "chat_template.jinja").read_text()
+    for messages in (PLAIN, PLAIN[1:]):
+        assert ChatTemplate(template, SPECIAL).render(messages) == theirs(template, messages, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ raise_exception('only users may speak') }}", TemplateError),
+        ("{{ messages[0].nothing.at.all }}", jinja2.UndefinedError),
+        ("{% if %}", jinja2.TemplateSyntaxError),
+        ("{{ messages.append(1) }}", SecurityError),
+        ("{{ ''.__class__.__mro__ }}", SecurityError),
+        ("{{ dict.__class__.__mro__ }}", SecurityError),
+        ("{% set n = namespace(__class__=1) %}", SecurityError),
+        ("{% set n = namespace() %}{% set n._private = 1 %}", SecurityError),
+        ("{{ 1 + 'a' }}", TypeError),
+    ],
+)
+def test_a_template_that_fails_or_breaks_out_is_refused(template: str, error: type[Exception]) -> None:
+    for render in (ChatTemplate(template, SPECIAL).render, lambda turns: theirs(template, turns, None)):
+        with pytest.raises(error):
+            render(PLAIN)
