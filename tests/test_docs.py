@@ -22,6 +22,7 @@ OTHER_SETTINGS = (
     "QUIRE_URL",
     "QUIRE_LOAD_",
     "QUIRE_PEERS",
+    "QUIRE_SCHEMA",
     "QUIRE_PORT",
 )  # the last one is set by Kubernetes
 

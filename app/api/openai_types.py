@@ -13,6 +13,7 @@ from typing import Any
 from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
 from app.api.json_fields import boolean, integer, integers, number, text, wrong
+from app.api.output_form import FORM_FIELDS, output_form
 from app.api.tools.answer_form import answer_form
 from app.api.tools.tool_use import NO_TOOLS, ToolUse, parse_tool_use
 from engine.errors import InvalidRequestError
@@ -34,6 +35,7 @@ _KNOWN = frozenset({
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
     "n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority",
+    *FORM_FIELDS,
     # Hints without effect on the answer:
     "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
     "reasoning_effort", "verbosity",
@@ -53,7 +55,6 @@ _OFF: dict[str, Callable[[Any], bool]] = {
     "tool_choice": lambda v: v in ("none", "auto"),
     "functions": lambda v: v == [],
     "function_call": lambda v: v in ("none", "auto"),
-    "response_format": lambda v: v == {"type": "text"},
     "modalities": lambda v: v == ["text"],
     "store": lambda v: v is False,
     "include_stop_str_in_output": lambda v: v is False,
@@ -170,6 +171,7 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         seed=integer(fields, "seed", None) if "seed" in fields else None,
         stop_token_ids=tuple(integers(fields.get("stop_token_ids", []), "stop_token_ids")),
         ignore_eos=boolean(fields, "ignore_eos"),
+        structured_output=output_form(fields),
         **_sequences(fields),
     )
     stop = _stops(fields.get("stop", []))

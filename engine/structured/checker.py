@@ -50,9 +50,13 @@ class GrammarChecker:
         if answer is None:
             code = self._process.wait()
             self._process = None
-            if code in (-signal.SIGPROF, -signal.SIGKILL):
-                raise refused(form, f"compiling it takes more than {CPU_LIMIT_S} s; make it smaller or simpler")
-            raise refused(form, "compiling it takes too much memory; make it smaller or simpler")
+            if code == -signal.SIGPROF:
+                reason = f"more than {CPU_LIMIT_S} s of processor time"
+            elif code == -signal.SIGKILL:
+                reason = f"more than {WALL_LIMIT_S:.0f} s"
+            else:
+                reason = "too much memory"
+            raise refused(form, f"compiling it takes {reason}; make it smaller or simpler")
         if "error" in answer:
             raise InvalidRequestError(answer["error"], "structured_output", "invalid_grammar")
         return str(answer["grammar"])

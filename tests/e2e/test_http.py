@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from local_cluster import SOON_S
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,6 +54,50 @@ def test_lists_of_prompts_come_back_in_order(sdk: openai.OpenAI) -> None:
     alone = [sdk.completions.create(model=MODEL, prompt=p, max_tokens=8, temperature=0) for p in prompts]
     assert [choice.index for choice in together.choices] == [0, 1, 2]
     assert [choice.text for choice in together.choices] == [one.choices[0].text for one in alone]
+
+
+class Person(pydantic.BaseModel):
+    """What a model is asked to make up."""
+
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)]
+    moods: Annotated[list[Literal["good", "bad"]], pydantic.Field(max_length=3)]
+    friend: Pet | Car | None
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["pet"]
+    legs: Literal[2, 4]
+
+
+class Car(pydantic.BaseModel):
+    kind: Literal["car"]
+    electric: bool
+
+
+def test_the_sdk_parses_answers_into_classes(sdk: openai.OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "Make up a person. Answer in JSON."}]
+    completion = sdk.chat.completions.parse(model=MODEL, messages=asked, response_format=Person, n=3, seed=1)
+    people = [choice.message.parsed for choice in completion.choices]
+    assert len(people) == 3
+    assert all(isinstance(person, Person) for person in people)
+    with sdk.chat.completions.stream(model=MODEL, messages=asked, response_format=Person, seed=1) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == people[0]
+
+
+def test_hostile_forms_are_refused_and_others_answered(http: httpx.Client) -> None:
+    def ask(**form: Any) -> httpx.Response:
+        body = {"prompt": "The answer is", "max_tokens": 20, "temperature": 0, **form}
+        return http.post("/v1/completions", json=body, timeout=60)
+
+    patterns = [{"type": "string", "pattern": f".*[a-{c}].{{50}}"} for c in "bcdefghijklmnopqrst"]
+    with ThreadPoolExecutor() as clients:
+        hostile = clients.submit(ask, guided_json={"allOf": patterns})
+        friendly = clients.submit(ask, guided_choice=["forty-two", "unknown"])
+    error = hostile.result().json()["error"]
+    assert (hostile.result().status_code, error["code"]) == (400, "invalid_grammar")
+    assert "compiling it takes more than" in error["message"]
+    assert friendly.result().json()["choices"][0]["text"] in ("forty-two", "unknown")
 
 
 def test_a_stop_string_ends_the_stream_and_the_engines_work(cluster: LocalCluster, http: httpx.Client) -> None:

@@ -88,12 +88,8 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         case "allOf":
             a, b = random_schema(rng, 3), random_schema(rng, 3)
             parts = [{"properties": {"a": a}, "required": ["a"]}, {"properties": {"b": b}, "required": ["b"]}]
-            return {
-                "type": "object",
-                "allOf": parts,
-                "additionalProperties": {"type": "null"},
-                "maxProperties": 3,
-            }
+            known = {"properties": {"a": True, "b": True}, "additionalProperties": False}
+            return {"type": "object", "allOf": parts, **known}
         case "ref":
             leaf = {"type": "object", "properties": {"v": random_schema(rng, 3)}, "required": ["v"]}
             node = {**leaf, "additionalProperties": False}

@@ -12,12 +12,14 @@ from tests.planted_faults.app_routing import ROUTING
 from tests.planted_faults.engine_execution import EXECUTION
 from tests.planted_faults.engine_kv import KV
 from tests.planted_faults.engine_scheduling import SCHEDULING
+from tests.planted_faults.engine_structured import STRUCTURED
 from tests.planted_faults.fault import Fault
 
 FAULTS: list[Fault] = [
     *KV,
     *SCHEDULING,
     *EXECUTION,
+    *STRUCTURED,
     *API,
     *CHANNEL,
     *ROUTING,

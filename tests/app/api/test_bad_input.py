@@ -192,11 +192,18 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = 
             ("presence_penalty", 0.5),
             ("frequency_penalty", -0.5),
             ("repetition_penalty", 1.1),
-            ("response_format", {"type": "json_object"}),
             ("functions", [{"name": "f"}]),
             ("suffix", "b"),
             ("echo", True),
         ]
+    ),
+    (
+        CHAT,
+        {"messages": CAPITAL, "response_format": {"type": "xml"}},
+        400,
+        "response_format",
+        "invalid_value",
+        ["'xml'", "json_schema"],
     ),
     (COMPLETIONS, {"prompt": "a", "tools": [{}]}, 400, "tools", "unsupported_parameter", ["a list of 1"]),
     (

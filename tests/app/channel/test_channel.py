@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
+from engine.errors import InvalidRequestError
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
+from engine.structured_output import StructuredOutput
 
 LEASE_S = 5.0
 GRACE_S = 60.0
@@ -349,6 +352,53 @@ def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) 
         await asyncio.sleep(2 * CALL_END_S)
         assert setting.aborted == ([] if ended else ["r@ingress:7"])
         assert setting.hub.inspect()["ingress"]["attempts"] == 0
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(test)
+
+
+class CompilingEngine(CountingEngine):
+    """Compiles when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiling: Future[Any] = Future()
+
+    def compile(self, form: StructuredOutput) -> Future[Any]:
+        return self.compiling
+
+
+def test_an_attempt_waits_for_its_grammar() -> None:
+    """It is queued with what was compiled, refused with the reason, or gone if the client has left before."""
+
+    async def test(setting: Setting) -> None:
+        stream = await setting.open()
+        params = SamplingParams(max_tokens=3, structured_output=StructuredOutput("json_object"))
+        payload = wire.pack_submission(wire.Submission("r", 7, [1, 2], params))
+        grammar = object()
+        for outcome in (grammar, InvalidRequestError("no", "structured_output", "invalid_grammar"), None):
+            engine = CompilingEngine()
+            engine.hub = setting.hub
+            call = asyncio.ensure_future(run_attempt(setting.hub, engine, "ingress", 1, payload))
+            await asyncio.sleep(5)
+            assert not call.done()
+            assert engine.submitted == []
+            if outcome is grammar:
+                engine.compiling.set_result(outcome)
+                await until(lambda engine=engine: bool(engine.live))
+                assert [request.grammar for request in engine.live.values()] == [grammar]
+                for _ in range(3):
+                    engine.step()
+                assert await call == {"generated": 3}
+            elif outcome is not None:
+                engine.compiling.set_exception(outcome)
+                assert await call == {"invalid": ("no", "structured_output", "invalid_grammar")}
+            else:
+                call.cancel()
+                await asyncio.wait({call})
+                assert engine.compiling.cancelled()
+            assert engine.live == {}
+            assert setting.hub.inspect()["ingress"]["attempts"] == 0
         await stream.aclose()  # type: ignore[attr-defined]
 
     run(test)

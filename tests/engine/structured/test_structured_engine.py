@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from structured_engines import text_of, tokens_of, with_characters
 from tiny_engines import EOS, made, run_to_end, tiny_engine_config
 
 from engine.engine import Engine
+from engine.engine_thread import EngineThread
+from engine.errors import InvalidRequestError
 from engine.request import FinishReason, Request, TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.structured.checker import GrammarChecker
 from engine.structured.matcher import Matcher
 from engine.structured_output import StructuredOutput
 
@@ -179,6 +185,9 @@ def test_logprobs_are_those_of_the_model(make: Callable[..., Engine]) -> None:
     (ranked,) = run_to_end(engine, ask("a", StructuredOutput("regex", "a"), n=1, best_of=2))["a"]
     assert ranked.score is not None
     assert ranked.score < -1  # a random model would rather have written something else
+    deltas = run_to_end(engine, ask("b", StructuredOutput("regex", "a"), logprobs=0))["b"]
+    assert deltas[0].logprobs is not None
+    assert deltas[0].logprobs[0].logprob < -1
 
 
 def test_a_form_that_becomes_too_complex_fails_its_request_alone(
@@ -210,9 +219,42 @@ def test_a_form_that_becomes_too_complex_fails_its_request_alone(
     assert engine.grammars.compile(bad) is not compiled
 
 
-def test_without_a_tokenizer_the_request_is_refused(tiny_models: dict[str, Path]) -> None:
-    from engine.errors import InvalidRequestError
+def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling is stuck here until others have been answered; with its thread the process ends, too."""
+    outputs: queue.Queue[TokenDelta] = queue.Queue()
+    thread = EngineThread(
+        tiny_engine_config(folder), lambda made: [outputs.put(delta) for delta in made.deltas], print
+    )
+    thread.start()
+    answered = threading.Event()
+    check = GrammarChecker.check
 
+    def wait(checker: GrammarChecker, form: StructuredOutput) -> str:
+        assert answered.wait(60)
+        return check(checker, form)
+
+    monkeypatch.setattr(GrammarChecker, "check", wait)
+    compiling = thread.compile(LETTERS)
+    thread.submit(ask("free", None, max_tokens=5))
+    assert len([outputs.get(timeout=60) for _ in range(5)]) == 5
+    assert not compiling.done()
+    answered.set()
+    thread.submit(replace(ask("held", LETTERS), grammar=compiling.result(60)))
+    thread.submit(ask("unprepared", LETTERS, seed=2))
+    texts = {"held": "", "unprepared": ""}
+    ended = 0
+    while ended < 2:
+        delta = outputs.get(timeout=60)
+        texts[delta.request_id] += text_of(list(delta.token_ids))
+        ended += delta.final
+    assert all(re.fullmatch(LETTERS.text, text) for text in texts.values())
+    mine = [child for child in psutil.Process().children() if "engine.structured.checker" in child.cmdline()]
+    assert mine
+    thread.stop()
+    assert not any(child.is_running() for child in mine)
+
+
+def test_without_a_tokenizer_the_request_is_refused(tiny_models: dict[str, Path]) -> None:
     engine = Engine(tiny_engine_config(tiny_models["Llama"]), offline=True)
     with pytest.raises(InvalidRequestError, match=r"cannot be held to a form: .*tokenizer") as caught:
         engine.add(ask("a", LETTERS))

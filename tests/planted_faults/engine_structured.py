@@ -1,0 +1,127 @@
+"""Faults in structured output: forms, grammars, matchers, masks."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_FORMS = ("engine/test_structured_output.py",)
+_GRAMMARS = ("engine/structured/test_grammars.py",)
+_ENGINE = ("engine/structured/test_structured_engine.py",)
+_SAMPLER = ("engine/execution/test_sampler.py",)
+_API = ("app/api/test_output_form.py",)
+_ATTEMPT = ("app/channel/test_channel.py",)
+
+STRUCTURED: list[Fault] = [
+    Fault(
+        "engine/structured_output.py",
+        "        if depth > MAX_NESTING:\n",
+        "        if depth > MAX_NESTING + 1:\n",
+        _FORMS,
+        "schemas may be nested deeper than the limit says",
+    ),
+    Fault(
+        "engine/structured/grammar.py",
+        "    if not matcher.is_error():\n        matcher.compute_bitmask()\n",
+        "",
+        _GRAMMARS,
+        "a schema that no output can match is found out only when the request runs",
+    ),
+    Fault(
+        "engine/structured/checker.py",
+        "        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process\n",
+        "",
+        _GRAMMARS,
+        "a schema that takes hours to compile holds up all others",
+    ),
+    Fault(
+        "engine/structured/compiler.py",
+        "                self._kept.move_to_end(form)\n",
+        "                pass\n",
+        _GRAMMARS,
+        "a grammar that is used all the time is dropped for its age",
+    ),
+    Fault(
+        "engine/structured/matcher.py",
+        "        if not mask.any():\n            mask[:] = before\n",
+        "",
+        _ENGINE,
+        "min_tokens beyond the form's end leaves no token",
+    ),
+    Fault(
+        "engine/structured/matcher.py",
+        "            self._advanced += len(tokens)\n",
+        "            self._advanced += 1\n",
+        _ENGINE,
+        "a request that moved follows its output twice",
+    ),
+    Fault(
+        "engine/scheduling/state.py",
+        "            grammar=parent.grammar,\n",
+        "",
+        _ENGINE,
+        "forks are free of the form",
+    ),
+    Fault(
+        "engine/scheduling/intake.py",
+        "            grammar=request.grammar,\n",
+        "",
+        _ENGINE,
+        "no form is kept to",
+    ),
+    Fault(
+        "engine/scheduling/outcomes.py",
+        "    if sequence.grammar is not None and token in sequence.grammar.end_token_ids:",
+        "    if False:",
+        _ENGINE,
+        "with min_tokens a sequence goes on after the end of its form",
+    ),
+    Fault(
+        "engine/scheduling/intake.py",
+        " or request.grammar is not None:  # nothing",
+        ":  # nothing",
+        _ENGINE,
+        "with ignore_eos a sequence goes on after the end of its form",
+    ),
+    Fault(
+        "engine/engine.py",
+        "                self.grammars.forget(sequence.params.structured_output)\n",
+        "                pass\n",
+        _ENGINE,
+        "a grammar that has become too complex fails every later request, too",
+    ),
+    Fault(
+        "engine/engine.py",
+        "            return self.runner.run(chunks), failed\n",
+        "            return self.runner.run(chunks), {}\n",
+        _ENGINE,
+        "a request whose grammar cannot go on is free of it from then on",
+    ),
+    Fault(
+        "engine/execution/sampler.py",
+        "        return bool(self.forbidden) or self.edit is not None or self.mask is not None\n",
+        "        return bool(self.forbidden) or self.edit is not None\n",
+        _ENGINE,
+        "log probabilities are taken after the form has left tokens out",
+    ),
+    Fault(
+        "kernels/cpu/sampling.cpp",
+        "            const int64_t many = std::min<int64_t>(32, vocab - first);\n",
+        "            const int64_t many = 32;\n",
+        _SAMPLER,
+        "a mask writes past the end of its row",
+    ),
+    Fault(
+        "app/api/output_form.py",
+        "    if len(found) > 1:\n",
+        "    if len(found) > 9:\n",
+        _API,
+        "of two forms one is dropped without a word",
+    ),
+    Fault(
+        "app/channel/engine_attempt.py",
+        "                    grammar=grammar,\n",
+        "",
+        _ATTEMPT,
+        "the grammar is compiled again on the caller's thread",
+    ),
+]
