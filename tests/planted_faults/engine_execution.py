@@ -51,7 +51,7 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/sampler.py",
-        "        edited = [index for index in asking if rows[index].forbidden or rows[index].edit is not None]\n",
+        "        edited = [index for index in asking if rows[index].changes_logits]\n",
         "        edited: list[int] = []\n",
         _EDITS,
         "log probabilities are those of the edited logits",
@@ -107,8 +107,8 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/sampler.py",
-        "        if row.forbidden:\n",
-        "        if row.forbidden and index == 0:\n",
+        "            if row.forbidden or row.edit is not None\n",
+        "            if (row.forbidden and index == 0) or row.edit is not None\n",
         _SAMPLER,
         "only the first row of a batch heeds its forbidden tokens",
     ),
