@@ -1,4 +1,4 @@
-"""``GET /``: a page for people, with what is served, health, an example, and a chat box."""
+"""Pages for people: ``GET /``, with what is served, health, an example, and a chat box, and ``GET /docs``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-_PAGE = Path(__file__).with_name("home.html").read_text(encoding="utf-8")
+_HOME = Path(__file__).with_name("home.html").read_text(encoding="utf-8")
+_DOCS = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
 
 _HEADERS = {
     # Nothing of another origin is loaded or called, and no other site may frame the page.
@@ -20,4 +21,9 @@ _HEADERS = {
 
 def home_page() -> Response:
     """The page; it asks ``/health`` and ``/v1`` for everything that it shows."""
-    return Response(_PAGE, headers=_HEADERS, media_type="text/html")
+    return Response(_HOME, headers=_HEADERS, media_type="text/html")
+
+
+def docs_page() -> Response:
+    """The page that shows ``/openapi.json``."""
+    return Response(_DOCS, headers=_HEADERS, media_type="text/html")

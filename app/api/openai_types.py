@@ -31,7 +31,7 @@ CHAT_ONLY = ("messages", "tools", "tool_choice")
 """Fields of the chat route alone."""
 
 # fmt: off
-_KNOWN = frozenset({
+KNOWN = frozenset({
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
     "n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority",
@@ -41,7 +41,7 @@ _KNOWN = frozenset({
     "reasoning_effort", "verbosity",
 })
 # fmt: on
-_OFF: dict[str, Callable[[Any], bool]] = {
+OFF: dict[str, Callable[[Any], bool]] = {
     "echo": lambda v: v is False,
     "suffix": lambda v: v == "",
     "logprobs": lambda v: v is False,
@@ -134,9 +134,9 @@ def with_tools(request: ChatRequest, use: ToolUse) -> ChatRequest:
 def _known_fields(body: dict[str, Any], *own: str) -> dict[str, Any]:
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
-        if name in own or name in _KNOWN:
+        if name in own or name in KNOWN:
             continue
-        means_off = _OFF.get(name)
+        means_off = OFF.get(name)
         if means_off is None:
             raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
         if not means_off(value):

@@ -20,12 +20,13 @@ from app.api.authentication import Authentication
 from app.api.caller import Caller
 from app.api.cors import CrossOrigin
 from app.api.errors import ERROR_HANDLERS, ApiError
-from app.api.home import home_page
+from app.api.home import docs_page, home_page
 from app.api.instance import InstanceHeader
 from app.api.key_limits import KeyLimits
 from app.api.messages.request import parse_count_tokens, parse_messages_request
 from app.api.openai_service import OpenAIService
 from app.api.openai_types import parse_chat, parse_completion
+from app.api.openapi import openapi
 from app.api.request_id import request_id_of
 from app.api.responses.request import parse_responses
 from app.api.tenant import client_of, tenant_of
@@ -120,28 +121,41 @@ async def home(request: Request) -> Response:
     return home_page()
 
 
+async def docs(request: Request) -> Response:
+    return docs_page()
+
+
+async def openapi_document(request: Request) -> Response:
+    return openapi()
+
+
+ROUTES = [
+    Route("/", home),
+    Route("/docs", docs),
+    Route("/openapi.json", openapi_document),
+    Route("/health", health),
+    Route("/ping", ping, methods=["GET", "POST"]),
+    Route("/version", version),
+    Route("/metrics", metrics),
+    Route("/v1/models", list_models),
+    Route("/v1/models/{name:path}", get_model),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/embeddings", no_embeddings, methods=["POST"]),
+    Route("/v1/score", no_embeddings, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
+]
+
+
 def make_api(get_service: Callable[[], OpenAIService]) -> ASGIApp:
     """The HTTP application; each request calls ``get_service``."""
     api = Starlette(
-        routes=[
-            Route("/", home),
-            Route("/health", health),
-            Route("/ping", ping, methods=["GET", "POST"]),
-            Route("/version", version),
-            Route("/metrics", metrics),
-            Route("/v1/models", list_models),
-            Route("/v1/models/{name:path}", get_model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
-            Route("/v1/messages", messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-            Route("/v1/embeddings", no_embeddings, methods=["POST"]),
-            Route("/v1/score", no_embeddings, methods=["POST"]),
-            Route("/tokenize", tokenize, methods=["POST"]),
-            Route("/detokenize", detokenize, methods=["POST"]),
-            Route("/admin/reset_prefix_cache", reset_prefix_cache, methods=["POST", "GET", "PUT", "DELETE"]),
-        ],
+        routes=ROUTES,
         exception_handlers=ERROR_HANDLERS,
         middleware=[
             # A preflight request carries no key.

@@ -35,15 +35,16 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 def parse_messages_request(body: dict[str, Any]) -> ChatRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
-    fields = known_fields(body, (*SAME, *OWN), REFUSED)
-    if "max_tokens" not in fields:
+    if body.get("max_tokens") is None:
         raise wrong("max_tokens", None, "an integer, at least 1")
-    return _chat(fields, {"max_completion_tokens": integer(fields, "max_tokens", 1)})
+    return parse_count_tokens(body)
 
 
 def parse_count_tokens(body: dict[str, Any]) -> ChatRequest:
     """As :func:`parse_messages_request`, of a request that generates nothing."""
-    return _chat(known_fields(body, (*SAME, *OWN), REFUSED), {})
+    fields = known_fields(body, (*SAME, *OWN), REFUSED)
+    chat = {"max_completion_tokens": integer(fields, "max_tokens", 1)} if "max_tokens" in fields else {}
+    return _chat(fields, chat)
 
 
 def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:

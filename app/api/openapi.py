@@ -1,0 +1,358 @@
+"""``GET /openapi.json``: the routes and their parameters, with the names and limits that the code checks.
+
+A parameter that the code knows and this page does not describe is there without a description.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from starlette.responses import Response
+
+from app.api import chat_messages, openai_types
+from app.api.messages import request as messages
+from app.api.responses import request as responses
+from app.api.tools import tool_use
+from engine.sampling_params import MAX_SEED, MAX_SEQUENCES, MAX_STOP_TOKEN_IDS
+
+Schema = dict[str, Any]
+
+_BOOLEAN: Schema = {"type": "boolean"}
+_STRING: Schema = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}
+
+
+def _integer(low: int | None = None, high: int | None = None, description: str = "") -> Schema:
+    return _described(_bounded({"type": "integer"}, low, high), description)
+
+
+def _number(low: float | None = None, high: float | None = None, description: str = "") -> Schema:
+    return _described(_bounded({"type": "number"}, low, high), description)
+
+
+def _bounded(schema: Schema, low: float | None, high: float | None) -> Schema:
+    bounds = {"minimum": low, "maximum": high}
+    return {**schema, **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
+def _described(schema: Schema, description: str) -> Schema:
+    return {**schema, "description": description} if description else schema
+
+
+def _list(of: Schema, least: int = 0, most: int | None = None, description: str = "") -> Schema:
+    schema: Schema = {"type": "array", "items": of}
+    if least:
+        schema["minItems"] = least
+    if most is not None:
+        schema["maxItems"] = most
+    return _described(schema, description)
+
+
+def _any(*schemas: Schema, description: str = "") -> Schema:
+    return _described({"anyOf": list(schemas)}, description)
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": openai_types.MAX_STOP_CHARS}
+_TOKENS = _list({"type": "integer", "minimum": 0})
+_PROMPT = _any(_STRING, _TOKENS, _list(_any(_STRING, _TOKENS), 1, openai_types.MAX_PROMPTS))
+_PRIORITY = _integer(-openai_types.MAX_PRIORITY, openai_types.MAX_PRIORITY, "Lower runs first.")
+
+PARAMETERS: dict[str, Schema] = {
+    "model": _described(_STRING, "The served model; any other is a 404."),
+    "prompt": _described(_PROMPT, "Text, token ids, or a list of these."),
+    "messages": _list(_ref("ChatMessage"), 1, chat_messages.MAX_MESSAGES),
+    "max_tokens": _integer(1),
+    "max_completion_tokens": _integer(1, description="The newer name of `max_tokens`."),
+    "min_tokens": _integer(0),
+    "temperature": _number(0, 2),
+    "top_p": {**_number(None, 1), "exclusiveMinimum": 0},
+    "top_k": {"type": "integer"},
+    "min_p": _number(0, 1),
+    "seed": _integer(-MAX_SEED - 1, MAX_SEED),
+    "stop": _any(_STRING, _list(_STOP, 0, openai_types.MAX_STOPS)),
+    "stop_token_ids": _list({"type": "integer", "minimum": 0}, 0, MAX_STOP_TOKEN_IDS),
+    "ignore_eos": _BOOLEAN,
+    "stream": _described(_BOOLEAN, "Server-sent events."),
+    "stream_options": _OBJECT,
+    "user": _STRING,
+    "cache_salt": {"type": "string", "maxLength": openai_types.MAX_SALT_CHARS},
+    "n": _integer(1, MAX_SEQUENCES),
+    "best_of": _integer(1, MAX_SEQUENCES),
+    "use_beam_search": _BOOLEAN,
+    "beam_width": _integer(1, MAX_SEQUENCES),
+    "length_penalty": _number(-10, 10),
+    "early_stopping": _any(_BOOLEAN, {"const": "never"}),
+    "priority": _PRIORITY,
+    "tools": _list(_ref("ChatTool"), 0, tool_use.MAX_TOOLS),
+    "tool_choice": _any({"enum": ["none", "auto", "required"]}, _OBJECT),
+    "parallel_tool_calls": _BOOLEAN,
+    "response_format": _OBJECT,
+}
+"""Of the completions and the chat route."""
+
+RESPONSES_PARAMETERS: dict[str, Schema] = {
+    **PARAMETERS,
+    "input": _any(_STRING, _list(_OBJECT, 1, chat_messages.MAX_MESSAGES), description="Text or items."),
+    "instructions": _STRING,
+    "max_output_tokens": _integer(1),
+    "tools": _list(_OBJECT, 0, tool_use.MAX_TOOLS, "Functions."),
+    "text": _described(_OBJECT, "`format`: text, json_object, or json_schema."),
+    "store": _described({"const": False}, "Nothing is stored."),
+    "truncation": {"const": "disabled"},
+    "top_logprobs": {"const": 0},
+    "reasoning": _OBJECT,
+}
+
+MESSAGES_PARAMETERS: dict[str, Schema] = {
+    **PARAMETERS,
+    "messages": _list(_OBJECT, 1, chat_messages.MAX_MESSAGES),
+    "system": _any(_STRING, _list(_OBJECT)),
+    "stop_sequences": _list(_STOP, 0, openai_types.MAX_STOPS),
+    "tools": _list(_OBJECT, 0, tool_use.MAX_TOOLS, "With `name`, `description` and `input_schema`."),
+    "tool_choice": _OBJECT,
+    "metadata": _OBJECT,
+    "thinking": _OBJECT,
+    "output_config": _OBJECT,
+}
+
+_CHAT_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": sorted(chat_messages.ROLES)},
+        "content": _any(_STRING, _list(_OBJECT), {"type": "null"}),
+        "tool_calls": _list(_OBJECT, 0, chat_messages.MAX_CALLS, "Of the assistant."),
+        "tool_call_id": _described(_STRING, "Of a tool."),
+    },
+    "required": ["role"],
+}
+
+_CHAT_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{tool_use.NAME.pattern}$"},
+                "description": _STRING,
+                "parameters": _described(_OBJECT, "A JSON schema of an object."),
+                "strict": _BOOLEAN,
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "function"],
+}
+
+_ERROR: Schema = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": _STRING,
+                "type": _STRING,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+
+_ANTHROPIC_ERROR: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": _STRING, "message": _STRING},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+
+
+def _body(known: Collection[str], required: Collection[str], schemas: dict[str, Schema]) -> Schema:
+    """The schema of a body; a field that is ``null`` counts as absent, unless it is required."""
+    properties = {
+        name: schemas.get(name, {}) if name in required else _nullable(schemas.get(name, {}))
+        for name in sorted(known)
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(required),
+        "additionalProperties": False,
+    }
+
+
+def _nullable(schema: Schema) -> Schema:
+    if not schema:
+        return schema
+    bare = {key: value for key, value in schema.items() if key != "description"}
+    return _any(bare, {"type": "null"}, description=schema.get("description", ""))
+
+
+def _operation(
+    summary: str, *, body: str = "", answer: Schema | None = None, stream: bool = False, error: str = "Error"
+) -> Schema:
+    content: Schema = {} if answer is None else {"application/json": {"schema": answer}}
+    if stream:
+        content["text/event-stream"] = {"schema": _STRING}
+    operation: Schema = {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "The answer.", **({"content": content} if content else {})},
+            "default": {
+                "description": "An error.",
+                "content": {"application/json": {"schema": _ref(error)}},
+            },
+        },
+    }
+    if body:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(body)}},
+        }
+    return operation
+
+
+def _object(*required: str) -> Schema:
+    return {"type": "object", "required": list(required)}
+
+
+def _paths() -> dict[str, Any]:
+    name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+    reset = "Every engine forgets its cached prefixes; with the option admin_routes."
+    anthropic: Any = {"error": "AnthropicError"}
+    no_embeddings = _operation("404 with the reason: no model that is served is made for it.")
+    no_embeddings["responses"].pop("200")
+    chat_answer = _object("id", "object", "created", "model", "choices", "usage")
+    page = _operation("A page for people.")
+    return {
+        "/": {"get": page},
+        "/docs": {"get": page},
+        "/openapi.json": {"get": _operation("This document.", answer=_object("openapi", "paths"))},
+        "/health": {"get": _operation("Whether a request would find an engine.", answer=_object("status"))},
+        "/ping": {
+            "get": _operation("The status of /health without a body."),
+            "post": _operation("As GET."),
+        },
+        "/version": {"get": _operation("Quire's version.", answer=_object("version"))},
+        "/metrics": {"get": _operation("Metrics in Prometheus's text format.")},
+        "/v1/models": {"get": _operation("The served model.", answer=_object("object", "data"))},
+        "/v1/models/{name}": {
+            "get": {**_operation("One model.", answer=_object("id", "object")), "parameters": [name]}
+        },
+        "/v1/completions": {
+            "post": _operation("Continue prompts.", body="CompletionRequest", answer=chat_answer, stream=True)
+        },
+        "/v1/chat/completions": {
+            "post": _operation("Answer a chat.", body="ChatRequest", answer=chat_answer, stream=True)
+        },
+        "/v1/responses": {
+            "post": _operation(
+                "Answer in the format of OpenAI's Responses; nothing is stored.",
+                body="ResponsesRequest",
+                answer=_object("id", "object", "status", "output", "usage"),
+                stream=True,
+            )
+        },
+        "/v1/messages": {
+            "post": _operation(
+                "Answer in Anthropic's format.",
+                body="MessagesRequest",
+                answer=_object("id", "type", "role", "content", "stop_reason", "usage"),
+                stream=True,
+                **anthropic,
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _operation(
+                "Count the tokens of such a request.",
+                body="CountTokensRequest",
+                answer=_object("input_tokens"),
+                **anthropic,
+            )
+        },
+        "/v1/embeddings": {"post": no_embeddings},
+        "/v1/score": {"post": no_embeddings},
+        "/tokenize": {
+            "post": _operation(
+                "Text or messages to tokens.",
+                body="TokenizeRequest",
+                answer=_object("count", "max_model_len", "tokens"),
+            )
+        },
+        "/detokenize": {
+            "post": _operation("Tokens to text.", body="DetokenizeRequest", answer=_object("prompt"))
+        },
+        "/admin/reset_prefix_cache": {"post": _operation(reset, answer=_OBJECT)},
+    }
+
+
+def _schemas() -> dict[str, Schema]:
+    shared = openai_types.KNOWN | openai_types.OFF.keys()
+    message_fields = {*messages.SAME, *messages.OWN}
+    return {
+        "CompletionRequest": _body({*shared, "prompt"}, ["prompt"], PARAMETERS),
+        "ChatRequest": _body({*shared, *openai_types.CHAT_ONLY}, ["messages"], PARAMETERS),
+        "ResponsesRequest": _body({*responses.SAME, *responses.OWN}, ["input"], RESPONSES_PARAMETERS),
+        "MessagesRequest": _body(message_fields, ["messages", "max_tokens"], MESSAGES_PARAMETERS),
+        "CountTokensRequest": _body(message_fields, ["messages"], MESSAGES_PARAMETERS),
+        "TokenizeRequest": _body(
+            ["model", "prompt", "messages", "add_special_tokens", "return_token_strs"],
+            [],
+            {
+                **PARAMETERS,
+                "prompt": _STRING,
+                "add_special_tokens": _BOOLEAN,
+                "return_token_strs": _BOOLEAN,
+            },
+        ),
+        "DetokenizeRequest": _body(["model", "tokens"], ["tokens"], {**PARAMETERS, "tokens": _TOKENS}),
+        "ChatMessage": _CHAT_MESSAGE,
+        "ChatTool": _CHAT_TOOL,
+        "Error": _ERROR,
+        "AnthropicError": _ANTHROPIC_ERROR,
+    }
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The whole document."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": metadata.version("quire")},
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
+        "paths": _paths(),
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+@cache
+def _content() -> bytes:
+    return json.dumps(document()).encode()
+
+
+def openapi() -> Response:
+    """The answer to ``GET /openapi.json``."""
+    return Response(_content(), media_type="application/json")
