@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +201,9 @@ class LLM:
             requests.append(Request(name, self._token_ids(prompt, place), chosen, namespace, arrival=arrival))
             try:
                 check(requests[-1], self.engine.limits)
+                if chosen.structured_output is not None:
+                    grammar = self.engine.grammars.compile(chosen.structured_output)
+                    requests[-1] = replace(requests[-1], grammar=grammar)
             except InvalidRequestError as error:
                 where = f"prompts[{place}]: " if len(listed) > 1 else ""
                 raise InvalidRequestError(f"{where}{error.message}", error.param, error.code) from None

@@ -97,10 +97,11 @@ class SampleRow:
 
 
 class Sampler:
-    """Stateless; one for each model runner. ``kernels`` draw if they can; otherwise torch does, more slowly."""
+    """One for each model runner. ``kernels`` draw if they can; otherwise torch does, more slowly."""
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels if kernels is not None and kernels.draws else None
+        self._masks: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)  # memory that each step uses again
         self._edit_logits = edit_logits if kernels is None else kernels.edit_logits
         self._logprobs = row_logprobs if kernels is None else kernels.logprobs
 
@@ -209,7 +210,10 @@ class Sampler:
         if not masks:
             return
         masked = torch.tensor(list(masks))
-        allowed = torch.from_numpy(np.stack(list(masks.values())))
+        words = len(next(iter(masks.values())))
+        if self._masks.shape[0] < len(masks) or self._masks.shape[1] != words:
+            self._masks = np.empty((len(masks), words), dtype=np.int32)
+        allowed = torch.from_numpy(np.stack(list(masks.values()), out=self._masks[: len(masks)]))
         if self._kernels is not None:
             self._kernels.mask(logits, masked, allowed)
         else:

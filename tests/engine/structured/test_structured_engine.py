@@ -19,6 +19,7 @@ from tiny_engines import EOS, made, run_to_end, tiny_engine_config
 from engine.engine import Engine
 from engine.engine_thread import EngineThread
 from engine.errors import InvalidRequestError
+from engine.llm import LLM
 from engine.request import FinishReason, Request, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.structured.checker import GrammarChecker
@@ -217,6 +218,18 @@ def test_a_form_that_becomes_too_complex_fails_its_request_alone(
     assert outputs(deltas["bad"])[0] == ("aaaa", FinishReason.ERROR)
     assert deltas["bad"][-1].error == "the structured output cannot be continued: too many states"
     assert engine.grammars.compile(bad) is not compiled
+
+
+def test_offline_a_form_that_cannot_be_used_is_named_and_nothing_runs(folder: Path) -> None:
+    llm = LLM(folder, dtype="float32", num_blocks=64, block_size=4, num_threads=1)
+    bad = StructuredOutput("regex", "(?=a)b")
+    params = [SamplingParams(max_tokens=40, structured_output=form) for form in (LETTERS, bad)]
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: the regex .* look-around"):
+        llm.generate([PROMPT, PROMPT], params)
+    assert llm.engine.stats().steps == 0
+    (result,) = llm.generate([PROMPT], params[0])
+    assert result.text is not None
+    assert re.fullmatch(LETTERS.text, result.text)
 
 
 def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
