@@ -168,7 +168,8 @@ class OpenAIService:
             longest = limits.max_model_len
             prompt = await self._tokenizer.encode_chat(request.messages, longest, owner, request.tools)
             end = self._tokenizer.text_of(prompt[-PROMPT_END_TOKENS:])
-            parser_of = partial(family.parser, request.tools, end)
+            free = request.options.params.structured_output is None
+            parser_of = partial(family.parser, request.tools, end, free=free)
             job = GenerationJob(request.options, [prompt], True, caller, parser_of, family.markers)
             permit.add_tokens(job.prompt_tokens, self.options)
             reply = reply_to(job) if reply_to else OpenAIReply(job, self._envelope("chatcmpl", caller))

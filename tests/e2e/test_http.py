@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
+import anthropic
 import httpx
 import openai
 import pydantic
@@ -196,3 +197,25 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
     assert len(fleet["quire_ended_requests_total"]) == 1  # there is one ingress
     assert sum(fleet["quire_request_output_tokens_sum"].values()) >= 6
     assert sum(fleet["quire_routing_decisions_total"].values()) >= 3
+
+
+def test_tools_responses_and_anthropics_messages_pass_the_proxy(
+    cluster: LocalCluster, sdk: openai.OpenAI
+) -> None:
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tool: Any = {"type": "function", "function": {"name": "light", "parameters": schema}}
+    asked: Any = {"model": MODEL, "messages": CAPITAL, "tools": [tool], "tool_choice": "required"}
+    choice = sdk.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, choice.finish_reason) == ("light", "tool_calls")
+    assert isinstance(json.loads(call.function.arguments)["on"], bool)
+    said: Any = {"instructions": CAPITAL[0]["content"], "input": CAPITAL[1]["content"], "temperature": 0}
+    with sdk.responses.stream(model=MODEL, **said) as stream:
+        assert stream.get_final_response().output_text == ANSWER
+    asked = {"model": MODEL, "max_tokens": 20, "system": CAPITAL[0]["content"], "messages": CAPITAL[1:]}
+    with anthropic.Anthropic(base_url=cluster.url, api_key="none", max_retries=0) as claude:
+        with claude.messages.stream(**asked, extra_body={"temperature": 0}) as messages:
+            assert messages.get_final_text() == ANSWER
+        with pytest.raises(anthropic.BadRequestError, match="'no_such' is not a known parameter"):
+            claude.messages.create(**asked, extra_body={"no_such": 1})

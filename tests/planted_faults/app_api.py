@@ -68,16 +68,15 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/sse.py",
-        "                await self._begin(send)\n                event = b",
-        "                event = b",
+        "                await self._begin(send)\n                await send(",
+        "                await send(",
         _SSE,
         "an error overtakes headers that leave slowly",
     ),
     Fault(
         "app/api/sse.py",
-        "                    await self._begin(send)\n                    await self._send",
-        "                    if not self._begun:\n                        await self._begin(send)\n"
-        "                    await self._send",
+        "                    if not self._begun or self._beginning.locked():",
+        "                    if not self._begun:",
         _SSE,
         "an event overtakes headers that leave slowly",
     ),
@@ -125,7 +124,7 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/text.py",
-        "                return text[: end + 1 - match_length]",
+        "                return text[:begin]",
         "                return text[: end + 1]",
         _TEXT,
         "the stop string is shown",

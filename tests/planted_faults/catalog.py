@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.planted_faults.app_api import API
+from tests.planted_faults.app_api_tools import TOOLS
 from tests.planted_faults.app_autoscaling import AUTOSCALING
 from tests.planted_faults.app_channel import CHANNEL
 from tests.planted_faults.app_deploys import DEPLOYS
@@ -21,6 +22,7 @@ FAULTS: list[Fault] = [
     *EXECUTION,
     *STRUCTURED,
     *API,
+    *TOOLS,
     *CHANNEL,
     *ROUTING,
     *FLEET,

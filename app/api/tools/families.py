@@ -69,14 +69,19 @@ class ModelFamily:
         """Texts that count even where they are special tokens."""
         return _MARKERS.get(self.tool_parser, ()) + REASONING.get(self.reasoning_parser, ())
 
-    def parser(self, use: ToolUse, prompt_end: str) -> AnswerParser | None:
-        """For one answer to a prompt that ends with ``prompt_end``; ``None`` if its text is all content."""
+    def parser(self, use: ToolUse, prompt_end: str, *, free: bool = True) -> AnswerParser | None:
+        """For one answer to a prompt that ends with ``prompt_end``; ``None`` if its text is all content.
+
+        An answer that is not ``free``, but held to some form, has neither reasoning nor calls.
+        """
         names = frozenset(tool.name for tool in use.tools)
         one = not use.parallel or self.one_call
         if use.choice == "named":
             return AnswerParser([named(use.named)])
         if use.choice == "required":
             return AnswerParser([required(names)])
+        if not free:
+            return None
         grammars: list[Grammar] = []
         if self.reasoning_parser != "none":
             begin = REASONING[self.reasoning_parser][0]

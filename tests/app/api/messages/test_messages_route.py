@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,13 @@ def test_odd_arguments_break_no_answer(
     assert block.type == "tool_use"
     assert isinstance(block.input, dict)
     assert message.stop_reason == "max_tokens"
+
+
+def test_the_text_has_the_form_that_is_asked_for(sdk: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    form: Any = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
+    message = sdk.messages.create(**{**CAPITAL, "max_tokens": 60}, output_config=form)
+    assert isinstance(json.loads(message.content[0].text)["on"], bool)  # type: ignore[union-attr]
 
 
 def test_a_choice_of_tools_is_the_chat_routes() -> None:

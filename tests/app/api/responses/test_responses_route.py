@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from local_server import MODEL, LocalServer, wait_until
 from scripted import scripted
@@ -146,6 +147,16 @@ def test_a_whole_exchange_may_be_sent_back(
     items: Any = sent
     again = sdk.responses.create(model=MODEL, input=items, tools=[TOOL], max_output_tokens=4)
     assert again.status in ("incomplete", "completed")
+
+
+class Light(pydantic.BaseModel):
+    on: bool
+
+
+def test_the_text_has_the_form_that_is_asked_for(sdk: openai.OpenAI) -> None:
+    response = sdk.responses.parse(**{**CAPITAL, "temperature": 1}, text_format=Light, max_output_tokens=60)
+    assert response.output_parsed is not None
+    assert isinstance(response.output_parsed.on, bool)
 
 
 @pytest.mark.parametrize(

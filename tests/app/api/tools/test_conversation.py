@@ -130,3 +130,9 @@ def test_options_override_the_template() -> None:
     family = ModelFamily.of(QWEN, "none", "none")
     assert (family.tool_parser, family.reasoning_parser) == ("none", "none")
     assert family.parser(ToolUse((TOOL,), "auto"), "") is None
+
+
+def test_an_answer_of_a_given_form_is_all_content() -> None:
+    family = ModelFamily.of(QWEN)
+    assert family.parser(NO_TOOLS, "<think>\n", free=False) is None
+    assert family.parser(NO_TOOLS, "<think>\n") is not None

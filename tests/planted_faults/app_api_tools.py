@@ -1,0 +1,135 @@
+"""Faults in tools, reasoning, and the routes that translate to chats."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_PARSERS = ("app/api/tools/test_answer_parsers.py",)
+_USE = ("app/api/tools/test_tool_use.py",)
+_CONVERSATION = ("app/api/tools/test_conversation.py",)
+_CHAT = ("app/api/test_chat_tools.py",)
+_RESPONSES = ("app/api/responses/test_responses_route.py",)
+_MESSAGES = ("app/api/messages/test_messages_route.py",)
+_OPENAPI = ("app/api/test_openapi.py",)
+
+TOOLS: list[Fault] = [
+    Fault(
+        "app/api/tools/answer_text.py",
+        "keep = len(self.text) if self.ended else _beginning(self.text, marker, self.at)",
+        "keep = len(self.text)",
+        _PARSERS,
+        "a marker that comes in two pieces is taken for text",
+    ),
+    Fault(
+        "app/api/tools/answer_text.py",
+        "        if self._space and not self.num_calls:",
+        "        if self._space:",
+        _PARSERS,
+        "the line break after a call is content",
+    ),
+    Fault(
+        "app/api/tools/hermes.py",
+        "                source.content(OPEN)\n",
+        "",
+        _PARSERS,
+        "a malformed call loses its marker",
+    ),
+    Fault(
+        "app/api/tools/json_grammar.py",
+        "    if depth >= MAX_DEPTH:\n        raise MalformedError\n",
+        "",
+        _PARSERS,
+        "arguments nest without limit",
+    ),
+    Fault(
+        "app/api/tools/json_grammar.py",
+        "        if not is_object(text):\n            raise MalformedError\n",
+        "",
+        _PARSERS,
+        "arguments that are text need be no object",
+    ),
+    Fault(
+        "app/api/tools/reasoning.py",
+        "        source.drop_space()\n",
+        "",
+        _PARSERS,
+        "white space after reasoning is content",
+    ),
+    Fault(
+        "app/api/tools/tool_use.py",
+        "    if len(value) > MAX_TOOLS:",
+        "    if False:",
+        _USE,
+        "a request may have any number of tools",
+    ),
+    Fault(
+        "app/api/tools/tool_use.py",
+        "        if depth > MAX_SCHEMA_DEPTH:",
+        "        if False:",
+        _USE,
+        "parameters nest without limit",
+    ),
+    Fault(
+        "app/api/tools/answer_form.py",
+        "            moved[keyword] = to + inner[1:]",
+        "            moved[keyword] = inner",
+        _USE,
+        "a reference in one tool's parameters leads to the root of all",
+    ),
+    Fault(
+        "app/api/prompt_tokenizer.py",
+        "        texts += [text for tool in tools for text in tool.texts]\n",
+        "",
+        _CONVERSATION,
+        "a tool's description may write control tokens",
+    ),
+    Fault(
+        "app/api/tools/conversation.py",
+        '        if i and messages[i - 1].role == "tool":',
+        "        if False:",
+        _CONVERSATION,
+        "two results are two turns of the user",
+    ),
+    Fault(
+        "app/api/choices.py",
+        '    if parser.complete or (reason == "stop" and parser.num_calls):',
+        "    if reason is not None and parser.num_calls:",
+        (*_CHAT, *_MESSAGES),
+        "an answer that is cut short says that it ends with calls, or does not end with its only one",
+    ),
+    Fault(
+        "app/api/responses/request.py",
+        '    if fields.get("store", False) is not False:',
+        "    if False:",
+        _RESPONSES,
+        "a client believes that its response is stored",
+    ),
+    Fault(
+        "app/api/responses/reply.py",
+        "            if known:\n                events += self._done(known - 1)\n",
+        "",
+        _RESPONSES,
+        "only the last item ends",
+    ),
+    Fault(
+        "app/api/messages/reply.py",
+        '"input_tokens": usage.prompt_tokens - usage.cached_tokens,',
+        '"input_tokens": usage.prompt_tokens,',
+        _MESSAGES,
+        "cached tokens count twice",
+    ),
+    Fault(
+        "app/api/errors.py",
+        '    return path == "/v1/messages" or path.startswith("/v1/messages/")',
+        "    return False",
+        _MESSAGES,
+        "Anthropic's clients get OpenAI's errors",
+    ),
+    Fault(
+        "app/api/openapi.py",
+        '_body({*shared, *openai_types.CHAT_ONLY}, ["messages"], PARAMETERS)',
+        '_body({*shared, "messages"}, ["messages"], {**PARAMETERS, "n": _integer(1, 8)})',
+        _OPENAPI,
+        "the document has another limit than the code",
+    ),
+]
