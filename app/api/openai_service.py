@@ -32,6 +32,7 @@ from app.api.sse import EventStream, WholeResponse
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.api.tools.families import ModelFamily
 from app.config import IngressOptions
+from app.dashboard.live_feed import LiveFeed
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
@@ -90,6 +91,9 @@ class OpenAIService:
         self._started = int(time.time())
         self.figures = RequestFigures()
         self.fleet_figures = FleetFigures(model, lambda: Process("", self.figures.samples()))
+        self.live_feed = LiveFeed(
+            lambda: self.fleet_figures.processes(), lambda: self._engines.status().get("channels", {})
+        )
         self.bodies = BodyReader()
         self.options = options
         self._live = LiveRequests()

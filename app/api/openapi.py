@@ -252,6 +252,8 @@ def _paths() -> dict[str, Any]:
         },
         "/version": {"get": _operation("Quire's version.", answer=_object("version"))},
         "/metrics": {"get": _operation("Metrics in Prometheus's text format.")},
+        "/dashboard": {"get": page},
+        "/dashboard/events": {"get": _operation("What the live page shows, as server-sent events.")},
         "/v1/models": {"get": _operation("The served model.", answer=_object("object", "data"))},
         "/v1/models/{name}": {
             "get": {**_operation("One model.", answer=_object("id", "object")), "parameters": [name]}

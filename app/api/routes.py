@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from app.api.authentication import Authentication
 from app.api.caller import Caller
 from app.api.cors import CrossOrigin
+from app.api.dashboard import DASHBOARD_ROUTES
 from app.api.errors import ERROR_HANDLERS, ApiError
 from app.api.home import docs_page, home_page
 from app.api.instance import InstanceHeader
@@ -137,6 +138,7 @@ ROUTES = [
     Route("/ping", ping, methods=["GET", "POST"]),
     Route("/version", version),
     Route("/metrics", metrics),
+    *DASHBOARD_ROUTES,
     Route("/v1/models", list_models),
     Route("/v1/models/{name:path}", get_model),
     Route("/v1/completions", completions, methods=["POST"]),

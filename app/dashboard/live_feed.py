@@ -1,0 +1,105 @@
+"""The live page's events: made once a second for all viewers together, and only while there are any."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from app.background import start_task
+from app.dashboard.fleet_view import Moment, view
+from app.metrics.samples import Process
+
+EVERY_S = 1.0
+
+OVER_S = 15.0
+"""Rates and percentiles are of what came in the last seconds, so many."""
+
+HISTORY = 600
+"""Points that a new viewer gets."""
+
+MOST_VIEWERS = 32
+
+STREAM_S = 30.0
+"""A browser opens the stream again after so long: an open one would hold up the end of its ingress."""
+
+
+class LiveFeed:
+    """Belongs to one ingress. ``processes`` are the whole fleet; ``states`` are of the channels to engines."""
+
+    def __init__(
+        self,
+        processes: Callable[[], Awaitable[list[Process]]],
+        states: Callable[[], Mapping[str, str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._processes = processes
+        self._states = states
+        self._clock = clock
+        self._moments: deque[Moment] = deque()
+        self._history: deque[dict[str, float | None]] = deque(maxlen=HISTORY)
+        self._last = b""
+        self._news: asyncio.Future[None] | None = None  # done at the next event
+        self._task: asyncio.Task[None] | None = None
+        self.viewers = 0
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events for one viewer: the history, then the fleet about once a second.
+
+        A viewer that reads slowly misses some.
+        """
+        self.viewers += 1
+        try:
+            if self._task is None or self._task.done():
+                self._news = asyncio.get_running_loop().create_future()
+                self._task = start_task("live page", self._run(), lambda _: None)
+            yield b"retry: 500\n\n" + _event("history", list(self._history))
+            until, sent = self._clock() + STREAM_S, b""
+            while self._clock() < until and not self._task.done():
+                if self._last is not sent:
+                    sent = self._last
+                    yield sent
+                elif self._news is not None:
+                    await asyncio.wait((self._news, self._task), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.viewers -= 1
+
+    async def _run(self) -> None:
+        try:
+            while self.viewers:
+                await self._look()
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self._moments.clear()
+            self._last = b""
+
+    async def _look(self) -> None:
+        moment = Moment.of(self._clock(), await self._processes())
+        self._moments.append(moment)
+        while len(self._moments) > 2 and self._moments[1].at <= moment.at - OVER_S:
+            self._moments.popleft()
+        shown = view(self._moments[0], moment, self._states())
+        shown["at"] = round(time.time(), 1)
+        fleet, scaling, latency = shown["fleet"], shown["scaling"], shown["latency"]
+        self._history.append(
+            {
+                "at": shown["at"],
+                "pool": fleet["pool"],
+                "demand": fleet["demand"],
+                "tokens_s": fleet["tokens_s"],
+                "replicas": len(shown["replicas"]),
+                "target": None if scaling is None else scaling["target"],
+                "first_token": latency["first_token"]["p95"],
+                "inter_token": latency["inter_token"]["p95"],
+            }
+        )
+        self._last = _event("fleet", shown)
+        if self._news is not None:
+            self._news.set_result(None)
+        self._news = asyncio.get_running_loop().create_future()
+
+
+def _event(name: str, data: object) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,106 @@
+"""``/dashboard``: the page, its events, and both together in a browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_stats import SCALING
+from local_server import LocalServer
+
+from app.api.authentication import Gate
+from app.api.keys import KeyFile, digest_of
+from app.dashboard import live_feed
+from app.metrics.engine_figures import engine_samples
+from app.metrics.fleet_figures import FleetFigures
+from app.metrics.samples import pack
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture
+def fleet(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> LocalServer:
+    """The server with its engine's figures."""
+
+    def engines() -> dict[str, list[float]]:
+        return {"quire#engine#a1b2": pack(engine_samples(server.client.engine.stats(), SCALING, 0))}
+
+    own = server.service.fleet_figures._own
+    monkeypatch.setattr(server.service, "fleet_figures", FleetFigures("m", own, engines))
+    return server
+
+
+def test_the_page_loads_nothing_and_may_not(http: httpx.Client) -> None:
+    page = http.get("/dashboard")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert re.findall(r"""(?:src|href)=["'](?!/|data:,)""", page.text) == []
+    ids = re.findall(r'id="([\w-]+)"', page.text)
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:find|card|table|chart)\("([\w-]+)"', page.text))
+    used |= set(re.findall(r'aria-(?:labelledby|controls)="([\w-]+)"', page.text))
+    assert used <= set(ids)
+
+
+def test_its_events_are_the_past_and_then_the_fleet(fleet: LocalServer, http: httpx.Client) -> None:
+    http.post(
+        "/v1/completions", json={"prompt": [5] * 40, "max_tokens": 3, "ignore_eos": True}
+    ).raise_for_status()
+    events: list[str] = []
+    with http.stream("GET", "/dashboard/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+            if len(events) == 3:  # the first fleet may be that of a moment before the request
+                break
+    assert isinstance(json.loads(events[0]), list)
+    message = json.loads(events[2])
+    (replica,) = message["replicas"]
+    assert replica["name"] == "quire#engine#a1b2"
+    assert sum(replica["blocks"]) == replica["pool"] == fleet.client.engine.stats().num_blocks
+    assert replica["generated_tokens"] >= 3
+
+
+def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet.service.live_feed, "viewers", live_feed.MOST_VIEWERS)
+    answer = http.get("/dashboard/events")
+    assert answer.status_code == 503
+    assert "close one" in answer.json()["error"]["message"]
+
+
+def test_both_need_a_key(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n")
+    monkeypatch.setattr(fleet.service, "gate", Gate(KeyFile(str(path), {})))
+    for route in ("/dashboard", "/dashboard/events"):
+        assert http.get(route).status_code == 401
+    assert http.get("/dashboard", headers={"x-api-key": "key"}).status_code == 200
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_a_browser_shows_the_fleet(fleet: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        live_feed, "STREAM_S", 1.0
+    )  # a browser takes a page for loaded once its streams have ended
+    command = [
+        str(CHROMIUM),
+        *("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"),
+        *("--virtual-time-budget=4000", f"{fleet.url}/dashboard"),
+    ]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "live, 1 ingress" in page
+    assert ">a1b2</button>" in page
+    pool = fleet.client.engine.stats().num_blocks
+    assert f"{pool:,} blocks" in page
+    assert re.search(
+        r'class="bar" role="img" aria-label="\d+ shared, \d+ referenced, \d+ cached, \d+ free"', page
+    )

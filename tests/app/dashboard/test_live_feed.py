@@ -1,0 +1,98 @@
+"""The live page's events: one look for all viewers, none without viewers, each stream ends soon."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+from engine_stats import SCALING, SCHEDULER, STATS
+from virtual_time import loop_time, run_virtually
+
+from app.dashboard.live_feed import EVERY_S, STREAM_S, LiveFeed
+from app.metrics.engine_figures import engine_samples
+from app.metrics.samples import Process
+
+
+class Fleet:
+    """Counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.broken = False
+
+    async def processes(self) -> list[Process]:
+        self.looks += 1
+        if self.broken:
+            raise RuntimeError("broken")
+        scheduler = dataclasses.replace(SCHEDULER, generated_tokens=100 * self.looks)
+        engine = engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0)
+        return [Process("engine#a", engine)]
+
+    def feed(self) -> LiveFeed:
+        return LiveFeed(self.processes, lambda: {"engine#a": "open"}, loop_time)
+
+
+def parsed(event: bytes) -> tuple[str, Any]:
+    name, data = event.decode().removeprefix("retry: 500\n\n").strip().split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def read(feed: LiveFeed, count: int) -> list[tuple[str, Any]]:
+    stream = feed.events()
+    found = [parsed(await anext(stream)) for _ in range(count)]
+    await stream.aclose()  # type: ignore[attr-defined]
+    return found
+
+
+def test_viewers_share_each_look() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        feed = fleet.feed()
+        first, second = await asyncio.gather(read(feed, 5), read(feed, 5))
+        assert fleet.looks <= 5
+        assert [name for name, _ in first] == ["history", "fleet", "fleet", "fleet", "fleet"]
+        assert first == second
+        assert [message["fleet"]["tokens_s"] for _, message in first[2:]] == [100.0, 100.0, 100.0]
+        assert feed.viewers == 0
+
+    run_virtually(test())
+
+
+def test_without_viewers_nobody_looks_and_a_new_one_gets_the_past() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        feed = fleet.feed()
+        await read(feed, 4)
+        await asyncio.sleep(2 * EVERY_S)
+        looks = fleet.looks
+        await asyncio.sleep(60.0)
+        assert fleet.looks == looks
+        (name, past), (_, now) = await read(feed, 2)
+        assert (name, len(past)) == ("history", looks)
+        assert now["fleet"]["tokens_s"] == 0.0  # of no time that has passed
+
+    run_virtually(test())
+
+
+def test_a_stream_ends_by_itself() -> None:
+    async def test() -> None:
+        began = loop_time()
+        events = [event async for event in Fleet().feed().events()]
+        assert STREAM_S <= loop_time() - began <= STREAM_S + 2 * EVERY_S
+        assert STREAM_S - 2 <= len(events) <= STREAM_S + 2
+
+    run_virtually(test())
+
+
+def test_a_defect_ends_the_stream_and_not_the_next_one() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        feed = fleet.feed()
+        fleet.broken = True
+        assert [parsed(event)[0] async for event in feed.events()] == ["history"]
+        fleet.broken = False
+        assert [name for name, _ in await read(feed, 2)] == ["history", "fleet"]
+
+    run_virtually(test())
