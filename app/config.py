@@ -34,6 +34,9 @@ MAX_REPLICAS = 10_000
 MAX_SCALING_S = 500_000.0
 """Maximum of the times in the scaling policy: Serve's controller must never find one out of range."""
 
+CACHE_SECRET = "QUIRE_CACHE_SECRET"
+"""Names a secret of up to 64 bytes, the same for all ingresses: only they can tell a tenant's digest."""
+
 OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_KEYS", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
 """Environment variables that other parts of Quire read."""
 
@@ -143,13 +146,16 @@ class IngressOptions(Group):
         "cached prefixes; `least_tokens` and `round_robin`, and Ray Serve's own `power_of_two` and "
         "`prefix_affinity`, are for comparison",
     )
-    max_live_requests: int = option(
-        4096, "Return 503 for requests beyond this number at one ingress", live=True, ge=1
+    max_live_choices: int = option(
+        4096,
+        "Return 503 beyond this number of choices in progress at one ingress",
+        live=True,
+        ge=1,
     )
-    max_client_requests: int | None = option(
+    max_client_choices: int | None = option(
         None,
-        "Return 429 for requests of one client (see `tenant_header`) beyond this number at one ingress. "
-        "`auto`: seven eighths of `max_live_requests`",
+        "Return 429 beyond this number of choices of one client (see `tenant_header`) in progress at one "
+        "ingress. `auto`: seven eighths of `max_live_choices`",
         live=True,
         ge=1,
     )
@@ -185,8 +191,13 @@ class IngressOptions(Group):
     api_keys_file: str | None = option(
         None,
         "File with the API keys that clients need, on every node with an ingress; `python -m app.api.keys new "
-        "NAME` makes one. Changes take effect within a second. `auto`: those in `QUIRE_KEYS`; without any, "
+        "NAME` makes one. Changes take effect within two seconds. `auto`: those in `QUIRE_KEYS`; without any, "
         "everybody may use the server",
+    )
+    audit_log: str | None = option(
+        None,
+        "File to which each ingress appends a JSON object for every request: time, request ID, key, address, "
+        "route, outcome, tokens. It may be rotated by moving it away. `auto`: none",
     )
     cors_origins: str | None = option(
         None,
@@ -378,6 +389,11 @@ class LaunchOptions(Group):
     host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` admits other machines")
     open_access: bool = option(False, "Allow a `host` that other machines reach although there are no API keys")
     port: int = option(8000, "Port to listen on", ge=1, le=65535)
+    tls_file: str | None = option(
+        None,
+        "PEM file with the certificate, its chain, and the private key: clients then connect by HTTPS. "
+        "`auto`: plain HTTP",
+    )
 
 
 class AppConfig(Group):

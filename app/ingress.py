@@ -14,6 +14,7 @@ import ray
 from ray import serve
 
 from app import config, logs
+from app.api.audit_log import audit_to
 from app.api.authentication import Gate
 from app.api.keys import KeyFile
 from app.api.openai_service import OpenAIService
@@ -91,6 +92,8 @@ class IngressReplica:
             startup_s=options.scaling.startup_grace_s,
             backlog_s=self._client.lag_s,
         )
+        self._keys = KeyFile(options.ingress.api_keys_file)
+        audit_to(options.ingress.audit_log, logs.replica_name("ingress"))
         self.service = OpenAIService(
             self._client,
             PromptTokenizer(TokenizerParts.read(folder)),
@@ -99,7 +102,7 @@ class IngressReplica:
             engine_wait_s=options.replica_wait_s,
             overload=self._overload,
             instance=options.ingress.instance or cluster_instance(),
-            gate=Gate(KeyFile(options.ingress.api_keys_file), options.ingress.ingress_replicas),
+            gate=Gate(self._keys, options.ingress.ingress_replicas),
         )
         self._name = logs.replica_name("ingress").partition(":")[2]
         self._decision = DecisionReader(engine.deployment_id.app_name, engine.deployment_id.name)
@@ -111,6 +114,7 @@ class IngressReplica:
             self._scaling_samples,
         )
         self._export = RayExport(options.service.model_name, Source.INGRESS)
+        self._watching: asyncio.Task[None] | None = None
         self._exporting: asyncio.Task[None] | None = None
         # What is here now stays: otherwise a large body in pieces makes the garbage collector look at all of it
         # again and again, for hundreds of milliseconds.
@@ -131,7 +135,8 @@ class IngressReplica:
         self._client.configure(options.replica_wait_s)
         self._overload.configure(options.max_wait_s)
         self._overload.start(self._background)
-        if self._exporting is None:
+        if first:
+            self._watching = self._background.start("API keys", self._keys.watch())
             self._exporting = self._background.start("metrics", self._export_often())
         if self._victims is not None:
             self._victims.start(self._background)
@@ -180,8 +185,9 @@ class IngressReplica:
             self._victims.stop()
         if hasattr(self, "_overload"):
             self._overload.stop()
-        if hasattr(self, "_exporting") and self._exporting is not None:
-            self._exporting.cancel()
+        for task in (self._watching, self._exporting) if hasattr(self, "_exporting") else ():
+            if task is not None:
+                task.cancel()
         if hasattr(self, "_client"):
             await self._client.stop()
 

@@ -43,7 +43,7 @@ class EngineReplica:
     """Owns the engine thread; everything else runs on this replica's event loop.
 
     The calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
-    ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and cancelling
+    ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and canceling
     stay true), ``beat`` and ``reset_prefix_cache``. ``target`` and ``meta`` are read by the router, which
     leaves ``{"epoch": epoch}`` of ``meta``.
     """

@@ -75,7 +75,7 @@ class Request:
     arrival: float = 0.0  # monotonic seconds; 0 lets the engine stamp it
     generated_before: int = 0
     outputs: tuple[tuple[int, ...] | None, ...] = ()
-    tenant: str = ""  # who gets a fair share: the client; ``namespace.tenant`` partitions the prefix cache
+    client: str = ""  # who gets a fair share
     grammar: Grammar | None = field(default=None, compare=False)  # of ``params.structured_output``, compiled
 
 

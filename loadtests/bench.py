@@ -33,7 +33,6 @@ COMMANDS = {
     "faults": Command("loadtests.faults", 2),
     "routing_faults": Command("loadtests.routing_faults", 2.5),
     "streams": Command("loadtests.streams --stop", 6),
-    "pressure": Command("loadtests.recovery --http", 3),
     "recovery": Command("loadtests.recovery", 2.5),
     "routing_live": Command("loadtests.routing --live", 3, seeds=True),
     "autoscale_live": Command("loadtests.autoscale_live", 5.5),

@@ -8,7 +8,7 @@ import random
 
 # fmt: off
 _SUBJECTS = (
-    "the harbour", "the old library", "the market hall", "a mountain village", "the night train",
+    "the harbor", "the old library", "the market hall", "a mountain village", "the night train",
     "the botanical garden", "the observatory", "the river delta", "a glass workshop", "the coastal road",
     "the music school", "the salt mine",
 )
@@ -33,7 +33,7 @@ _PLACES = (
     "France", "Japan", "Brazil", "Kenya", "Norway", "India", "Canada", "Egypt", "Peru", "Vietnam", "Greece",
     "Iceland", "Morocco", "Chile", "Poland", "Nepal",
 )
-_WORDS = ("river", "stone", "lamp", "garden", "copper", "violin", "harbour", "winter", "pocket", "ladder")
+_WORDS = ("river", "stone", "lamp", "garden", "copper", "violin", "harbor", "winter", "pocket", "ladder")
 # fmt: on
 
 

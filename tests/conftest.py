@@ -8,7 +8,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
-from leftovers import give_back
+from leftovers import give_back, loggers_restored
 
 from app.launch.model_store import resolve
 
@@ -71,6 +71,13 @@ def _no_engines_of_other_modules() -> None:
     """Without this the engines of all modules add up."""
     if psutil.Process().memory_info().rss > MUCH:
         give_back()
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before() -> Iterator[None]:
+    """An ingress or a replica in this process sets up logging, which would print what later tests log."""
+    with loggers_restored():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,3 +18,4 @@ class Caller:
     request_id: str
     limits: KeyLimits | None = None
     client: str = ""
+    address: str = ""  # of the connection

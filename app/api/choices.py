@@ -13,6 +13,7 @@ from app.api.openai_types import GenerationOptions
 from app.api.text import OutputText, TextDecoder
 from app.api.tools.answer_text import AnswerParser
 from app.api.tools.parts import CallDelta, Part
+from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.request import CacheNamespace
 
@@ -35,6 +36,8 @@ class GenerationJob:
     """Makes what reads the text of one choice; ``None``: all of it is content."""
     markers: tuple[str, ...] = ()
     """Special tokens that count as text."""
+    checked: FleetLimits | None = None
+    """By which it has been found valid."""
 
     def engine_request_id(self, prompt: int) -> str:
         """The request's ID; with several prompts, also which of them it is."""
@@ -98,6 +101,7 @@ async def _of_prompt(
         namespace=CacheNamespace(tenant=job.caller.tenant, salt=options.cache_salt),
         priority=options.priority,
         client=job.caller.client,
+        checked=job.checked,
     )
     texts = {
         sequence: OutputText(

@@ -7,6 +7,16 @@ from collections.abc import Callable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.instance import HEADER
+
+EXPOSED = [
+    "x-request-id",
+    HEADER,
+    "retry-after",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+]
+"""Response headers that a page's script may read."""
+
 
 class CrossOrigin:
     """Answers preflight requests and adds headers for the origins that ``origins`` returns.
@@ -37,6 +47,6 @@ class CrossOrigin:
                     allow_origins=[origin.strip() for origin in origins.split(",") if origin.strip()],
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
-                    expose_headers=["x-request-id", "retry-after"],
+                    expose_headers=EXPOSED,
                 )
         return self._middleware

@@ -119,7 +119,7 @@ def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
     """503 while one ingress replica has the maximum number of requests."""
     return ApiError(
         503,
-        f"{live} requests are live and at most {most} are allowed (max_live_requests); "
+        f"{live} choices are live and at most {most} are allowed (max_live_choices); "
         f"try again in {retry_after_s} s",
         code="unavailable",
         kind="service_unavailable_error",
@@ -139,12 +139,12 @@ def too_much_of_a_client(live: str, limit: int, option: str, retry_after_s: int)
     )
 
 
-def too_many_bodies(most: int) -> ApiError:
+def too_many_bodies(most: int, others: int, own: int) -> ApiError:
     """503 while the large bodies that one ingress replica reads take all the memory that they may."""
     return ApiError(
         503,
-        f"large request bodies that are being read take {most} bytes together; try again in "
-        f"{RETRY_AFTER_SECONDS} s",
+        f"large request bodies that are being read would take {others + own} of {most} bytes, {own} of them "
+        f"from this client, which may take as much as it leaves free; try again in {RETRY_AFTER_SECONDS} s",
         code="unavailable",
         kind="service_unavailable_error",
         retry_after_s=RETRY_AFTER_SECONDS,
@@ -155,6 +155,17 @@ def model_not_found(name: str, served: str) -> ApiError:
     """404 for a model that this server does not have."""
     return ApiError(
         404, f"the model {show(name)} does not exist; this server has {served!r}", "model", "model_not_found"
+    )
+
+
+def model_not_allowed(name: str, key: str) -> ApiError:
+    """403 for a model that the request's key is not for."""
+    return ApiError(
+        403,
+        f"the key {key!r} may not use the model {show(name)}; its entry in the key file names others (models)",
+        "model",
+        "model_not_allowed",
+        kind="permission_error",
     )
 
 

@@ -1,4 +1,4 @@
-"""What one API key may use: rates, requests at the same time. One set of limits for each ingress replica."""
+"""What one API key may use. One set of limits for each ingress replica."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from app.api.errors import ApiError
 from app.api.keys import ApiKey
+from engine.errors import InvalidRequestError
 
 MINUTE_S = 60.0
 
@@ -51,6 +52,7 @@ class KeyLimits:
     share: float = 1.0  # of the rates: 1 / number of ingress replicas
     clock: Callable[[], float] = time.monotonic
     live: int = 0  # requests
+    streams: int = 0  # of them
     requests: TokenBucket | None = field(init=False)
     tokens: TokenBucket | None = field(init=False)
 
@@ -62,7 +64,7 @@ class KeyLimits:
     def _bucket(self, per_minute: int | None) -> TokenBucket | None:
         return None if per_minute is None else TokenBucket(per_minute * self.share, self.clock)
 
-    def admit(self) -> None:
+    def admit(self, stream: bool = False) -> None:
         """Count a request that begins; call :meth:`release` at its end.
 
         Raises:
@@ -71,6 +73,8 @@ class KeyLimits:
         key = self.key
         if key.concurrent_requests is not None and self.live >= key.concurrent_requests:
             raise self._refusal(f"{self.live} requests at the same time (concurrent_requests)", 1.0)
+        if stream and key.concurrent_streams is not None and self.streams >= key.concurrent_streams:
+            raise self._refusal(f"{self.streams} streams at the same time (concurrent_streams)", 1.0)
         if self.requests is not None and (wait := self.requests.wait_s(1.0)) > 0:
             raise self._refusal(f"{key.requests_per_minute} requests a minute (requests_per_minute)", wait)
         if self.tokens is not None and (wait := self.tokens.wait_s(1.0)) > 0:
@@ -78,12 +82,37 @@ class KeyLimits:
         if self.requests is not None:
             self.requests.take(1.0)
         self.live += 1
+        self.streams += stream
 
-    def release(self, tokens: int) -> None:
+    def release(self, tokens: int, stream: bool = False) -> None:
         """A request has ended; it cost ``tokens``, of prompt and output."""
         self.live -= 1
+        self.streams -= stream
         if self.tokens is not None:
             self.tokens.take(tokens)
+
+    def may_use(self, model: str) -> bool:
+        """Whether the key is for this model."""
+        return self.key.models is None or model in self.key.models
+
+    def context(self, prompt: int, max_tokens: int | None) -> int | None:
+        """Output tokens for a prompt of so many tokens, within the key's longest context; ``None``: no limit.
+
+        Raises:
+            InvalidRequestError: prompt and output exceed it.
+        """
+        most = self.key.max_context_tokens
+        if most is None:
+            return max_tokens
+        asked = 1 if max_tokens is None else max_tokens
+        if prompt + asked > most:
+            raise InvalidRequestError(
+                f"a prompt of {prompt} tokens with {asked} more exceeds the {most} tokens that the key "
+                f"{self.key.id!r} may use in one context (max_context_tokens)",
+                "max_tokens" if prompt < most else "prompt",
+                "context_length_exceeded",
+            )
+        return most - prompt if max_tokens is None else max_tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """``x-ratelimit-*`` as OpenAI names them, for the limits that the key has."""

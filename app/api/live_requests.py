@@ -10,7 +10,7 @@ from app.fleet.overload import OverloadControl
 from engine.errors import InvalidRequestError, QuireError
 
 CLIENT_SHARE = 0.875
-"""Part of ``max_live_requests`` that one client may have by default."""
+"""Part of ``max_live_choices`` that one client may have by default."""
 
 
 class LiveRequests:
@@ -34,14 +34,14 @@ class LiveRequests:
         refusal = overload.refusal(lambda: self.share_ahead(client, choices))
         if refusal is not None:
             raise overloaded(refusal)
-        most = options.max_live_requests
-        own_most = options.max_client_requests or max(round(CLIENT_SHARE * most), 1)
+        most = options.max_live_choices
+        own_most = options.max_client_choices or max(round(CLIENT_SHARE * most), 1)
         own = self._of_clients[client] + choices
         if client and own > own_most:
-            raise _too_much(own, choices, own_most, "max_client_requests", "requests", overload)
+            raise _too_much(own, choices, own_most, "max_client_choices", "choices", overload)
         if choices > most:  # no wait would help
             raise InvalidRequestError(
-                f"the request has {choices} choices but at most {most} may be live (max_live_requests)"
+                f"the request has {choices} choices but at most {most} may be live (max_live_choices)"
             )
         if self.count + choices > most:
             raise too_many_live(self.count, most, overload.retry_after_s())

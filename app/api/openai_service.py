@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ from app.api.answers import Answer
 from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
-from app.api.errors import ApiFault, model_not_found
+from app.api.errors import ApiFault, model_not_allowed, model_not_found
+from app.api.key_limits import KeyLimits
 from app.api.keys import KeyFile
 from app.api.live_requests import LiveRequests, Permit
 from app.api.messages.reply import MessagesReply
@@ -29,6 +31,7 @@ from app.api.request_record import RequestRecord
 from app.api.responses.reply import ResponsesReply
 from app.api.responses.request import ResponsesRequest
 from app.api.sse import EventStream, WholeResponse
+from app.api.tenant import sender_of
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.api.tools.families import ModelFamily
 from app.config import IngressOptions
@@ -94,8 +97,8 @@ class OpenAIService:
         self.live_feed = LiveFeed(
             lambda: self.fleet_figures.processes(), lambda: self._engines.status().get("channels", {})
         )
-        self.bodies = BodyReader()
         self.options = options
+        self.bodies = BodyReader(lambda request: sender_of(request, self.options.tenant_header))
         self._live = LiveRequests()
         self.engine_wait_s = engine_wait_s
         self.overload = overload or OverloadControl()
@@ -125,11 +128,12 @@ class OpenAIService:
         state = working if ready else "asleep" if asleep else "unavailable"
         return 200 if ready or asleep else 503, {"status": state, "instance": self.instance, **status}
 
-    def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_entry()]})
+    def models(self, key: KeyLimits | None = None) -> Response:
+        listed = [self._model_entry()] if key is None or key.may_use(self._model) else []
+        return JSONResponse({"object": "list", "data": listed})
 
-    def model(self, name: str) -> Response:
-        self._check_model(name)
+    def model(self, name: str, key: KeyLimits | None = None) -> Response:
+        self._check_model(name, key)
         return JSONResponse(self._model_entry())
 
     async def completions(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
@@ -138,7 +142,7 @@ class OpenAIService:
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
-        self._check_options(request.options)
+        self._check_options(request.options, caller.limits)
         record = RequestRecord(caller, "completions", request.options.stream, self.figures)
         choices = len(request.prompts) * request.options.params.width
         with self._admit(record, choices) as (permit, held):
@@ -163,7 +167,7 @@ class OpenAIService:
 
         Raises as :meth:`completions` does.
         """
-        self._check_options(request.options)
+        self._check_options(request.options, caller.limits)
         record = RequestRecord(caller, route, request.options.stream, self.figures)
         with self._admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
@@ -192,8 +196,8 @@ class OpenAIService:
 
     async def count_tokens(self, request: ChatRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/messages/count_tokens``; raises as :meth:`completions` does."""
-        self._check_model(request.options.model)
-        record = RequestRecord(caller, "count_tokens", False)
+        self._check_model(request.options.model, caller.limits)
+        record = RequestRecord(caller, "count_tokens", False, self.figures)
         with self._admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             owner = caller.tenant, request.options.cache_salt
@@ -202,7 +206,7 @@ class OpenAIService:
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
-        self._check_model(request.model)
+        self._check_model(request.model, caller.limits)
         record = RequestRecord(caller, "tokenize", False, self.figures)
         with self._admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
@@ -219,7 +223,7 @@ class OpenAIService:
 
     async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
-        self._check_model(request.model)
+        self._check_model(request.model, caller.limits)
         record = RequestRecord(caller, "detokenize", False, self.figures)
         with self._admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
@@ -252,7 +256,7 @@ class OpenAIService:
         with ExitStack() as held:
             held.callback(permit.release)
             if caller.limits is not None:
-                caller.limits.admit()
+                caller.limits.admit(record.stream)
             held.callback(record.end)
             with record.failing():
                 yield permit, held
@@ -262,9 +266,11 @@ class OpenAIService:
         """Choices that are live, each from its request's arrival to the end of the response."""
         return self._live.count
 
-    def _check_options(self, options: GenerationOptions) -> None:
-        self._check_model(options.model)
+    def _check_options(self, options: GenerationOptions, key: KeyLimits | None) -> None:
+        self._check_model(options.model, key)
         best = self.options.min_priority
+        if key is not None and key.key.min_priority is not None:
+            best = key.key.min_priority
         if options.priority < best:
             raise InvalidRequestError(
                 f"priority is {options.priority} but must be at least {best}, which runs first here "
@@ -275,10 +281,13 @@ class OpenAIService:
     async def _respond(
         self, job: GenerationJob, limits: FleetLimits, record: RequestRecord, reply: Reply
     ) -> ASGIApp:
+        if job.caller.limits is not None:
+            job = _within_context(job, job.caller.limits)
         if job.prompt_tokens <= INLINE_TOKENS:
             _check_prompts(job, limits)
         else:
             await self.bodies.in_thread(lambda: _check_prompts(job, limits))
+        job = replace(job, checked=limits)
         if job.options.stream:
             return EventStream(self._events(job, reply, record), reply.error)
         return WholeResponse(self._whole(job, reply, record))
@@ -335,7 +344,10 @@ class OpenAIService:
     def _family(self) -> ModelFamily:
         return ModelFamily.of(self._tokenizer.template, self.options.tool_parser, self.options.reasoning_parser)
 
-    def _check_model(self, name: str | None) -> None:
+    def _check_model(self, name: str | None, key: KeyLimits | None) -> None:
+        if key is not None and not key.may_use(self._model):
+            # One model is served: the key can use nothing here.
+            raise model_not_allowed(self._model if name is None else name, key.key.id)
         if name is not None and name != self._model:
             raise model_not_found(name, self._model)
 
@@ -360,6 +372,19 @@ class _Admitted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._permits:
             await self._response(scope, receive, send)
+
+
+def _within_context(job: GenerationJob, key: KeyLimits) -> GenerationJob:
+    """The job with no more output than the key's longest context allows.
+
+    Raises:
+        InvalidRequestError: it asks for more.
+    """
+    params = job.options.params
+    most = key.context(max(map(len, job.prompts)), params.max_tokens)
+    if most == params.max_tokens:
+        return job
+    return replace(job, options=replace(job.options, params=replace(params, max_tokens=most)))
 
 
 def _check_prompts(job: GenerationJob, limits: FleetLimits) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -16,7 +17,11 @@ from app.api.json_pieces import MAX_DEPTH, MAX_VALUES, TooManyValuesError, parse
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
 MAX_HELD_BYTES = 128 * 1024 * 1024
-"""Bodies that one ingress replica reads or waits to parse, together; small ones do not count."""
+"""Bodies that one ingress replica reads or waits to parse, together; small ones do not count.
+
+A client may hold as much of it as it leaves free: one alone takes half, two take a third each. So there is
+always room for another.
+"""
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: in 5 ms at worst, nearly always in less than 0.1 ms."""
@@ -33,36 +38,40 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """The bodies of one ingress replica's requests."""
+    """The bodies of one ingress replica's requests; ``sender`` returns which client a request is from."""
 
-    def __init__(self) -> None:
+    def __init__(self, sender: Callable[[Request], str] = lambda request: "") -> None:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="bodies")
-        self.held_bytes = 0
+        self._sender = sender
+        self._held: Counter[str] = Counter()  # bytes, by client
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all clients."""
+        return self._held.total()
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """What ``parse`` makes of the body, a JSON object. A large body is parsed in a thread.
 
         Raises:
             ApiError: 413 above ``MAX_BODY_BYTES``, before all of it is read, or above ``MAX_VALUES`` values;
-                400 if it is not a JSON object; 408 if it is not complete ``WITHIN_S``; 503 while other bodies
-                take ``MAX_HELD_BYTES``.
+                400 if it is not a JSON object; 408 if it is not complete ``WITHIN_S``; 503 beyond the client's
+                share of ``MAX_HELD_BYTES``.
             InvalidRequestError: from ``parse``.
         """
         declared = request.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > MAX_BODY_BYTES:
             raise _too_large()
         body = bytearray()
-        held = 0
+        sender, held = self._sender(request), 0
         try:
             async with asyncio.timeout(WITHIN_S):
                 async for chunk in request.stream():
                     if len(body) + len(chunk) > MAX_BODY_BYTES:
                         raise _too_large()
                     if len(body) + len(chunk) > INLINE_BYTES:
-                        if self.held_bytes + len(chunk) > MAX_HELD_BYTES:
-                            raise too_many_bodies(MAX_HELD_BYTES)
+                        self._hold(sender, len(chunk))
                         held += len(chunk)
-                        self.held_bytes += len(chunk)
                     body += chunk
             if len(body) <= INLINE_BYTES:
                 return parse(parse_json_object(body))
@@ -74,7 +83,15 @@ class BodyReader:
         except ClientDisconnect as error:
             raise ApiError(400, "the client disconnected before the body was complete") from error
         finally:
-            self.held_bytes -= held
+            self._held[sender] -= held
+            if not self._held[sender]:
+                del self._held[sender]
+
+    def _hold(self, sender: str, size: int) -> None:
+        own, total = self._held[sender] + size, self.held_bytes + size
+        if own > MAX_HELD_BYTES - total:
+            raise too_many_bodies(MAX_HELD_BYTES, total - own, own)
+        self._held[sender] = own
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Do ``work`` in one of the threads; other work on a large request shares them."""

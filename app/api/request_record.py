@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.api.audit_log import audit
 from app.api.caller import Caller
 from app.api.errors import fault_code
 from app.api.usage import Usage
@@ -71,12 +72,20 @@ class RequestRecord:
         """The response has ended: count it, write the line, and charge the key."""
         self._count()
         if self.caller.limits is not None:
-            self.caller.limits.release(self.usage.prompt_tokens + self.usage.completion_tokens)
-        logger.info("request ended", extra={FIELDS: self._fields()})
+            self.caller.limits.release(self.usage.prompt_tokens + self.usage.completion_tokens, self.stream)
+        fields = self._fields()
+        logger.info("request ended", extra={FIELDS: fields})
+        audit(fields, self.caller.address)
 
     def _count(self) -> None:
         figures = self.figures
         figures.ended[self.route, self.outcome] += 1
+        if self.caller.limits is not None:
+            key = self.caller.limits.key.id
+            figures.key_requests[key] += 1
+            figures.key_prompt_tokens[key] += self.usage.prompt_tokens
+            figures.key_cached_tokens[key] += self.usage.cached_tokens
+            figures.key_output_tokens[key] += self.usage.completion_tokens
         if self.outcome != "ok" or self.first_token is None:
             return
         figures.whole.add(time.monotonic() - self.started)

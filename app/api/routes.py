@@ -30,7 +30,7 @@ from app.api.openai_types import parse_chat, parse_completion
 from app.api.openapi import openapi
 from app.api.request_id import request_id_of
 from app.api.responses.request import parse_responses
-from app.api.tenant import client_of, tenant_of
+from app.api.tenant import address_of, client_of, tenant_of
 from app.api.tokenization import parse_detokenize, parse_tokenize
 
 
@@ -41,11 +41,11 @@ async def health(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    return _service(request).models()
+    return _service(request).models(request.state.key_limits)
 
 
 async def get_model(request: Request) -> Response:
-    return _service(request).model(request.path_params["name"])
+    return _service(request).model(request.path_params["name"], request.state.key_limits)
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -180,4 +180,4 @@ def _caller(request: Request, user: str = "") -> Caller:
     tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
     named = header is not None or limits is not None
     client = tenant if named else client_of(request.headers, user)
-    return Caller(tenant, request_id_of(request.headers), limits, client)
+    return Caller(tenant, request_id_of(request.headers), limits, client, address_of(request))

@@ -105,7 +105,7 @@ class EventStream:
 
 
 class WholeResponse:
-    """An ASGI response whose content ``make`` prepares; it is cancelled when the client goes away."""
+    """An ASGI response whose content ``make`` prepares; it is canceled when the client goes away."""
 
     def __init__(self, make: Coroutine[Any, Any, Response]) -> None:
         self._make = make
@@ -126,7 +126,7 @@ async def _run_while_connected(
     work: Coroutine[Any, Any, None],
     on_idle: Callable[[], Awaitable[float]] | None,
 ) -> None:
-    """Run ``work`` to its end, or cancel it when the client goes away or this is cancelled.
+    """Run ``work`` to its end, or cancel it when the client goes away or this is canceled.
 
     Returns only once ``work`` has ended, so that what it held is released by then. The body must have been
     read from ``receive`` before. ``on_idle`` is called after ``HEADERS_WITHIN_S``, then as it asks.

@@ -8,14 +8,28 @@ nothing names tenants, it is what the request says of itself: its ``Authorizatio
 from __future__ import annotations
 
 import hashlib
+import os
+from functools import cache
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from app.config import CACHE_SECRET
+
+CLIENT_ADDRESS = "x-quire-client"
+"""Request header that ``app/launch/haproxy.py`` sets: without it an ingress sees the proxy's own address."""
 
 DIGEST_BYTES = 16
 
 
+@cache
+def secret() -> bytes:
+    """That of this process; ``make serve`` draws one."""
+    return os.environ.get(CACHE_SECRET, "").encode()[: hashlib.blake2b.MAX_KEY_SIZE]
+
+
 def tenant_of(headers: Headers, name: str | None, key: str = "") -> str:
-    """The tenant: BLAKE2b-128, in hex, of the API key's id and the header's value; empty if there are neither.
+    """The tenant: a MAC (BLAKE2b-128, in hex) of the API key's id and the header's value; empty without both.
 
     Only the digest is used from here on, because the value may be a credential. If the header occurs several
     times, all values count, so that adding one cannot reach another tenant's blocks.
@@ -26,7 +40,8 @@ def tenant_of(headers: Headers, name: str | None, key: str = "") -> str:
     # No header value and no id of a key contains a NUL.
     text = "\0".join([key, *values] if key else values)
     person = b"key" if key else b""
-    return hashlib.blake2b(text.encode("latin-1"), digest_size=DIGEST_BYTES, person=person).hexdigest()
+    mac = hashlib.blake2b(text.encode("latin-1"), digest_size=DIGEST_BYTES, person=person, key=secret())
+    return mac.hexdigest()
 
 
 def client_of(headers: Headers, user: str) -> str:
@@ -37,3 +52,15 @@ def client_of(headers: Headers, user: str) -> str:
     # ``user`` is the last one, and the others contain no NUL.
     said = [*(value.encode("latin-1") for value in values), user.encode()]
     return hashlib.blake2b(b"\0".join(said), digest_size=DIGEST_BYTES, person=b"client").hexdigest()
+
+
+def sender_of(request: Request, header: str | None) -> str:
+    """The client before its body is known, for what one may hold: the tenant, else the address."""
+    limits = getattr(request.state, "key_limits", None)
+    tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
+    return tenant or address_of(request)
+
+
+def address_of(request: Request) -> str:
+    """Where the connection comes from: a gateway in front of this server, or the client."""
+    return request.headers.get(CLIENT_ADDRESS, request.client.host if request.client is not None else "")

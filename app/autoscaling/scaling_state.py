@@ -186,7 +186,7 @@ class ScalingState:
         if config.shadow or self.since is None or now - self.since < recent or self.unsettled(snapshot, config):
             return 0
         largest = 0.0
-        for time, need in reversed(self.lows):  # needs rise towards the past
+        for time, need in reversed(self.lows):  # needs rise toward the past
             if time < now - recent:
                 break
             largest = need

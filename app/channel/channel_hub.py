@@ -18,6 +18,7 @@ from app.channel import wire
 from app.channel.engine_channel import MAX_WAITING_TOKENS, Attempt, EngineChannel, UnknownEpochError
 from app.channel.resumption import carry_over
 from app.channel.silence import Silence
+from app.channel.suspects import SuspectPlace
 from app.channel.wire_resume import Resumption, unpack_resumption
 from app.channel.wire_sections import Figures
 from app.routing.load import LoadReport
@@ -87,6 +88,8 @@ class ChannelHub:
         self._attempts: dict[str, Attempt] = {}
         self._refused: str = ""
         self._stalled_s = 0.0
+        self._suspects = SuspectPlace()
+        self._reported_suspects = 0
 
     async def stream(self, cid: str, epoch: int, resumption: bytes = b"") -> AsyncIterator[bytes]:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
@@ -183,6 +186,25 @@ class ChannelHub:
         for channel in self._channels.values():
             channel.offer(self._report(self._load, channel.last_received), None)
 
+    def suspect(self, attempt: Attempt, proof_tokens: int) -> None:
+        """An attempt may kill the engine until it has made so many tokens; every ingress is told at once.
+
+        Raises:
+            OccupiedError: another one that may do so runs here.
+        """
+        self._suspects.take(attempt, proof_tokens)
+        self._report_suspects()
+        for channel in self._channels.values():
+            channel.wake.set()
+
+    def _report_suspects(self) -> None:
+        count = self._suspects.count
+        if count == self._reported_suspects or self._load is None:
+            return
+        self._reported_suspects = count
+        for channel in self._channels.values():
+            channel.offer(self._report(self._load, channel.last_received), None)
+
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Queue the tokens of one engine step."""
         for delta in deltas:
@@ -218,6 +240,7 @@ class ChannelHub:
             if channel.waiting_tokens > MAX_WAITING_TOKENS:
                 channel.lapsed = True
                 self._end(channel, f"more than {MAX_WAITING_TOKENS} tokens wait for its ingress")
+        self._report_suspects()
 
     def beat(
         self,
@@ -404,6 +427,7 @@ class ChannelHub:
         self._abort(attempt.engine_id)
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
+        self._report_suspects()
 
     def _report(self, load: EngineLoad, acknowledged: int) -> LoadReport:
         return LoadReport(
@@ -412,4 +436,5 @@ class ChannelHub:
             block_size=self._hello.limits.block_size,
             acknowledged=acknowledged,
             stalled_s=self._stalled_s,
+            suspects=self._reported_suspects,
         )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_channel import UnknownEpochError
+from app.channel.suspects import NEWS_S, OccupiedError
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.request import Request
 from engine.structured.grammar import Grammar
@@ -46,6 +47,9 @@ async def run_attempt(
             grammar = await asyncio.wrap_future(engine.compile(form))
         attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
         try:
+            if submission.proof_tokens:
+                hub.suspect(attempt, submission.proof_tokens)
+                await asyncio.sleep(NEWS_S)
             engine.submit(
                 Request(
                     request_id=engine_id,
@@ -56,7 +60,7 @@ async def run_attempt(
                     arrival=time.monotonic() - submission.age_s,
                     generated_before=submission.generated_before,
                     outputs=submission.outputs,
-                    tenant=submission.client,
+                    client=submission.client,
                     grammar=grammar,
                 )
             )
@@ -70,5 +74,5 @@ async def run_attempt(
             hub.leave(attempt)
     except InvalidRequestError as error:
         return {"invalid": (error.message, error.param, error.code)}
-    except (UnknownEpochError, EngineDeadError, wire.WireError) as error:
+    except (UnknownEpochError, OccupiedError, EngineDeadError, wire.WireError) as error:
         return {"refused": str(error)}

@@ -262,7 +262,7 @@ class IngressChannel:
             reason, fault = "closed here", False
             if self._stopped or (self._task is not None and self._task.cancelling()):
                 raise
-            reason = "Serve cancelled it"
+            reason = "Serve canceled it"
         except Exception as error:
             reason, defect = describe(error), is_defect(error)
             # No beat came, or frames were lost or unreadable on their way.

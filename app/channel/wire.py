@@ -156,6 +156,7 @@ class Submission:
     outputs: tuple[tuple[int, ...] | None, ...] = ()
     age_s: float = 0.0  # since the client's request arrived; keeps its place in the queue
     client: str = ""  # who gets a fair share of the engine
+    proof_tokens: int = 0  # of a request that may kill the engine, those that clear it
 
 
 def pack_records(
@@ -284,6 +285,7 @@ def pack_submission(submission: Submission) -> bytes:
             "generated_before": submission.generated_before,
             "age_s": submission.age_s,
             "client": submission.client,
+            "proof_tokens": submission.proof_tokens,
         }
     ).encode()
     tokens = [*submission.token_ids, *itertools.chain.from_iterable(filter(None, submission.outputs))]
@@ -320,6 +322,7 @@ def unpack_submission(data: bytes) -> Submission:
             outputs=outputs,
             age_s=float(head["age_s"]),
             client=_text(head["client"]),
+            proof_tokens=operator.index(head["proof_tokens"]),
         )
     except InvalidRequestError:
         raise

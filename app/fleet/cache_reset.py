@@ -39,7 +39,7 @@ async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheRe
     _running.update(tasks.values())
     for task in tasks.values():
         task.add_done_callback(_running.discard)
-    # Not gather(): cancelled, that would cancel them all.
+    # Not gather(): canceled, that would cancel them all.
     await asyncio.wait(tasks.values())
     freed: dict[str, int] = {}
     failures: dict[str, str] = {}

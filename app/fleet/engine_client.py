@@ -153,7 +153,7 @@ class EngineClient:
             raise UnavailableError(STOPPING)
         await self.start()
         limits = self.limits()
-        if limits is not None:
+        if limits is not None and limits != request.checked:
             limits.validate(request.token_ids, request.params)
         if request.params.seed is None:
             # Drawn here, so that sampling continues the same on another replica.
@@ -383,13 +383,14 @@ class EngineClient:
         self._parts.kv.close(route)
         self.engine_figures.pop(route.replica, None)
         self._channel_faults["lost"] += fault
+        foreign = self._ledger.foreign_suspects(route.replica)
         running = self._parts.attempts.running
         attempts = [attempt for attempt in self._ledger.close(route) if attempt in running]
         lost = [running[attempt] for attempt in attempts if not running[attempt].ended]
         if fault and self._parts.channels.was_lost(route.replica, self._drain_timeout_s):
             self._channel_faults["dead"] += 1
             self._limits.died(route.replica)
-            self._parts.faults.replica_died(lost, reason)
+            self._parts.faults.replica_died(lost, reason, foreign)
         for request in lost:
             request.lose_replica(route.replica)
             logger.info("request %s moves: %s", request.request.request_id, reason)

@@ -31,6 +31,8 @@ class Faults:
     again, but on a replica without another suspect, the youngest first, until it has passed the point at which
     the engine died. If an engine dies under a suspect, the suspect is to blame and ends. All others that ran
     there are not: they move. So a request kills two engines at most, and takes no other request with it.
+
+    Ingresses share an engine's suspects: it runs one at a time, refuses others, and reports that one runs.
     """
 
     def __init__(self, fleet: Fleet, notify: Callable[[], None]) -> None:
@@ -39,9 +41,13 @@ class Faults:
         self._waiting: list[InFlightRequest] = []  # suspects, the next one first
         self._placing: dict[int, InFlightRequest] = {}  # suspects on their way to a replica, by attempt
 
-    def replica_died(self, requests: Collection[InFlightRequest], reason: str) -> None:
-        """A replica was lost while these requests ran there."""
+    def replica_died(
+        self, requests: Collection[InFlightRequest], reason: str, foreign_suspect: bool = False
+    ) -> None:
+        """A replica was lost while these requests ran there, and perhaps a suspect of another ingress."""
         suspects = [request for request in requests if request.suspect]
+        if foreign_suspect and not suspects:
+            return  # its own ingress blames it
         for request in suspects or requests:
             request.deaths += 1
             if request.deaths >= MAX_DEATHS:

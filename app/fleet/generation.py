@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from app.fleet.fleet_limits import FleetLimits
 from engine.errors import QuireError
 from engine.request import CacheNamespace
 from engine.sampling_params import SamplingParams
@@ -33,7 +34,8 @@ class TextEnd:
 class GenerateRequest:
     """One prompt, and the sequences to generate from it.
 
-    ``request_id`` is for logs; it need not be unique.
+    ``request_id`` is for logs; it need not be unique. ``checked`` are the limits by which it has been
+    found valid: by the same ones it is not checked again, which takes milliseconds for a long prompt.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class GenerateRequest:
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
     client: str = ""  # who gets a fair share of the engines
+    checked: FleetLimits | None = field(default=None, compare=False)
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
 
 

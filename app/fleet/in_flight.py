@@ -155,6 +155,7 @@ class InFlightRequest:
             if begun
             else (),
             age_s=time.monotonic() - self.arrived,
+            proof_tokens=self.proof_tokens if self.suspect else 0,
         )
 
     def requirement(self) -> Requirement:

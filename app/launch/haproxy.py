@@ -31,7 +31,24 @@ MAXCONN = 16384
 OTHER_FILES = 300
 """Files beside those of connections: listeners, checks, logs."""
 
+TLS = "QUIRE_HAPROXY_TLS"
+"""Variable that names a PEM file with certificate, chain, and private key; without it: plain HTTP."""
+
 TABLE = "quire_addresses"
+
+CLIENT_ADDRESS = "x-quire-client"
+"""Request header with the address of the connection; ``app/api/tenant.py`` reads it."""
+
+STEERING = "|".join(
+    (
+        "x-serve-.*",
+        "(ray-)?serve-multiplexed-model-id",
+        "x-session-id",
+        "x-request-timeout-seconds",
+        "x-request-disconnect-disabled",  # the request would outlive its client
+    )
+).replace("-", "[-_]")
+"""Names of headers by which a client could tell Serve what to do with its request; Serve takes _ for -."""
 
 OWNER = "owner"
 
@@ -130,11 +147,13 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
         # port, it may be another cluster's.
         (r"^( *server \S+ \S+ check backup)$", r"\1 disabled"),
         (
-            r"^(frontend http_frontend\n *bind .*)$",
-            rf"\1\n    tcp-request connection track-sc0 src table {TABLE}"
+            r"^(frontend http_frontend\n *bind \S+)(.*)$",
+            rf"\1{_tls(environment)}\2\n    tcp-request connection track-sc0 src table {TABLE}"
             rf"\n    tcp-request connection reject if {{ sc0_conn_cur gt {each} }}"
             # Serve answers an ID that is not UTF-8 with a plain 500; without one it makes its own.
-            r"\n    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }",
+            r"\n    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }"
+            rf"\n    http-request del-header '^({STEERING})$' -m reg"
+            rf"\n    http-request set-header {CLIENT_ADDRESS} %[src]",
         ),
     ]
     for pattern, replacement in rules:
@@ -183,6 +202,12 @@ def write_script(path: Path) -> bool:
     path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     path.chmod(0o755)
     return os.access(path, os.X_OK)
+
+
+def _tls(environment: Mapping[str, str]) -> str:
+    """What a ``bind`` line needs; HTTP/1.1 alone, as without TLS."""
+    file = environment.get(TLS, "").replace("\\", "\\\\")
+    return f" ssl crt '{file}' alpn http/1.1" if file else ""
 
 
 def _number(environment: Mapping[str, str], variable: str, default: int) -> int:

@@ -6,17 +6,25 @@ each other's clients: HAProxy falls back to whatever listens on port 8500.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
+from app.config import CACHE_SECRET
 from app.launch import haproxy, serving
 from app.launch.port_block import PortBlock
 
 GRPC_PORTS, INGRESS_PORTS = 10, 150
 """Serve keeps the port of an ingress that has gone for an hour, so there are more than ingresses."""
+
+# Not in TMPDIR: sockets lie here, whose paths may have 97 characters, and Serve adds 80.
+PLACE, PREFIX = Path("/tmp"), "quire-"
+OWNER = "owner.lock"
+"""A file in the folder, locked for as long as the process lives that made it."""
 
 
 class Instance:
@@ -30,9 +38,11 @@ class Instance:
         """
         self.name = name or secrets.token_hex(4)
         self.ports = PortBlock()
-        # Not in TMPDIR: sockets lie here, whose paths may have 97 characters, and Serve adds 80.
-        self.folder = Path(tempfile.mkdtemp(prefix="quire-", dir="/tmp"))
+        remove_orphans()
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
+        self._owner: int | None = _own(self.folder)
         self.stats_port = self.ports.take()
+        self._secret = secrets.token_hex(32)
         self._controller = self._controller_environment()
 
     @property
@@ -42,7 +52,8 @@ class Instance:
 
     def controller_environment(self) -> dict[str, str]:
         """Of Serve's controller, which proxies and replicas inherit."""
-        return {**serving.controller_environment(), **self._controller}
+        drawn = {CACHE_SECRET: os.environ.get(CACHE_SECRET) or self._secret}
+        return {**serving.controller_environment(), **self._controller, **drawn}
 
     def prepare_environment(self) -> None:
         """Set in this process what Ray's own processes inherit, before Ray starts."""
@@ -52,10 +63,15 @@ class Instance:
             os.environ[variable] = str(self.ports.take())
 
     def remove(self, keep_files: bool = False) -> None:
-        """Free the ports, and delete the folder unless ``keep_files``."""
+        """Free the ports, and delete the folder; with ``keep_files`` it stays until somebody deletes it."""
         self.ports.release()
-        if not keep_files:
+        if keep_files:
+            (self.folder / OWNER).unlink(missing_ok=True)
+        else:
             shutil.rmtree(self.folder, ignore_errors=True)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
 
     def _controller_environment(self) -> dict[str, str]:
         files = self.folder / "ha"
@@ -86,3 +102,35 @@ class Instance:
         if haproxy.BINARY in os.environ or not serving.haproxy_expected() or not haproxy.write_script(script):
             return {}
         return {haproxy.BINARY: str(script)}
+
+
+def remove_orphans(place: Path = PLACE) -> list[Path]:
+    """Delete this user's folders whose server was killed before it could; returns them."""
+    orphans = []
+    for folder in place.glob(f"{PREFIX}*"):
+        try:
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            lock = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # it has none: it is another program's, or is kept for its logs; or it has just gone
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            orphans.append(folder)
+        finally:
+            os.close(lock)
+    return orphans
+
+
+def _own(folder: Path) -> int:
+    """Lock the folder's file; no child inherits the lock. Returns its descriptor."""
+    new = folder / f"{OWNER}.new"
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(folder / OWNER)  # locked before anybody can find it
+    return lock

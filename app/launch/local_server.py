@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 import urllib.error
@@ -19,6 +20,7 @@ import psutil
 
 from app.config import ENV_PREFIX, AppConfig, LaunchOptions
 from app.launch import serving
+from app.launch.haproxy import TLS
 from app.launch.instance import Instance
 from app.launch.terminal import Progress, Say
 from app.routing.fleet import DEPLOYMENT
@@ -46,7 +48,13 @@ class LocalServer:
         """Base URL for clients on this machine."""
         host, port = self._launch.host, self._launch.port
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self._launch.tls_file is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _environment(self) -> dict[str, str]:
+        """Of Serve's controller, and with it of HAProxy and all replicas."""
+        tls = {} if self._launch.tls_file is None else {TLS: str(Path(self._launch.tls_file).resolve())}
+        return {**self._instance.controller_environment(), **tls}
 
     def start(self) -> None:
         """Start Ray and Serve, without the application.
@@ -78,7 +86,7 @@ class LocalServer:
             self.dashboard = str(context.dashboard_url or "")
             serve.start(
                 http_options={"host": self._launch.host, "port": self._launch.port},
-                controller_options={"runtime_env": {"env_vars": self._instance.controller_environment()}},
+                controller_options={"runtime_env": {"env_vars": self._environment()}},
             )
         except (RayError, RayServeException, RuntimeError, OSError) as error:
             raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
@@ -103,7 +111,7 @@ class LocalServer:
         placement.check_cpus(options, nodes)
         quire = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
         document = serving.deploy_config({**args, "instance": self._instance.name}, self._launch)
-        document["controller_options"]["runtime_env"]["env_vars"] = self._instance.controller_environment()
+        document["controller_options"]["runtime_env"]["env_vars"] = self._environment()
         if quire:
             document["applications"][0]["runtime_env"] = {"env_vars": quire}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
@@ -168,11 +176,18 @@ class LocalServer:
     def _health(self) -> dict[str, Any]:
         """The answer of ``/health``; empty if it is not 200, or another server's."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5, context=_unverified()) as response:
                 health = dict(json.load(response))
         except (urllib.error.URLError, ValueError, OSError):
             return {}
         return health if health.get("instance") == self._instance.name else {}
+
+
+def _unverified() -> ssl.SSLContext:
+    """For this server's own answer, by an address that its certificate need not name."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def serves(health: Mapping[str, Any], replicas: int) -> bool:

@@ -251,7 +251,7 @@ def _from_hub(model: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=_HUB_IGNORED))
     except GatedRepoError as error:
-        raise ConfigError(f"model {model} needs its licence accepted on the hub; then set HF_TOKEN") from error
+        raise ConfigError(f"model {model} needs its license accepted on the hub; then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(f"model {model} is not on the hub, or is private: then set HF_TOKEN") from error
     except HFValidationError as error:

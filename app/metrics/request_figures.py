@@ -25,6 +25,10 @@ class RequestFigures:
         self.output_tokens = _histogram("request_output_tokens")
         self.ended: Counter[tuple[str, str]] = Counter()
         """Requests, by route and outcome."""
+        self.key_requests: Counter[str] = Counter()  # by the id of the API key, as the next ones
+        self.key_prompt_tokens: Counter[str] = Counter()
+        self.key_cached_tokens: Counter[str] = Counter()
+        self.key_output_tokens: Counter[str] = Counter()
         self.refused: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
 
     def samples(self) -> Samples:
@@ -37,5 +41,9 @@ class RequestFigures:
             "request_prompt_tokens": {(): self.prompt_tokens.totals},
             "request_output_tokens": {(): self.output_tokens.totals},
             "ended_requests": dict(self.ended.items()),
+            **{
+                name: {(key,): count for key, count in getattr(self, name).items()}
+                for name in ("key_requests", "key_prompt_tokens", "key_cached_tokens", "key_output_tokens")
+            },
             "refused_requests": {(reason,): count for reason, count in self.refused.items()},
         }

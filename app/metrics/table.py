@@ -119,6 +119,10 @@ TABLE: tuple[Metric, ...] = (
     _counter(
         _I, "refused_requests", "Requests answered with a 429 or 503, by the error's code.", "reason", *REFUSALS
     ),
+    _counter(_I, "key_requests", "Requests of each API key that have ended.", "key"),
+    _counter(_I, "key_prompt_tokens", "Prompt tokens of each API key's requests.", "key"),
+    _counter(_I, "key_cached_tokens", "Those of them that the cache supplied.", "key"),
+    _counter(_I, "key_output_tokens", "Output tokens of each API key's requests.", "key"),
     # The ingress.
     _gauge(_I, "live_requests", "Choices in progress."),
     _gauge(_I, "loop_lag_seconds", "How late the event loop is, or how long frames of engines wait for it."),

@@ -22,7 +22,7 @@ class StepModel:
     """Seconds of a decode step: ``base + per_row * rows + per_kv_token * KV tokens``, none below zero.
 
     Least squares over reports that count less by 1/512 with each later one, refitted every 32; a weak pull
-    towards zero decides what the reports leave open (rows and KV tokens often grow together).
+    toward zero decides what the reports leave open (rows and KV tokens often grow together).
     """
 
     def __init__(self) -> None:

@@ -242,7 +242,7 @@ class Ledger:
     # ---- bookings
 
     def expect(self, attempt: int) -> None:
-        """Allow an attempt to be booked, until ``release``: a cancelled call may still reach the router."""
+        """Allow an attempt to be booked, until ``release``: a canceled call may still reach the router."""
         with self._lock:
             self._expected.add(attempt)
 
@@ -363,6 +363,12 @@ class Ledger:
         with self._lock:
             return [name for name, state in self._replicas.items() if state.stalled]
 
+    def foreign_suspects(self, replica: str) -> bool:
+        """Whether a suspect (``app/fleet/faults.py``) of another ingress runs there, and none of this one."""
+        with self._lock:
+            state = self._replicas.get(replica)
+            return state is not None and state.suspects > state.alone
+
     # ---- the choice
 
     def _able(self, members: Collection[str] | None, requirement: Requirement | None) -> list[ReplicaState]:
@@ -376,7 +382,7 @@ class Ledger:
             if unfit:
                 replicas = [state for state in replicas if state.profile not in unfit]
             if requirement.alone:
-                replicas = [state for state in replicas if not state.alone]
+                replicas = [state for state in replicas if not state.alone and not state.suspects]
         return replicas
 
     def _candidates(

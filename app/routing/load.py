@@ -27,7 +27,8 @@ class LoadReport(EngineLoad):
 
     Beside the engine's own figures: its pool has ``num_blocks`` blocks of ``block_size`` tokens, and
     ``acknowledged`` is the highest attempt of this channel that the engine has seen; later ones are not in
-    ``waiting_tokens`` yet. ``stalled_s`` is for how long the engine has had work and made no progress. 0 is
+    ``waiting_tokens`` yet. ``stalled_s`` is for how long the engine has had work and made no progress.
+    ``suspects``, 0 or 1, are requests there that may have killed another engine, of any ingress. 0 is
     unknown in ``num_blocks``, ``block_size``, ``max_running`` and the engine's own floats.
     """
 
@@ -35,11 +36,13 @@ class LoadReport(EngineLoad):
     block_size: int
     acknowledged: int
     stalled_s: float = 0.0
+    suspects: int = 0
 
     def differs_much(self, other: LoadReport) -> bool:
         """Whether routing should know at once that ``other`` is out of date."""
         return (
             self.acknowledged != other.acknowledged
+            or self.suspects != other.suspects
             or (self.waiting == 0) is not (other.waiting == 0)
             or (self.running == 0) is not (other.running == 0)
             or abs(self.waiting_tokens - other.waiting_tokens) > max(MUCH_TOKENS, other.waiting_tokens // 4)

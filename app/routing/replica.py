@@ -155,6 +155,11 @@ class ReplicaState:
         self.seed = name_key(self.replica)
 
     @property
+    def suspects(self) -> int:
+        """Reported by the engine; see ``LoadReport``."""
+        return 0 if self.load is None else self.load.suspects
+
+    @property
     def routable(self) -> bool:
         """Whether it may get new requests."""
         return self.route is not None and not self.suspected and not self.stalled

@@ -280,8 +280,8 @@ def _may_start(sequence: Sequence) -> bool:
 def _outranks(waiting: Sequence, running: Sequence, lost: dict[Account, float]) -> bool:
     """Whether a waiting sequence may take the place of one that runs and comes after it.
 
-    Either its priority is better, or another tenant, after what that one has ``lost``, would still have more in
-    service than its own; as much, if its own has nothing. So tenants never take places from each other in turn.
+    Either its priority is better, or another client, after what that one has ``lost``, would still have more in
+    service than its own; as much, if its own has nothing. So clients never take places from each other in turn.
     """
     if waiting.priority < running.priority:
         return True

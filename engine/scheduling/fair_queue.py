@@ -1,13 +1,13 @@
-"""Fair queueing: a request's place in the order follows from the work that its tenant has asked for before.
+"""Fair queueing: a request's place in the order follows from the work that its client has asked for before.
 
 Start-time fair queueing (Goyal et al., SIGCOMM 1996), with the work of virtual token counters (Sheng et al.,
-OSDI 2024). Each tenant has an account in virtual time, which passes by one unit for each prompt token that all
-tenants with work get. A request *starts* where its tenant's last one *finishes*, but not before the present; it
-finishes later by its work. Requests run in the order of their starts. A tenant that asks for much thus queues
+OSDI 2024). Each client has an account in virtual time, which passes by one unit for each prompt token that all
+clients with work get. A request *starts* where its client's last one *finishes*, but not before the present; it
+finishes later by its work. Requests run in the order of their starts. A client that asks for much thus queues
 behind itself alone, and one that was idle has saved nothing up.
 
 A start is fixed once the request runs, so that the order of what has run is total and kept for life. Before, it
-changes only if one of the same tenant that arrived earlier comes later: it has moved here from another replica.
+changes only if one of the same client that arrived earlier comes later: it has moved here from another replica.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ticket:
     account: Account
     request_id: str
     numbers: tuple[int, ...]  # of the sequences that it begins with
-    arrival: float  # seconds: the order within a tenant
+    arrival: float  # seconds: the order within a client
     start: float  # virtual time
     work: float  # estimated, in prompt tokens
     done: float = 0.0  # what it has come to, as far as known
@@ -40,7 +40,7 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one tenant has asked for on one level."""
+    """What one client has asked for on one level."""
 
     level: Level
     finish: float = 0.0  # virtual time at which all of it would be done
@@ -50,7 +50,7 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Level:
-    """Requests of one priority: tenants share what better levels leave."""
+    """Requests of one priority: clients share what better levels leave."""
 
     priority: float
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -61,14 +61,14 @@ class Level:
 
 
 class FairQueue:
-    """Accounts of all tenants with live requests, or with work that others have yet to catch up with."""
+    """Accounts of all clients with live requests, or with work that others have yet to catch up with."""
 
     def __init__(self) -> None:
         self._levels: dict[float, Level] = {}
 
     @property
     def shared(self) -> bool:
-        """Whether two tenants have live requests on one level."""
+        """Whether two clients have live requests on one level."""
         return any(level.active > 1 for level in self._levels.values())
 
     def enter(
@@ -76,7 +76,7 @@ class FairQueue:
         request_id: str,
         numbers: tuple[int, ...],
         *,
-        tenant: str,
+        client: str,
         priority: float,
         arrival: float,
         work: float,
@@ -88,19 +88,19 @@ class FairQueue:
             oldest: the first start of all live requests of its priority.
 
         Returns:
-            Its ticket, and those of requests of its tenant that arrived later and now start later.
+            Its ticket, and those of requests of its client that arrived later and now start later.
         """
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = Level(priority)
-        # What runs is still to be done, so a tenant that comes now starts where that began. Nobody starts
+        # What runs is still to be done, so a client that comes now starts where that began. Nobody starts
         # before the oldest request: that one ends, and then the next.
         now = max(oldest, level.reached - level.in_service)
-        account = level.accounts.get(tenant)
+        account = level.accounts.get(client)
         if account is None:
             if len(level.accounts) >= level.sweep_at:
                 _sweep(level, now)
-            account = level.accounts[tenant] = Account(level)
+            account = level.accounts[client] = Account(level)
         tickets = account.tickets
         level.active += not tickets
         account.finish = max(account.finish, now)
@@ -128,11 +128,11 @@ class FairQueue:
         ticket.begun = True
         ticket.done += prompt_tokens
         level = ticket.account.level
-        # By the number of tenants: however many new ones come, those who wait are reached in the end.
+        # By the number of clients: however many new ones come, those who wait are reached in the end.
         level.reached = max(level.reached, ticket.start) + ticket.work / level.active
 
     def leave(self, ticket: Ticket) -> None:
-        """A request has ended: its tenant's next one starts by what it has come to."""
+        """A request has ended: its client's next one starts by what it has come to."""
         account, level = ticket.account, ticket.account.level
         account.finish += ticket.done - ticket.work
         account.tickets.remove(ticket)  # mostly one of the first
@@ -144,7 +144,7 @@ class FairQueue:
 
 
 def _sweep(level: Level, now: float) -> None:
-    """Forget the tenants whose next request would start now, as if they were new."""
+    """Forget the clients whose next request would start now, as if they were new."""
     accounts = level.accounts.items()
     level.accounts = {name: each for name, each in accounts if each.tickets or each.finish > now}
     level.sweep_at = max(_SWEEP, 2 * len(level.accounts))

@@ -76,14 +76,14 @@ class Intake:
             self._state.queue(sequence)
 
     def _ticket(self, request: Request, numbers: tuple[int, ...], max_total_tokens: int) -> Ticket:
-        """The place of a request among those of its tenant and of others."""
+        """The place of a request among those of its client and of others."""
         priority, arrival = float(request.priority), request.arrival or self._clock()
         if self._priority_aging is not None:
             priority, arrival = 0.0, arrival + self._priority_aging * request.priority
         ticket, moved = self._state.fair.enter(
             request.request_id,
             numbers,
-            tenant=request.tenant,
+            client=request.client,
             priority=priority,
             arrival=arrival,
             work=self._workload.expected_work(request, max_total_tokens),

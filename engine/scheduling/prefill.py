@@ -1,4 +1,4 @@
-"""Divides a step's prefill tokens: among tenants, and between long prompts and short ones."""
+"""Divides a step's prefill tokens: among clients, and between long prompts and short ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 
 MAX_SHARERS = 4
-"""Tenants between which a step divides its tokens: more would only make the prompts of all of them late."""
+"""Clients between which a step divides its tokens: more would only make the prompts of all of them late."""
 
-_SEARCHED = 32  # waiting sequences among which tenants are looked for
+_SEARCHED = 32  # waiting sequences among which clients are looked for
 
 
 def begin_prefills(state: SchedulerState, budget: int, prefilling: int) -> None:
@@ -25,7 +25,7 @@ def begin_prefills(state: SchedulerState, budget: int, prefilling: int) -> None:
 def lengthen_held_back(state: SchedulerState, plan: StepPlan) -> None:
     """Give tokens that are left to running sequences that were held back, in their order.
 
-    Tenants get the rest of their quotas first. Nothing is preempted for a sequence: it gets no more than the
+    Clients get the rest of their quotas first. Nothing is preempted for a sequence: it gets no more than the
     available blocks cover.
     """
     chunks = {chunk.sequence: chunk for chunk in plan.chunks if not chunk.samples}
@@ -51,9 +51,9 @@ def lengthen_held_back(state: SchedulerState, plan: StepPlan) -> None:
 
 
 def _quotas(state: SchedulerState) -> dict[Account, int]:
-    """Prefill tokens for each tenant that wants some: an equal part of the step, less what it decodes.
+    """Prefill tokens for each client that wants some: an equal part of the step, less what it decodes.
 
-    Of the best priority only: others get what is left. Empty if there is one tenant.
+    Of the best priority only: others get what is left. Empty if there is one client.
     """
     running = state.running
     wanting = [sequence for sequence in running if sequence.remaining > 1]

@@ -32,7 +32,7 @@ class PrefillShares:
         self.begun = False
         self.held_back: list[Sequence] = []  # running ones that got less than they wanted, in order
         self.limited = False  # whether any got less than it wanted
-        self.quotas: dict[Account, int] = {}  # tokens left for each tenant
+        self.quotas: dict[Account, int] = {}  # tokens left for each client
         self._saved = math.inf  # tokens for short prompts
         self._budget = 0
         self._ordered = 0  # left, to go by the order

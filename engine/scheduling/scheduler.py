@@ -44,7 +44,7 @@ class Scheduler:
 
     - a request that fits the pool alone ends; one that can never fit is refused by :meth:`add`;
     - blocks are taken from the last running sequence in order; the first is never preempted for a later one;
-    - tenants that always have requests waiting get equal work; see ``engine/scheduling/fair_queue.py``;
+    - clients that always have requests waiting get equal work; see ``engine/scheduling/fair_queue.py``;
     - while preempted sequences wait, those behind them take only blocks that they do not need;
     - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
 
@@ -53,7 +53,7 @@ class Scheduler:
         max_num_seqs: most running sequences; never above ``token_budget``, so that all can decode in each step.
         token_budget: most tokens in one step.
         model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
-        priority_aging: seconds of waiting that are worth one level of priority, within a tenant; ``None`` makes
+        priority_aging: seconds of waiting that are worth one level of priority, within a client; ``None`` makes
             priority absolute, so that better ones can delay worse ones without bound.
         look_ahead: waiting sequences that do not fit and are passed over in one step.
         max_overtakes: admissions past a waiting sequence after which nothing passes it.

@@ -28,7 +28,7 @@ constexpr int64_t DIRECT_ROWS = 6;         // up to here widening in registers i
 constexpr int64_t WORTH_THREADS = 400000;  // multiply-adds that repay a second thread
 constexpr float LOG2_E = 1.44269504088896341f;  // the softmax is taken in powers of two, and so are scores
 
-// Some neighbouring queries of one request for some KV heads, over one split or over all.
+// Some neighboring queries of one request for some KV heads, over one split or over all.
 struct Item {
     int64_t request, first_query, num_queries, first_head, num_heads;
     int64_t first_position;      // of first_query

@@ -1,6 +1,6 @@
 // The kernels' threads: one pool a process, made for machines whose cores have other work, too.
 //
-// A barrier waits for every thread, so one that the system has put aside for a neighbour holds up all others, at
+// A barrier waits for every thread, so one that the system has put aside for a neighbor holds up all others, at
 // each of hundreds of parallel regions of a step. Here the parts of a job are claimed one by one, the caller claims
 // along, and it waits only for parts that a worker has begun: a worker that does not get to run costs nothing.
 #pragma once

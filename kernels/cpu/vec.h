@@ -233,7 +233,7 @@ static inline void store_some(T* p, vf v, int n) {
     std::memcpy(p, padded, n * sizeof(T));
 }
 
-// A unit is 2 * LANES neighbours, held as two vectors. Which element stands in which vector is the type's own
+// A unit is 2 * LANES neighbors, held as two vectors. Which element stands in which vector is the type's own
 // business, the same in load_part and store_unit: for bfloat16 the even ones and the odd ones, because one
 // shift or one mask then widens them.
 constexpr int UNIT = 2 * LANES;

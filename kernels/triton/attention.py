@@ -122,7 +122,7 @@ class _Step:
         rows = min(self.metadata.max_query_len, self.short_query) * self.group
         bytes_per_request = self.kv_heads * splits * rows * (self.head_dim + 2) * 4
         limit = PARTIAL_BYTES // bytes_per_request
-        # A multiple of 4: slices that start off 16 bytes would be a new specialisation, compiled while serving.
+        # A multiple of 4: slices that start off 16 bytes would be a new specialization, compiled while serving.
         limit = self.requests if limit >= self.requests else max(4, limit // 4 * 4)
         shape = (limit, self.kv_heads, splits, rows, self.head_dim)
         acc = torch.empty(shape, dtype=torch.float32, device=self.q.device)

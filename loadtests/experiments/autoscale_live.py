@@ -1,8 +1,8 @@
 """``python -m loadtests.autoscale_live``: does the fleet follow its load, on a real local Ray Serve?
 
 Twenty streams run all the time. Clients come until their requests need two replicas' KV memory, then three, and
-leave again; meanwhile Serve's controller is killed. Each request holds one block of a small pool, so memory
-decides: replicas that share two cores are not faster. Then a fleet without any replica gets a request.
+leave again. Each request holds one block of a small pool, so memory decides: replicas that share two cores are
+not faster.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from itertools import count, pairwise
 from typing import Any
 
 import ray
-from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.common import ReplicaState
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from app.launch import serving
-from loadtests.client import Client, Outcome, complete
+from loadtests.client import Client, Outcome
 from loadtests.cluster import LocalCluster, seconds_until
 from loadtests.experiments.fleet import START_LIMIT_S, started
 from loadtests.report import Figure, finish, most, parse, print_figures
@@ -75,8 +74,6 @@ class Recording:
     serve: list[ServeLook] = field(default_factory=list)
     waiting: list[tuple[float, int]] = field(default_factory=list)  # when, and requests that waited in engines
     rises: list[float] = field(default_factory=list)  # more clients came
-    killed: tuple[float, float] = (math.nan, math.nan)  # the controller, and the end of what is watched then
-    stopped: int = 0  # replicas, in that time
     left: float = math.nan  # the clients were told to leave
     streams: list[Outcome] = field(default_factory=list)
     asked: list[Outcome] = field(default_factory=list)  # by clients
@@ -84,8 +81,6 @@ class Recording:
 
 def figures_of(run: Recording) -> list[Figure]:
     """What the run is judged by."""
-    kill, within = "controller killed under load", f"within {run.killed[1] - run.killed[0]:.0f} s"
-    after_kill = targets(run.serve, *run.killed)
     after_load = targets(run.serve, run.left)
     return [
         Figure("streams", len(run.streams), "", STREAMS),
@@ -100,11 +95,6 @@ def figures_of(run: Recording) -> list[Figure]:
             for number, at in enumerate(run.rises, 1)
         ),
         most("ups after the load has gone", sum(after > before for before, after in pairwise(after_load))),
-        most(f"{kill}: replicas stopped {within}", run.stopped),
-        most(
-            f"{kill}: changes of the target {within}",
-            sum(after != before for before, after in pairwise(after_kill)),
-        ),
     ]
 
 
@@ -179,10 +169,9 @@ class Load:
 class Stage:
     """Runs on one cluster, and looks at its controller and engines ten times a second meanwhile."""
 
-    def __init__(self, cluster: LocalCluster, settle_s: float, after_kill_s: float) -> None:
+    def __init__(self, cluster: LocalCluster, settle_s: float) -> None:
         self._cluster = cluster
         self._settle_s = settle_s
-        self._after_kill_s = after_kill_s
         self._began = time.monotonic()
         self._run = Recording()
 
@@ -201,7 +190,6 @@ class Stage:
                 await self._await(lambda: bool(run.serve and run.waiting), TARGET_LIMIT_S, "nothing to be seen")
                 await asyncio.sleep(ALONE_S)
                 await self._rise(load, FEW_CLIENTS, 2)
-                await self._kill_controller()
                 await self._rise(load, MANY_CLIENTS, REPLICAS)
                 run.left = self._say("clients leave")
                 load.clients(0)
@@ -216,23 +204,6 @@ class Stage:
         run.streams, run.asked = load.streams, load.asked
         return run
 
-    async def from_zero(self) -> list[Figure]:
-        """A fleet that has gone to zero gets a request."""
-
-        def asleep() -> bool:
-            engine = engine_details()
-            return engine is not None and engine["target_num_replicas"] == 0 and not engine["replicas"]
-
-        await self._await(asleep, START_LIMIT_S, "replicas are left")
-        before = len((engine_details() or {"replicas": ()})["replicas"])
-        url, instance = self._cluster.url, self._cluster.instance
-        answer = await complete(url, "A single story: the", CLIENT_TOKENS, instance=instance)
-        return [
-            most("from zero: replicas before", before),
-            Figure("from zero: requests answered in full, of 1", answer.whole, "", 1),
-            Figure("from zero: request to first token", answer.first - answer.began, " s"),
-        ]
-
     async def _rise(self, load: Load, clients: int, target: int) -> None:
         self._run.rises.append(self._say(f"{clients} clients"))
         load.clients(clients)
@@ -240,15 +211,6 @@ class Stage:
         await self._await(lambda: self._last.running >= target, START_LIMIT_S, f"no {target} replicas run")
         self._say(f"target {self._last.target}, {self._last.running} replicas run")
         await asyncio.sleep(self._settle_s)
-
-    async def _kill_controller(self) -> None:
-        """Ray starts another one; neither the target nor the replicas may change."""
-        before = set(self._cluster.engine_pids())
-        killed = self._say("controller killed")
-        ray.kill(_get_global_client()._controller, no_restart=False)
-        await asyncio.sleep(self._after_kill_s)
-        self._run.killed = (killed, time.perf_counter())
-        self._run.stopped = len(before - set(self._cluster.engine_pids()))
 
     @property
     def _last(self) -> ServeLook:
@@ -295,14 +257,10 @@ def engine_details() -> dict[str, Any] | None:
 
 def main() -> None:
     """Run and report."""
-    quick = {"--quick": (False, "shorter, with less time after the controller's end")}
-    arguments = parse("autoscale_live", __doc__, quick)
+    arguments = parse("autoscale_live", __doc__, {"--quick": (False, "less time at each number of clients")})
     with started() as cluster:
-        stage = Stage(cluster, *((4.0, 15.0) if arguments.quick else (10.0, 60.0)))
+        stage = Stage(cluster, 4.0 if arguments.quick else 10.0)
         cluster.deploy(**OPTIONS)
         figures = figures_of(asyncio.run(stage.up_and_down()))
-        serve.delete(serving.APP_NAME)
-        cluster.deploy(**{**OPTIONS, "min_replicas": 0, "scale_down_after_s": 3.0})
-        figures += asyncio.run(stage.from_zero())
     print_figures("what", figures)
     finish("loadtests.autoscale_live", figures, arguments, options=OPTIONS)

@@ -57,40 +57,14 @@ class Faults(Fleet):
     def run(self, disconnects: int, trials: int) -> list[Figure]:
         """Every figure."""
         parts: list[Callable[[], list[Figure]]] = [
-            self.first_client,  # while nobody has used the channels
             lambda: self.lone_disconnects(trials),
             self.undisturbed,
             lambda: self.many_disconnects(disconnects),
             self.engine_killed,
             self.ingress_killed,
-            self.idle_stopped,
             self.busy_stopped,
         ]
         return [figure for part in tqdm(parts, unit="part") for figure in part()]
-
-    def first_client(self) -> list[Figure]:
-        """The first client of each channel hangs up while others stream on it."""
-        before = self.cluster.channels()
-
-        async def leave() -> list[Outcome]:
-            async with self.client() as client:
-                texts = prompts(ENGINES, seed=1)
-                streams = [asyncio.ensure_future(client.complete(text, self._long)) for text in texts]
-                await asyncio.to_thread(self.wait_running, ENGINES, ENGINES)
-                others = [client.complete(text, TOKENS) for text in prompts(2 * ENGINES)]
-                gathered = asyncio.gather(*others)
-                await asyncio.to_thread(self.wait_running, 3 * ENGINES, ENGINES)
-                for stream in streams:
-                    stream.cancel()
-                return await gathered
-
-        outcomes = asyncio.run(leave())
-        what = "first client of a channel left"
-        failures = sum(not outcome.complete for outcome in outcomes)
-        return [
-            most(f"{what}: failures of {len(outcomes)} others", failures),
-            most(f"{what}: channels ended", len(before - self.cluster.channels())),
-        ]
 
     def undisturbed(self) -> list[Figure]:
         """What the streams of later parts say when nothing happens to them."""
@@ -150,14 +124,6 @@ class Faults(Fleet):
         _, seconds = self.while_streaming(prompts(8), self._long, ENGINES, kill)
         self._routable_again()
         return [most("ingress killed: blocks and channels gone", seconds, 10.0, " s")]
-
-    def idle_stopped(self) -> list[Figure]:
-        """An idle engine replica is told to stop."""
-        wait_for(self.cluster.idle, LIMIT_S, "requests or blocks are left")
-        seconds = self._stop_one()
-        self.cluster.scale(ENGINES)
-        self._routable_again()
-        return [most("idle engine told to stop: gone", seconds, 5.0, " s")]
 
     def busy_stopped(self) -> list[Figure]:
         """An engine replica with a running stream is told to stop; the other has one, too."""

@@ -13,7 +13,7 @@ for a while, so that every new block evicts an old one. Loads:
 - *families*: 4 sequences of each prompt.
 
 A figure is the median over windows of 16 steps, of each window's mean: what the end of a block costs counts
-for its share, and what neighbours on the machine do falls out, as far as it does not slow the processor down.
+for its share, and what neighbors on the machine do falls out, as far as it does not slow the processor down.
 """
 
 from __future__ import annotations

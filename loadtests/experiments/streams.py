@@ -127,7 +127,7 @@ def main() -> None:
     cluster = LocalCluster("loadtests.experiments.timed_application:build")
     try:
         cluster.start()
-        cluster.deploy(**OPTIONS, max_live_requests=100_000)
+        cluster.deploy(**OPTIONS, max_live_choices=100_000)
         figures = [
             figure for count in arguments.streams for figure in measure(cluster, count, arguments.tokens)
         ]

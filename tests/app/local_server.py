@@ -42,6 +42,7 @@ class LocalClient:
         self.engine = EngineThread(config, self._on_outputs, self._on_death)
         self.engine.start()
         self.aborted: list[str] = []
+        self.last: GenerateRequest | None = None
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[TokenDelta]]] = {}
         self._numbers = itertools.count()
 
@@ -55,6 +56,7 @@ class LocalClient:
         return {"replicas": 1, "routable": 1, "live_requests": len(self._queues)}
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        self.last = request
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         params = dataclasses.replace(request.params, seed=seed)
         request_id = f"{request.request_id}-{next(self._numbers)}"
@@ -69,7 +71,7 @@ class LocalClient:
                     params,
                     request.namespace,
                     request.priority,
-                    tenant=request.client,
+                    client=request.client,
                 )
             )
             while not ended:

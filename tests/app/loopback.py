@@ -135,7 +135,7 @@ class LoopbackReplica:
 
 
 class LoopbackResponse(Awaitable[Any]):
-    """A unary response: awaited, or cancelled."""
+    """A unary response: awaited, or canceled."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self._task = task

@@ -229,11 +229,11 @@ def test_replicas_share_memory_unless_told_that_nodes_are_apart() -> None:
 
 def test_live_options_keep_what_was_given_at_the_start() -> None:
     """A ``user_config`` with one option must not reset another to its default."""
-    start = config.load({"max_live_requests": 100, "log_level": "WARNING", "max_replicas": 2}, {})
+    start = config.load({"max_live_choices": 100, "log_level": "WARNING", "max_replicas": 2}, {})
     quiet = start.with_live({"log_level": "DEBUG"}, "engine")
-    assert (quiet.service.log_level, quiet.ingress.max_live_requests) == ("DEBUG", 100)
-    fewer = start.with_live({"max_live_requests": "3"}, "ingress")
-    assert (fewer.service.log_level, fewer.ingress.max_live_requests) == ("WARNING", 3)
+    assert (quiet.service.log_level, quiet.ingress.max_live_choices) == ("DEBUG", 100)
+    fewer = start.with_live({"max_live_choices": "3"}, "ingress")
+    assert (fewer.service.log_level, fewer.ingress.max_live_choices) == ("WARNING", 3)
     assert start.with_live({}, "ingress") == start
     assert fewer.scaling == start.scaling
 
@@ -245,15 +245,15 @@ def test_only_live_options_change_live() -> None:
         match="user_config of engine cannot change block_size; its live options: log_level, log_format; ",
     ):
         start.with_live({"block_size": 3}, "engine")
-    with pytest.raises(ConfigError, match="max_live_requests=0: must be at least 1"):
-        start.with_live({"max_live_requests": 0}, "ingress")
+    with pytest.raises(ConfigError, match="max_live_choices=0: must be at least 1"):
+        start.with_live({"max_live_choices": 0}, "ingress")
 
 
 def test_every_option_is_declared_once_with_a_default_and_a_meaning() -> None:
     names = [name for group in declared() for name in group]
     assert sorted(names) == sorted(config.OPTIONS)
     assert all(option.description for option in config.OPTIONS.values())
-    assert config.OPTIONS["max_live_requests"].live
+    assert config.OPTIONS["max_live_choices"].live
     assert not config.OPTIONS["block_size"].live
 
 
@@ -326,9 +326,9 @@ def test_admission_counts_on_the_replicas_that_demand_can_bring(
 
 def test_an_option_of_one_deployment_is_refused_by_the_other() -> None:
     with pytest.raises(
-        ConfigError, match=r"of engine cannot change max_live_requests; its live options: log_level"
+        ConfigError, match=r"of engine cannot change max_live_choices; its live options: log_level"
     ):
-        config.load({}, {}).with_live({"max_live_requests": 3}, "engine")
+        config.load({}, {}).with_live({"max_live_choices": 3}, "engine")
 
 
 def test_every_live_option_is_applied_somewhere() -> None:

@@ -22,7 +22,7 @@ CHANGES: dict[str, Any] = {
     "drain_timeout_s": 5,
     "stuck_after_s": 5,
     "unavailable_after_s": 61,
-    "max_live_requests": 5,
+    "max_live_choices": 5,
     "max_wait_s": 5,
     "tenant_header": "x-tenant",
     "admin_routes": True,

@@ -203,18 +203,18 @@ def test_more_requests_than_allowed_are_put_off(
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
     monkeypatch.setattr(server.service._live, "count", 1)
-    server.set_options(monkeypatch, max_live_requests=1)
+    server.set_options(monkeypatch, max_live_choices=1)
     response = http.post("/v1/completions", json=COUNT)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    assert "max_live_requests" in response.json()["error"]["message"]
+    assert "max_live_choices" in response.json()["error"]["message"]
 
 
 def test_requests_that_wait_for_the_tokenizer_count_as_live(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
-    server.set_options(monkeypatch, max_live_requests=2)
+    server.set_options(monkeypatch, max_live_choices=2)
     free = threading.Event()
     for _ in range(MAX_THREADS):
         server.tokenizer._executor.submit(free.wait)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from io import StringIO
 
 import pytest
+from leftovers import loggers_restored
 
 from app import logs
 
@@ -19,13 +20,20 @@ def output(monkeypatch: pytest.MonkeyPatch) -> Iterator[StringIO]:
     """What reaches standard error; afterwards Quire's loggers are as they were."""
     stream = StringIO()
     monkeypatch.setattr(sys, "__stderr__", stream)
-    before = {
-        name: (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in logs.LOGGERS
-    }
-    yield stream
-    for name, (level, handlers) in before.items():
-        logging.getLogger(name).setLevel(level)
-        logging.getLogger(name).handlers[:] = handlers
+    with loggers_restored():
+        yield stream
+
+
+def test_what_a_test_configures_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, stream = logging.getLogger("app"), StringIO()
+    monkeypatch.setattr(sys, "__stderr__", stream)
+    before = logger.handlers[:], logger.level
+    with loggers_restored():
+        logs.configure("DEBUG", "text", "ingress:1")
+        assert (logger.handlers, logger.level) != before
+    assert (logger.handlers, logger.level) == before
+    logger.error("of a later test")
+    assert stream.getvalue() == ""
 
 
 def test_a_line_has_time_level_process_logger_message_and_fields(output: StringIO) -> None:

@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from local_cluster import BreakableCluster
 
-from loadtests.experiments.recovery import Pressed, blocks_needed, press, redeploy
+from engine.scheduling.recovery import Recovery
+from loadtests.client import Outcome, complete_all
+from loadtests.cluster import LocalCluster, wait_for
 from loadtests.workloads import prompts
 
 STREAMS, TOKENS = 16, 48
 PROMPTS = prompts(STREAMS, seed=3)
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 16  # the most of any prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Pressed:
+    """What the streams brought, and what their engine did for it."""
+
+    outcomes: list[Outcome]
+    preemptions: int
+    recoveries: dict[str, int]  # complete ones, by kind
+
+    @property
+    def texts(self) -> list[str]:
+        """What each stream said."""
+        return [outcome.text for outcome in self.outcomes]
+
+
+def blocks_needed(streams: int, tokens: int) -> int:
+    """KV blocks that all streams hold when each is at its end, at most."""
+    return streams * -(-(PROMPT_TOKENS + tokens) // BLOCK_SIZE)
+
+
+def redeploy(cluster: LocalCluster, options: dict[str, Any]) -> None:
+    """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""
+    cluster.deploy(**options)
+    pool = ("referenced_blocks", "cached_blocks", "free_blocks")
+
+    def replaced() -> bool:
+        return [sum(state[part] for part in pool) for state in cluster.inspect()] == [options["num_blocks"]]
+
+    wait_for(replaced, 120.0, "the replica with the new pool is not alone")
+    cluster.wait_routable(1)
+
+
+def press(cluster: LocalCluster, texts: Sequence[str], tokens: int) -> Pressed:
+    """Run all streams at once, and look at the engine afterwards."""
+    outcomes = asyncio.run(complete_all(cluster.url, texts, tokens, cluster.instance))
+    wait_for(cluster.idle, 30.0, "requests or blocks are left")
+    states = cluster.inspect()
+    recoveries = {kind: sum(state["recoveries"][kind] for state in states) for kind in map(str, Recovery)}
+    return Pressed(outcomes, sum(state["preemptions"] for state in states), recoveries)
+
+
 BLOCKS = blocks_needed(STREAMS, TOKENS) // 4
 
 

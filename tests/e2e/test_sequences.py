@@ -57,7 +57,7 @@ def test_beams_are_the_same_on_every_replica(sdk: openai.OpenAI) -> None:
 def test_a_chat_streams_two_choices_side_by_side(sdk: openai.OpenAI) -> None:
     asked: Any = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": "Name a colour."}],
+        "messages": [{"role": "user", "content": "Name a color."}],
         "n": 2,
         "seed": 7,
         "max_tokens": 16,

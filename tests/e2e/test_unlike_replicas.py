@@ -17,7 +17,7 @@ from engine.models.identity import ModelIdentity, model_revision, tokenizer_dige
 from loadtests.client import MODEL, Client, Outcome
 from loadtests.cluster import gone, wait_for
 
-NEIGHBOURS = 16
+NEIGHBORS = 16
 STREAMS = 5
 SHORT, LONG = 16, 1200  # tokens
 CONTEXT = 4096
@@ -61,26 +61,26 @@ async def streams(cluster: BreakableCluster, count: int, tokens: int) -> list[Ou
         return await asyncio.gather(*(client.complete([1000 + i, 20, 30], tokens) for i in range(count)))
 
 
-def test_a_poisonous_request_kills_two_engines_and_no_neighbour(
+def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
     bare_cluster: BreakableCluster, old_model: Path
 ) -> None:
     cluster = bare_cluster
     cluster.ensure(**options(old_model, engine_replicas=4, kv_memory="128MiB"))
     cluster.wait_routable(4)
-    undisturbed = asyncio.run(streams(cluster, NEIGHBOURS, LONG))
+    undisturbed = asyncio.run(streams(cluster, NEIGHBORS, LONG))
     before = cluster.engine_pids()
 
     async def poisoned() -> tuple[list[Outcome], Outcome]:
-        neighbours = asyncio.ensure_future(streams(cluster, NEIGHBOURS, LONG))
-        busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBOURS  # noqa: E731
-        await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbours run")
+        neighbors = asyncio.ensure_future(streams(cluster, NEIGHBORS, LONG))
+        busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBORS  # noqa: E731
+        await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbors run")
         async with Client(cluster.url, cluster.instance) as client:
             poison = await client.complete([POISON, 20, 30], LONG)
-        return await neighbours, poison
+        return await neighbors, poison
 
-    neighbours, poison = asyncio.run(poisoned())
+    neighbors, poison = asyncio.run(poisoned())
     assert [error["code"] for error in poison.errors] == ["engine_died"]
-    assert [(one.fault, one.text) for one in neighbours] == [("", one.text) for one in undisturbed]
+    assert [(one.fault, one.text) for one in neighbors] == [("", one.text) for one in undisturbed]
     wait_for(lambda: sum(map(gone, before)) == 2, SOON_S, "Serve keeps replicas without an engine")
     cluster.wait_routable(4)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
@@ -116,10 +116,8 @@ def test_a_redeploy_with_other_weights_mixes_no_answer(
     assert (wanted.fault, fingerprints(wanted)) == ("", {new})
     answers = {old: undisturbed[0].text, new: wanted.text}
     assert not undisturbed[0].text.startswith(wanted.text)
+    assert [one.fault for one in short if one.fault] == [], "some ingress answers all the time"
     for one in short:
-        if one.fault:  # while no ingress answers
-            assert one.status in (0, 503), one.fault
-            continue
         (which,) = fingerprints(one)
         assert answers[which].startswith(one.text)
 

@@ -79,7 +79,7 @@ def make_request(
     stop: tuple[int, ...] = (),
     ignore_eos: bool = False,
     outputs: tuple[tuple[int, ...] | None, ...] = (),
-    tenant: str = "",
+    client: str = "",
     **sequences: Any,
 ) -> Request:
     return Request(
@@ -97,7 +97,7 @@ def make_request(
         arrival=1.0 if arrival is None else arrival,
         generated_before=generated_before,
         outputs=outputs,
-        tenant=tenant,
+        client=client,
     )
 
 

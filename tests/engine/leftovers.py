@@ -1,10 +1,15 @@
-"""Memory that tests have left: what is in reference cycles, and what threads have freed into their arenas."""
+"""What tests leave in their process: memory in reference cycles and in threads' arenas, handlers of loggers."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from app.logs import LOGGERS
 
 
 def give_back() -> None:
@@ -12,3 +17,16 @@ def give_back() -> None:
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+@contextmanager
+def loggers_restored() -> Iterator[None]:
+    """Undo at the end what ``logs.configure`` does meanwhile."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)

@@ -69,7 +69,7 @@ class Driver:
         self.first: dict[str, Sequence] = {}  # of each request's sequences
         self.aborted: set[str] = set()
         self.time = 0.0
-        self.tenants = self.rng.choice([[""], ["a", "b"], ["a", "a", "a", "b", "c"]])
+        self.clients = self.rng.choice([[""], ["a", "b"], ["a", "a", "a", "b", "c"]])
 
     def _sample(self, sequence: Sequence) -> int:
         return self.rng.choice([0, 0, 1, 1, EOS])
@@ -97,7 +97,7 @@ class Driver:
             arrival=1.0 + self.time,
             priority=rng.choice([0, 0, 0, 1]),
             salt=rng.choice(["", "", "salt"]),
-            tenant=rng.choice(self.tenants),
+            client=rng.choice(self.clients),
             outputs=outputs if any(output is not None for output in outputs) else (),
             **sequences,
         )

@@ -119,11 +119,11 @@ def request(tokens: int = 4, said: int = 4, **outcome: Any) -> Outcome:
 
 
 def recording() -> Recording:
-    """One up and two more, one controller killed, all down."""
+    """One up and two more, all down."""
     changes = [(0.0, 1, 1), (2.0, 2, 1), (9.0, 2, 2), (12.0, 2, 2), (17.0, 3, 3), (20.0, 2, 3), (22.0, 1, 1)]
     looks = [ServeLook(*change) for change in changes]
     run = Recording(looks, [(0.5, 9), (1.1, 0), (1.3, 0), (1.4, 3), (16.6, 1)], rises=[1.0, 16.0])
-    run.killed, run.left = (10.0, 15.0), 18.0
+    run.left = 18.0
     run.streams, run.asked = [request()] * STREAMS, [request()]
     return run
 
@@ -162,10 +162,6 @@ FAILED_BY: dict[str, Callable[[Recording], object]] = {
     "target in the end": lambda run: run.serve.append(ServeLook(40.0, 2, 1)),
     "up 1: first request queued to new target": lambda run: run.rises.__setitem__(0, 2.0),
     "ups after the load has gone": lambda run: run.serve.insert(6, ServeLook(21.0, 3, 3)),
-    "controller killed under load: replicas stopped within 5 s": lambda run: setattr(run, "stopped", 1),
-    "controller killed under load: changes of the target within 5 s": lambda run: run.serve.insert(
-        3, ServeLook(11.0, 1, 2)
-    ),
 }
 
 

@@ -199,8 +199,8 @@ def test_the_one_setting_serves_under_the_most_loads_and_then_costs_the_least() 
 def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best() -> None:
     part = scenarios(None, 1)["kv-bound"]
     outcome = simulate(constant(3.0, 60.0, 1), Script((0.0, 1), (9.0, 2)))
-    judgement = part.judge([outcome] * len(part.matches))
-    (over_settings,) = judgement.comparisons
+    judgment = part.judge([outcome] * len(part.matches))
+    (over_settings,) = judgment.comparisons
     assert {OURS, *RAY_SWEEP} <= over_settings.results.keys()
-    shown = [figure.name.split(": ")[2] for figure in judgement.figures if "TTFT p99" in figure.name]
+    shown = [figure.name.split(": ")[2] for figure in judgment.figures if "TTFT p99" in figure.name]
     assert [name.split(",")[0] for name in shown] == ["ours", "Ray's default", "Ray's best here", "occupancy"]

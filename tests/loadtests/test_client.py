@@ -170,7 +170,7 @@ def test_a_client_that_leaves_hangs_up(how: dict[str, Any]) -> None:
     with_server(lambda: Server(ROLE + ONE, hold=True), use)
 
 
-def test_cancelling_hangs_up() -> None:
+def test_canceling_hangs_up() -> None:
     async def use(server: Server, url: str) -> None:
         async with Client(url, "m") as client:
             stream = asyncio.ensure_future(client.chat(MESSAGES, 2))

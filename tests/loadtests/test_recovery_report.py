@@ -1,9 +1,6 @@
-"""What the measurements of recovery and of memory pressure make of what they saw."""
+"""What the measurements of recovery make of what they saw."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -11,8 +8,7 @@ from engine.request import FinishReason
 from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
 from engine.scheduling.scheduler_stats import SchedulerStats
-from loadtests.client import Outcome
-from loadtests.experiments.recovery import Pressed, Run, bars, blocks_needed, pressed_figures, requests_of
+from loadtests.experiments.recovery import Run, bars, requests_of
 from loadtests.report import Figure
 
 
@@ -80,28 +76,3 @@ def test_a_load_is_the_same_for_the_same_seed() -> None:
     assert [request.token_ids for request in one] == [request.token_ids for request in again]
     assert [request.token_ids for request in one] != [request.token_ids for request in other]
     assert [request.priority for request in one] == [-number for number in range(20)]
-
-
-def stream(text: str) -> Outcome:
-    events: list[Any] = [{"choices": [{"text": letter, "finish_reason": None}]} for letter in text]
-    events[-1]["choices"][0]["finish_reason"] = "length"
-    return Outcome(200, events, [0.0] * len(events), True)
-
-
-def test_streams_must_be_whole_and_the_same_and_somebody_must_have_been_preempted() -> None:
-    streams = [stream("abc"), stream("xyz")]
-    good = Pressed(streams, 3, {"swap": 3, "recompute": 0})
-    said = ["abc", "xyz"]
-    assert all(figure.holds for figure in pressed_figures("small", good, said))
-    assert verdicts(pressed_figures("small", good, ["abc", "xyw"])) == [False, True]
-    assert verdicts(pressed_figures("small", replace(good, preemptions=0), said)) == [True, False]
-    for wrong in (Outcome(503), Outcome(), replace(streams[1], done=False)):
-        assert verdicts(pressed_figures("small", replace(good, outcomes=[streams[0], wrong]), said)) == [
-            False,
-            True,
-        ]
-
-
-def test_blocks_are_counted_whole() -> None:
-    assert blocks_needed(64, 256) == 64 * 17
-    assert blocks_needed(1, 1) == 2

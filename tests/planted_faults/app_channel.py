@@ -228,7 +228,7 @@ CHANNEL: list[Fault] = [
         "            hub.leave(attempt)",
         "            pass",
         _CHANNEL,
-        "an attempt whose call is cancelled runs on",
+        "an attempt whose call is canceled runs on",
     ),
     Fault(
         "app/channel/ingress_channel.py",

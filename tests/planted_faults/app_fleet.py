@@ -21,6 +21,41 @@ _LAG = ("app/fleet/test_loop_lag.py",)
 
 FLEET: list[Fault] = [
     Fault(
+        "app/background.py",
+        "        self._failure = self._failure or failure",
+        "        pass",
+        ("app/test_background.py",),
+        "a background task that has failed leaves its replica healthy",
+    ),
+    Fault(
+        "app/fleet/faults.py",
+        "        if foreign_suspect and not suspects:",
+        "        if False:",
+        _FAULTS,
+        "requests are blamed for a suspect of another ingress",
+    ),
+    Fault(
+        "app/channel/suspects.py",
+        "        if self.count:",
+        "        if False:",
+        _FAULTS,
+        "an engine runs suspects of two ingresses at a time",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "not state.alone and not state.suspects",
+        "not state.alone",
+        _FAULTS,
+        "a suspect is sent where one of another ingress runs",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "        if limits is not None and limits != request.checked:",
+        "        if limits is not None:",
+        ("app/fleet/test_engine_client.py",),
+        "a prompt that has been checked is checked again",
+    ),
+    Fault(
         "app/fleet/delta_queue.py",
         "            if delta.final:\n",
         "            if False:\n",
@@ -81,7 +116,7 @@ FLEET: list[Fault] = [
         "        for request in suspects or requests:",
         "        for request in requests:",
         _FAULTS,
-        "neighbours are blamed for what a suspect did",
+        "neighbors are blamed for what a suspect did",
     ),
     Fault(
         "app/routing/ledger.py",

@@ -12,6 +12,20 @@ _LAUNCHER = ("app/launch/test_launcher.py",)
 LAUNCH: list[Fault] = [
     Fault(
         "app/launch/haproxy.py",
+        '        "x-serve-.*",\n',
+        "",
+        _HAPROXY,
+        "a client steers Serve by its router headers",
+    ),
+    Fault(
+        "app/launch/instance.py",
+        "            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "            pass",
+        _INSTANCE,
+        "the folder of a running server is removed",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
         '        (r"^( *server \\S+ \\S+ check backup)$", r"\\1 disabled"),\n',
         "",
         _HAPROXY,

@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from loadtests.experiments.autoscaling import workloads
 from loadtests.experiments.autoscaling.comparison import overview
 from loadtests.experiments.autoscaling.constants import TRACE_TIMES
-from loadtests.experiments.autoscaling.scenarios import Judgement, Match, most_stopped, scenarios
+from loadtests.experiments.autoscaling.scenarios import Judgment, Match, most_stopped, scenarios
 from loadtests.report import WORKERS, finish, in_processes, parse, print_figures
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the chosen parts, print their figures, hold the figures to their bars."""
     options = {
         "--only": (scenarios(None, 1), "parts"),
-        "--trace": ("", "Azure's CSV or Mooncake's JSON lines, for a synthetic day"),
+        "--trace": ("", "Azure's CSV, for the synthetic day"),
         "--times": (TRACE_TIMES, "each of its requests so many times"),
         "--seeds": (1, "runs of kv-bound; 3 to publish"),
         "--workers": WORKERS,
@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(str(error))
     parts = scenarios(trace, arguments.times, arguments.seeds)
     began = time.monotonic()
-    every, outcomes = Judgement(), []
+    every, outcomes = Judgment(), []
     for name in arguments.only:
         ended = in_processes(Match.run, parts[name].matches, arguments.workers)
-        judgement = parts[name].judge(ended)
-        print_figures(name, judgement.figures)
-        every.figures += judgement.figures
-        every.comparisons += judgement.comparisons
+        judgment = parts[name].judge(ended)
+        print_figures(name, judgment.figures)
+        every.figures += judgment.figures
+        every.comparisons += judgment.comparisons
         outcomes += ended
     if len(every.comparisons) > 1:
         every.figures += overview(every.comparisons)

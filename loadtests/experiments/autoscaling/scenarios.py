@@ -48,7 +48,7 @@ class Match:
 
 
 @dataclass(slots=True)
-class Judgement:
+class Judgment:
     """What follows from the outcomes of a scenario."""
 
     figures: list[Figure] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Scenario:
     """Matches, and what follows from their outcomes, which come in the same order."""
 
     matches: tuple[Match, ...]
-    judge: Callable[[Sequence[Outcome]], Judgement]
+    judge: Callable[[Sequence[Outcome]], Judgment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _Load:
         matches = (Match(self.load, policy, seed, self.first) for policy in policies for seed in seeds)
         return Scenario(tuple(matches), partial(self._judge, policies))
 
-    def _judge(self, policies: Sequence[str], outcomes: Sequence[Outcome]) -> Judgement:
+    def _judge(self, policies: Sequence[str], outcomes: Sequence[Outcome]) -> Judgment:
         runs = [(policies[place // self.seeds], outcome) for place, outcome in enumerate(outcomes)]
         comparison, name = compared(self.title, runs), self.title
         ours, best = comparison.ours, comparison.ray_best
@@ -94,7 +94,7 @@ class _Load:
             Figure(f"{name}: replica-hours, of {self.ray}'s", hours, "", self.ray_hours, at_most=True),
             Figure(f"{name}: replica-hours, of Ray's best", ours.replica_hours / best.replica_hours),
         ]
-        return Judgement([*comparison.figures(), *figures, *self.more(comparison)], [comparison])
+        return Judgment([*comparison.figures(), *figures, *self.more(comparison)], [comparison])
 
 
 def _beside_static(compared: Comparison) -> list[Figure]:
@@ -114,20 +114,20 @@ def _over_occupancy(compared: Comparison) -> list[Figure]:
     return [Figure("long prompts: in time, more than by occupancy", points, " points", 20.0)]
 
 
-def _constant(outcomes: Sequence[Outcome]) -> Judgement:
+def _constant(outcomes: Sequence[Outcome]) -> Judgment:
     worst = max(one.reversals for one in outcomes)
-    return Judgement([most("constant: most reversals in 30 minutes", worst, 2)])
+    return Judgment([most("constant: most reversals in 30 minutes", worst, 2)])
 
 
-def _reaction(outcomes: Sequence[Outcome]) -> Judgement:
+def _reaction(outcomes: Sequence[Outcome]) -> Judgment:
     p95 = float(np.quantile([one.reaction_s for one in outcomes], 0.95, method="higher"))
     title = "reaction from the first request that waits to a higher target"
-    return Judgement([most(f"{title}: p95 of {len(outcomes)} runs", p95, 3.0, " s")])
+    return Judgment([most(f"{title}: p95 of {len(outcomes)} runs", p95, 3.0, " s")])
 
 
-def _thousand(_: Sequence[Outcome]) -> Judgement:
+def _thousand(_: Sequence[Outcome]) -> Judgment:
     milliseconds = 1e3 * decision_seconds(given.FLEET)
-    return Judgement([most("thousand: milliseconds of a decision", milliseconds, 5.0, " ms")])
+    return Judgment([most("thousand: milliseconds of a decision", milliseconds, 5.0, " ms")])
 
 
 def decision_seconds(replicas: int, repeats: int = 200) -> float:

@@ -104,12 +104,12 @@ JITTER_S = 10.0
 
 
 def trace(path: Path, times: int, seed: int) -> Workload:
-    """A recorded load (Azure's CSV or Mooncake's JSON lines), each request ``times`` times.
+    """A recorded load (Azure's CSV), each request ``times`` times.
 
     Nothing is shared between prompts.
 
     Raises:
-        ConfigError: no file, of neither form, with a wrong line (which it names), or too much for one run.
+        ConfigError: no file, with a wrong line (which it names), or too much for one run.
     """
     most = MOST_REQUESTS // times
     try:

@@ -59,7 +59,7 @@ class BuddyAllocator:
 
 
 class FirstFitAllocator:
-    """Hands out the first free run that is long enough, to the slot; free neighbours become one run."""
+    """Hands out the first free run that is long enough, to the slot; free neighbors become one run."""
 
     def __init__(self, slots: int) -> None:
         self._free = [(0, slots)]  # start and length, by start

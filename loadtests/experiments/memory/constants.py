@@ -82,23 +82,6 @@ CPU_LIKE = StepCost(
 PUBLISHED_TOKENS = {"Orca Max": 20.4, "Orca Pow2": 26.8, "Orca Oracle": 38.2}
 """Percent of memory that holds tokens (figure 2)."""
 
-PUBLISHED_BATCH = {
-    SHAREGPT.name: {"Orca Max": 7.00, "Orca Pow2": 9.81, "Orca Oracle": 13.62, "paged": 30.42},
-    ALPACA.name: {"Orca Max": 7.00, "Orca Pow2": 43.24, "Orca Oracle": 72.75, "paged": 132.44},
-}
-"""Average number of batched requests at ``published_rate`` (figure 13)."""
-
-PUBLISHED_SAVING = {
-    ("parallel", ALPACA.name): {2: "6.09", 4: "8.53", 6: "9.79"},
-    ("beam", ALPACA.name): {2: "37.56", 4: "53.13", 6: "55.16"},
-    ("parallel", SHAREGPT.name): dict.fromkeys(WIDTHS, "16.2 to 30.5"),
-    ("beam", SHAREGPT.name): dict.fromkeys(WIDTHS, "44.3 to 66.3"),
-}
-"""Percent of blocks saved with 2, 4 and 6 sequences (figure 15), or the range published."""
-
-PUBLISHED_PREFIX_GAIN = {80: 1.67, 341: 3.58}
-"""Throughput over Orca (Oracle) with that shared prefix (figure 16)."""
-
 SATURATION_RATE = 4.0
 """Arrivals at saturation, in multiples of the published rate."""
 
@@ -148,7 +131,6 @@ class RecoveryLoad:
     slots: int
     prefix: int = 0
     width: int = 1
-    beam: bool = False
 
 
 RECOVERY_LOADS = (
@@ -156,6 +138,5 @@ RECOVERY_LOADS = (
     RecoveryLoad("19/58", ALPACA, 600, 1_000),
     RecoveryLoad("161/338 after 341 shared", SHAREGPT, 250, 4_000, prefix=341),
     RecoveryLoad("161/338, 4 samples", SHAREGPT, 50, 4_000, width=4),
-    RecoveryLoad("161/338, 4 beams", SHAREGPT, 30, 8_200, width=4, beam=True),
 )
 RECOVERY_RATE = 100.0  # requests per second

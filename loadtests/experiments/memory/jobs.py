@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from loadtests.arrivals import poisson
 from loadtests.experiments.memory.constants import MAX_LENGTH, SIGMA, Lengths
-
-BEAMS = Path(__file__).with_name("beams.json")
-"""Recorded beam searches of the bundled model."""
-
-Parents = tuple[tuple[int, ...], ...]
-"""``parents[t][i]``: the beam of step ``t`` that beam ``i`` of step ``t + 1`` goes on from."""
 
 _OWN_TOKENS = 2**40
 """First id of the ranges that belong to single requests: token ids only have to differ."""
@@ -28,7 +19,7 @@ class Job:
     """One request.
 
     ``output`` is the true output length in tokens, which a scheduler must not use. With ``width`` above 1 it
-    asks for so many samples, or, where ``parents`` is set, for so many beams.
+    asks for so many samples.
     """
 
     name: str
@@ -36,7 +27,6 @@ class Job:
     prompt: tuple[int, ...]
     output: int
     width: int = 1
-    parents: Parents | None = None
 
     @property
     def total(self) -> int:
@@ -78,12 +68,10 @@ def make_jobs(
     *,
     prefix: int = 0,
     width: int = 1,
-    parents: Sequence[Parents] = (),
 ) -> list[Job]:
     """``count`` requests of a workload at ``rate`` per second; the same for the same seed.
 
-    ``prefix`` tokens before each prompt are the same for all. With ``parents`` (records of beam searches of
-    ``width`` beams), each request takes one record, and its output is as long as the record allows at most.
+    ``prefix`` tokens before each prompt are the same for all.
     """
     rng = random.Random(seed)
     drawn = draw_lengths(lengths, count, rng, MAX_LENGTH - prefix)
@@ -91,25 +79,6 @@ def make_jobs(
     common = tuple(range(1, prefix + 1))
     jobs = []
     for number, ((prompt, output), arrival) in enumerate(zip(drawn, arrivals, strict=True)):
-        record = rng.choice(parents) if parents else None
         tokens = common + own_tokens(number, prompt)
-        jobs.append(Job(f"job-{number}", arrival, tokens, output, width, record))
+        jobs.append(Job(f"job-{number}", arrival, tokens, output, width))
     return jobs
-
-
-def load_parents(width: int, path: Path = BEAMS) -> list[Parents]:
-    """The recorded searches with ``width`` beams: one digit is one beam's parent, ``width`` digits one step.
-
-    Raises:
-        ValueError: the file has none of that width, or a record is damaged.
-    """
-    records = json.loads(path.read_text())["parents"].get(str(width), [])
-    if not records:
-        raise ValueError(f"{path}: no search with {width} beams")
-    found = []
-    for record in records:
-        beams = [int(digit) for digit in record]
-        if not beams or len(beams) % width or max(beams) >= width:
-            raise ValueError(f"{path}: a search with {width} beams is damaged: {record[:40]!r}")
-        found.append(tuple(tuple(beams[start : start + width]) for start in range(0, len(beams), width)))
-    return found

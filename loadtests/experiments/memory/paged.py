@@ -7,7 +7,6 @@ from collections import abc, deque
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step import StepPlan
 from loadtests.experiments.memory import constants as given
 from loadtests.experiments.memory.jobs import Job
@@ -58,7 +57,7 @@ def simulate_paged(
         )
         if sharing is not None:
             sharing.step(plan, seconds, stats.referenced_blocks)
-        for delta in replica.end_step(_outcomes(plan, live)):
+        for delta in replica.end_step(_outcomes(plan)):
             if delta.finish_reason is not None and (live[delta.request_id].width == 1 or delta.final):
                 del live[delta.request_id]
                 meter.end()
@@ -68,15 +67,11 @@ def simulate_paged(
 def _request(job: Job) -> Request:
     """The job as the engine sees it."""
     params = SamplingParams(max_tokens=job.output, ignore_eos=True, n=job.width)
-    if job.parents is not None:
-        params = SamplingParams(
-            max_tokens=job.output, ignore_eos=True, use_beam_search=True, n=job.width, temperature=0.0
-        )
     return Request(job.name, list(job.prompt), params, arrival=job.arrival + 1e-9)
 
 
-def _outcomes(plan: StepPlan, jobs: dict[str, Job]) -> list[int | Candidates]:
-    """What the model answers: tokens that tell siblings apart, and beams that go on as recorded."""
+def _outcomes(plan: StepPlan) -> list[int | Candidates]:
+    """What the model answers: tokens that tell siblings apart."""
     answers: list[int | Candidates] = []
     for chunk in plan.chunks:
         if not chunk.samples:
@@ -84,28 +79,9 @@ def _outcomes(plan: StepPlan, jobs: dict[str, Job]) -> list[int | Candidates]:
         sequence = chunk.sequence
         if sequence.group is None:
             answers.append(1)
-        elif jobs[sequence.request_id].parents is not None:
-            answers.append(_candidates(sequence, jobs[sequence.request_id]))
         elif not sequence.group.forked:
             width = sequence.group.params.width
             answers.append(Candidates(tuple(range(1, width + 1)), (-1.0,) * width))
         else:
             answers.append(1 + sequence.number)
     return answers
-
-
-def _candidates(sequence: Sequence, job: Job) -> Candidates:
-    """Candidates with which the beam search chooses the recorded parents.
-
-    The sum of beam ``i`` after ``t`` tokens is made to be ``-(t * width + i)``, exact in floating point, so a
-    beam's own sum says which one it is. What must not go on is far less likely.
-    """
-    assert job.parents is not None
-    width, made = job.width, sequence.num_output_tokens
-    beam = -int(sequence.logprob) - made * width
-    parents = job.parents[made % len(job.parents)] if made else (0,) * width
-    ranks = [rank for rank, parent in enumerate(parents) if parent == beam]
-    others = width - len(ranks)
-    tokens = [1 + rank for rank in ranks] + [1 + width + rank for rank in range(others)]
-    likely = [-float((made + 1) * width + rank) - sequence.logprob for rank in ranks]
-    return Candidates(tuple(tokens), (*likely, *[-1e9] * others))

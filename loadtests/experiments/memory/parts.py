@@ -19,7 +19,7 @@ from loadtests.experiments.memory import constants as given
 from loadtests.experiments.memory.allocators import BuddyAllocator, FirstFitAllocator
 from loadtests.experiments.memory.constants import RecoveryLoad, Truth
 from loadtests.experiments.memory.contiguous import Reservation, simulate_contiguous
-from loadtests.experiments.memory.jobs import Job, load_parents, make_jobs
+from loadtests.experiments.memory.jobs import Job, make_jobs
 from loadtests.experiments.memory.measure import Meter, Result
 from loadtests.experiments.memory.paged import paged_config, simulate_paged
 from loadtests.experiments.memory.sharing import SharingMeter
@@ -79,9 +79,8 @@ def saturation() -> list[Figure]:
         jobs = make_jobs(lengths, rate, given.SATURATION_JOBS[name], given.SEED)
         results = {system: simulate(system, jobs) for system in _watched(f"saturation, {name}", SYSTEMS)}
         for system, result in results.items():
-            shares, batch = result.split.percent(), given.PUBLISHED_BATCH[name].get(system)
-            published = f" (published: {batch})" if batch else ""
-            figures.append(Figure(f"{name}: average batch, {system}{published}", result.batch))
+            shares = result.split.percent()
+            figures.append(Figure(f"{name}: average batch, {system}", result.batch))
             for part, share in zip(("tokens", "reserved", "internal", "external"), shares, strict=True):
                 figures.append(Figure(f"{name}: memory, {part}, {system}", share, " %"))
             if long and system in given.PUBLISHED_TOKENS:
@@ -101,25 +100,11 @@ def saturation() -> list[Figure]:
 
 def parallel() -> list[Figure]:
     """Requests for 2, 4 and 6 samples."""
-    return _groups("parallel")
-
-
-def beam() -> list[Figure]:
-    """Requests for 2, 4 and 6 beams, which go on from one another as recorded."""
-    return _groups("beam")
-
-
-def _groups(kind: str) -> list[Figure]:
     figures = []
-    for lengths, width in _watched(kind, list(product(given.WORKLOADS, given.WIDTHS))):
-        parents = load_parents(width) if kind == "beam" else ()
+    for lengths, width in _watched("parallel", list(product(given.WORKLOADS, given.WIDTHS))):
         rate = given.SHARING_SEQUENCE_RATE[lengths.name] / width
-        count = given.SHARING_JOBS[lengths.name]
-        jobs = make_jobs(lengths, rate, count, given.SEED, width=width, parents=parents)
-        published = given.PUBLISHED_SAVING[kind, lengths.name][width]
-        figures += _sharing(
-            f"{lengths.name}: {kind}, {width}", _run_shared(jobs)[0], f" (published: {published})"
-        )
+        jobs = make_jobs(lengths, rate, given.SHARING_JOBS[lengths.name], given.SEED, width=width)
+        figures += _sharing(f"{lengths.name}: parallel, {width}", _run_shared(jobs)[0])
     return figures
 
 
@@ -130,9 +115,9 @@ def _run_shared(jobs: list[Job], prefix: int = 0) -> tuple[SharingMeter, Result]
     return sharing, simulate_paged(jobs, SimulatedReplica(paged_config()), meter, sharing)
 
 
-def _sharing(name: str, meter: SharingMeter, published: str = "") -> list[Figure]:
+def _sharing(name: str, meter: SharingMeter) -> list[Figure]:
     return [
-        Figure(f"{name}: blocks saved{published}", meter.saved, " %"),
+        Figure(f"{name}: blocks saved", meter.saved, " %"),
         Figure(f"{name}: of perfect sharing", 100 * meter.saved / meter.possible, " %", SHARING_BAR),
     ]
 
@@ -143,12 +128,11 @@ def prefix() -> list[Figure]:
     for tokens in _watched("shared prefixes", given.SHARED_PREFIXES):
         jobs = make_jobs(given.TRANSLATION, given.PREFIX_RATE, given.PREFIX_JOBS, given.SEED, prefix=tokens)
         meter, result = _run_shared(jobs, tokens)
-        name, published = f"shared prefix of {tokens}", f" (published: {given.PUBLISHED_PREFIX_GAIN[tokens]})"
+        name = f"shared prefix of {tokens}"
         figures += _sharing(name, meter)
         for system in (ORACLE, ORACLE_FIRST_FIT):
             gain = result.throughput / simulate(system, jobs).throughput
-            beside = published if system == ORACLE else ""
-            figures.append(Figure(f"{name}: throughput over {system}{beside}", gain, "x"))
+            figures.append(Figure(f"{name}: throughput over {system}", gain, "x"))
     return figures
 
 
@@ -167,9 +151,8 @@ def recovery() -> list[Figure]:
 
 def run_mode(load: RecoveryLoad, told: StepCost, truth: Truth, mode: RecoveryMode) -> Result:
     """One run; the policy starts with the rates of ``told``, the machine has those of ``truth``."""
-    parents = load_parents(load.width) if load.beam else ()
     options = {"prefix": load.prefix, "width": load.width}
-    jobs = make_jobs(load.lengths, given.RECOVERY_RATE, load.requests, given.SEED, parents=parents, **options)
+    jobs = make_jobs(load.lengths, given.RECOVERY_RATE, load.requests, given.SEED, **options)
     copies = 1 / told.swapped_block
     config = replace(
         paged_config(load.slots, cost=told.scaled(truth.prefill, truth.copy)),
@@ -188,7 +171,7 @@ def _watched(name: str, cases: Sequence[Case]) -> Iterable[Case]:
 
 
 PARTS: dict[str, Callable[[], list[Figure]]] = {
-    part.__name__: part for part in (saturation, parallel, beam, prefix, recovery)
+    part.__name__: part for part in (saturation, parallel, prefix, recovery)
 }
 
 

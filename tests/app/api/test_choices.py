@@ -164,7 +164,7 @@ def test_more_choices_than_slots_are_put_off(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
-    server.set_options(monkeypatch, max_live_requests=3, min_priority=-5)
+    server.set_options(monkeypatch, max_live_choices=3, min_priority=-5)
     never = http.post(COMPLETIONS, json={**COUNT, "n": 4})
     assert never.status_code == 400
     assert "4 choices but at most 3 may be live" in never.json()["error"]["message"]

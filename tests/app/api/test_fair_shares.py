@@ -94,7 +94,7 @@ def test_a_short_request_gets_in_beside_a_long_prompt(single: LocalServer) -> No
     assert min(asyncio.run(scenario())) <= 3 + 3
 
 
-def test_a_flood_of_one_tenant_does_not_delay_another(single: LocalServer) -> None:
+def test_a_flood_of_one_client_does_not_delay_another(single: LocalServer) -> None:
     async def scenario() -> list[int]:
         async with httpx.AsyncClient(base_url=single.url, timeout=300) as client:
             flood = [

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from app.api.errors import ApiError
 from app.api.key_limits import KeyLimits, TokenBucket
 from app.api.keys import ApiKey
+from engine.errors import InvalidRequestError
 
 DIGEST = "0" * 64
 
@@ -106,3 +107,30 @@ def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, float]
             largest = max(largest, units)
         assert taken <= clock.now + 60.0 + largest + 1e-6
         assert bucket.level() <= 60.0
+
+
+def test_streams_are_counted_apart_from_other_requests() -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, concurrent_streams=1))
+    limits.admit(stream=True)
+    limits.admit()
+    with pytest.raises(ApiError, match=r"1 streams at the same time \(concurrent_streams\)"):
+        limits.admit(stream=True)
+    limits.release(2)
+    with pytest.raises(ApiError, match="concurrent_streams"):
+        limits.admit(stream=True)
+    limits.release(2, stream=True)
+    limits.admit(stream=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "allowed"),
+    [(60, 40, 40), (60, None, 40), (99, None, 1), (60, 41, None), (100, None, None)],
+)
+def test_a_context_is_prompt_and_output(prompt: int, asked: int | None, allowed: int | None) -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, max_context_tokens=100))
+    if allowed is not None:
+        assert limits.context(prompt, asked) == allowed
+    else:
+        with pytest.raises(InvalidRequestError, match=r"exceeds the 100 tokens .*max_context_tokens"):
+            limits.context(prompt, asked)
+    assert KeyLimits(ApiKey(id="a", sha256=DIGEST)).context(prompt, asked) == asked

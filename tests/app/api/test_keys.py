@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
-from app.api.keys import ENVIRONMENT, MAX_FILE_BYTES, ApiKey, KeyFile, digest_of, main
+from app.api.keys import ENVIRONMENT, MAX_FILE_BYTES, ApiKey, KeyFile, KeyRing, digest_of, main
 from engine.errors import ConfigError
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def write(path: Path, *keys: dict[str, object]) -> None:
@@ -49,25 +43,63 @@ def test_the_environment_names_keys_by_digest() -> None:
 def test_a_changed_file_takes_effect_and_a_wrong_one_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
     path = tmp_path / "keys.json"
     write(path, {"id": "a", "sha256": digest_of("1")})
-    keys = KeyFile(str(path), {}, clock)
+    keys = KeyFile(str(path), {})
     write(path, {"id": "a", "sha256": digest_of("1")}, {"id": "b", "sha256": digest_of("2")})
     assert keys.ring().find("2") is None  # the file system is not asked yet
-    clock.now = 1.5
+    keys.reread()
     assert keys.ring().find("2") is not None
     path.write_text("keys: [")
-    clock.now = 3.0
+    keys.reread()
     assert keys.ring().find("2") is not None
     assert "the changed key file has no effect" in caplog.text
     path.unlink()
-    clock.now = 4.5
+    keys.reread()
     assert keys.ring().find("2") is not None
     write(path)
-    clock.now = 6.0
+    keys.reread()
     assert keys.ring().find("2") is None
     assert keys.required  # an empty file lets nobody in
+
+
+def test_the_file_is_reread_in_a_thread_while_the_keys_before_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.keys.REREAD_S", 0.0)
+    path = tmp_path / "keys.json"
+    write(path, {"id": "a", "sha256": digest_of("1")})
+    keys = KeyFile(str(path), {})
+    reading, go_on = threading.Event(), threading.Event()
+    threads, read = [], keys._read
+
+    def slowly() -> KeyRing:
+        threads.append(threading.get_ident())
+        reading.set()
+        assert go_on.wait(60)
+        return read()
+
+    monkeypatch.setattr(keys, "_read", slowly)
+
+    async def test() -> None:
+        watching = asyncio.create_task(keys.watch())
+        write(path, {"id": "bob", "sha256": digest_of("2")})
+        while not reading.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert keys.ring().find("1") is not None
+        assert keys.ring().find("2") is None
+        go_on.set()
+        while keys.ring().find("2") is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert keys.ring().find("1") is None
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    assert threading.get_ident() not in threads
+
+
+def test_without_a_file_there_is_nothing_to_watch() -> None:
+    asyncio.run(asyncio.wait_for(KeyFile(None, {}).watch(), 60))
 
 
 @pytest.mark.parametrize(

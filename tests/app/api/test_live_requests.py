@@ -29,16 +29,16 @@ def in_overload(wait_s: float, limit_s: float = 1.0) -> OverloadControl:
 
 
 def test_one_client_leaves_an_eighth_of_an_ingress_to_others() -> None:
-    options = IngressOptions(max_live_requests=16)
+    options = IngressOptions(max_live_choices=16)
     live = LiveRequests()
     permits = [live.admit("greedy", 2, options, CALM) for _ in range(7)]
-    with pytest.raises(ApiError, match=r"16 requests in progress.* 14 .*max_client_requests") as refused:
+    with pytest.raises(ApiError, match=r"16 choices in progress.* 14 .*max_client_choices") as refused:
         live.admit("greedy", 2, options, CALM)
     fault = refused.value.fault
     assert (fault.status, fault.code, fault.type) == (429, "client_limit_exceeded", "rate_limit_error")
     assert fault.retry_after_s is not None
     live.admit("other", 2, options, CALM)
-    with pytest.raises(ApiError, match="max_live_requests") as full:
+    with pytest.raises(ApiError, match="max_live_choices") as full:
         live.admit("third", 1, options, CALM)
     assert full.value.fault.status == 503
     permits[0].release()
@@ -47,7 +47,7 @@ def test_one_client_leaves_an_eighth_of_an_ingress_to_others() -> None:
 
 
 def test_what_is_refused_holds_nothing() -> None:
-    options = IngressOptions(max_live_requests=8, max_client_requests=2, max_client_tokens=100)
+    options = IngressOptions(max_live_choices=8, max_client_choices=2, max_client_tokens=100)
     live = LiveRequests()
     for _ in range(5):
         permit = live.admit("a", 2, options, CALM)
@@ -57,7 +57,7 @@ def test_what_is_refused_holds_nothing() -> None:
         with pytest.raises(ApiError):
             live.admit("a", 1, options, CALM)
         permit.release()
-    with pytest.raises(InvalidRequestError, match=r"3 requests.* 2 .*max_client_requests"):
+    with pytest.raises(InvalidRequestError, match=r"3 choices.* 2 .*max_client_choices"):
         live.admit("a", 3, options, CALM)
     assert live.count == 0
 
@@ -77,13 +77,13 @@ def test_prompt_tokens_of_a_client_have_a_limit_if_one_is_set() -> None:
 
 
 def test_clients_that_are_not_known_have_no_limit_of_their_own() -> None:
-    options = IngressOptions(max_live_requests=8, max_client_requests=1, max_client_tokens=1)
+    options = IngressOptions(max_live_choices=8, max_client_choices=1, max_client_tokens=1)
     live = LiveRequests()
     for _ in range(8):
         live.admit("", 1, options, CALM).add_tokens(5, options)
-    with pytest.raises(ApiError, match="max_live_requests"):
+    with pytest.raises(ApiError, match="max_live_choices"):
         live.admit("", 1, options, CALM)
-    with pytest.raises(InvalidRequestError, match=r"9 choices but at most 8 .*max_live_requests"):
+    with pytest.raises(InvalidRequestError, match=r"9 choices but at most 8 .*max_live_choices"):
         live.admit("", 9, options, CALM)  # no wait would help
 
 
@@ -131,11 +131,11 @@ def test_no_client_gets_ahead_by_priority(
 def test_limits_of_a_client_reach_it_as_429(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.set_options(monkeypatch, max_client_requests=2, max_client_tokens=50)
+    server.set_options(monkeypatch, max_client_choices=2, max_client_tokens=50)
     key = {"authorization": "Bearer k"}
     many = http.post("/v1/completions", json={"prompt": [5], "n": 3, "max_tokens": 1}, headers=key)
     long = http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 1}, headers=key)
     fine = http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 1})
     assert [response.status_code for response in (many, long, fine)] == [400, 400, 200]
-    assert "max_client_requests" in many.json()["error"]["message"]
+    assert "max_client_choices" in many.json()["error"]["message"]
     assert "max_client_tokens" in long.json()["error"]["message"]

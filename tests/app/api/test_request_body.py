@@ -83,7 +83,7 @@ def test_many_small_values_are_refused(body: dict[str, Any], status: int, words:
 def test_bodies_that_take_too_much_together_get_503_and_small_ones_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_body, "MAX_HELD_BYTES", 100_000)
+    monkeypatch.setattr(request_body, "MAX_HELD_BYTES", 130_000)
     large = b'{"prompt": "' + b"a" * 60_000 + b'"}'
     bodies = BodyReader()
 
@@ -112,6 +112,45 @@ def test_bodies_that_take_too_much_together_get_503_and_small_ones_pass(
     assert bodies.held_bytes == 0
 
 
+def test_a_client_may_hold_as_much_as_it_leaves_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "MAX_HELD_BYTES", 600_000)
+    bodies = BodyReader(lambda request: str(request.headers.get("x-quire-client")))
+
+    async def hold(client: str, size: int) -> asyncio.Task[Any]:
+        """A body of which ``size`` bytes have arrived, and the rest never does."""
+        halfway = asyncio.Event()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield b" " * size
+            halfway.set()
+            await asyncio.Event().wait()
+
+        reading = asyncio.create_task(bodies.read(_request(chunks(), client), parse_completion))
+        waiting = asyncio.create_task(halfway.wait())
+        await asyncio.wait((reading, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        return reading
+
+    async def main() -> None:
+        tasks = [await hold("greedy", 100_000) for _ in range(4)]
+        assert [task.done() for task in tasks] == [False, False, False, True]  # half of all
+        with pytest.raises(ApiError, match="400000 of 600000 bytes, 400000 of them from this client") as caught:
+            await tasks[3]
+        assert (caught.value.fault.status, caught.value.fault.retry_after_s) == (503, 1)
+        others = [await hold("other", 100_000), await hold("another", 50_000)]
+        assert [task.done() for task in others] == [False, False]
+        assert bodies.held_bytes == 450_000
+        assert (await hold("other", 100_000)).done()
+        assert not (await hold("third", 70_000)).done()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.gather(*tasks, *others, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert (bodies.held_bytes, bodies._held) == (0, {})
+
+
 def test_a_body_that_does_not_end_is_given_up_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "WITHIN_S", 30.0)
     bodies = BodyReader()
@@ -130,14 +169,15 @@ def test_a_body_that_does_not_end_is_given_up_and_holds_nothing(monkeypatch: pyt
     assert bodies.held_bytes == 0
 
 
-def _request(chunks: AsyncIterator[bytes]) -> Request:
+def _request(chunks: AsyncIterator[bytes], client: str = "") -> Request:
     async def receive() -> dict[str, Any]:
         try:
             return {"type": "http.request", "body": await anext(chunks), "more_body": True}
         except StopAsyncIteration:
             return {"type": "http.request", "body": b"", "more_body": False}
 
-    return Request({"type": "http", "headers": [], "method": "POST", "path": "/"}, receive)
+    headers = [(b"x-quire-client", client.encode())] if client else []
+    return Request({"type": "http", "headers": headers, "method": "POST", "path": "/"}, receive)
 
 
 @pytest.mark.parametrize("size", [0, 1 << 18, (1 << 18) - 7, (1 << 18) - 8, (1 << 19) + 5])

@@ -114,6 +114,12 @@ def test_a_path_without_v1_names_the_right_one(http: httpx.Client, path: str, hi
     assert answer.json()["error"]["message"].endswith(hint)
 
 
+def test_a_prompt_is_checked_once(server: LocalServer, http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code == 200
+    assert server.client.last is not None
+    assert server.client.last.checked == server.client.limits()
+
+
 def test_no_other_origin_is_allowed_by_default(http: httpx.Client) -> None:
     answer = http.get("/version", headers={"origin": "https://a.example"})
     assert "access-control-allow-origin" not in answer.headers
@@ -131,6 +137,9 @@ def test_the_options_origins_are_allowed_and_can_change(
     server.set_options(monkeypatch, cors_origins="*")
     answer = http.get("/version", headers={"origin": "https://c.example"})
     assert answer.headers["access-control-allow-origin"] == "*"
+    exposed = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+    assert {"x-request-id", "x-quire-instance", "retry-after"} < exposed
+    assert {f"x-ratelimit-{what}-tokens" for what in ("limit", "remaining", "reset")} < exposed
 
 
 def test_the_api_starts_before_there_is_a_service() -> None:

@@ -9,8 +9,12 @@ import httpx
 import pytest
 from local_server import COUNT, LocalServer
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from app.api.tenant import client_of, tenant_of
+from app.api.key_limits import KeyLimits
+from app.api.keys import ApiKey
+from app.api.tenant import client_of, secret, sender_of, tenant_of
+from app.config import CACHE_SECRET
 from app.fleet.cache_reset import CacheReset
 
 SECRET = "Bearer sk-very-secret"
@@ -52,6 +56,23 @@ def test_a_second_header_leads_away_from_every_other_tenant() -> None:
     assert tenant_of(Headers(raw=[(b"x-tenant", b"\xff")]), "x-tenant")
 
 
+def test_a_secret_changes_every_tenant_and_joins_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tenants() -> set[str]:
+        secret.cache_clear()
+        headers = [Headers({"x-tenant": value}) for value in "ab"]
+        values = [tenant_of(one, "x-tenant", key) for one in headers for key in ("", "k")]
+        assert len(set(values)) == 4
+        return set(values)
+
+    found = []
+    for value in ("", "one", "two", "s" * 100):
+        monkeypatch.setenv(CACHE_SECRET, value)
+        found.append(tenants())
+    assert len(set.union(*found)) == 16
+    monkeypatch.undo()
+    secret.cache_clear()
+
+
 def test_a_client_is_what_the_request_says_of_itself() -> None:
     def of(key: str | None, user: str = "") -> str:
         return client_of(Headers({} if key is None else {"authorization": key}), user)
@@ -59,6 +80,23 @@ def test_a_client_is_what_the_request_says_of_itself() -> None:
     assert of(None) == ""
     assert len({of(None), of("k"), of("k", "u"), of("k", "v"), of("l", "u"), of(None, "u")}) == 6
     assert len(of("k", "any text: \u00e4\u2013\0")) == 32
+
+
+def test_the_sender_of_a_body_is_the_key_the_tenant_or_the_address() -> None:
+    def of(headers: dict[str, str], header: str | None = None, key: str = "") -> str:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        limits = KeyLimits(ApiKey(id=key, sha256="0" * 64)) if key else None
+        state = {"key_limits": limits}
+        return sender_of(
+            Request({"type": "http", "headers": raw, "client": ("10.0.0.1", 5), "state": state}), header
+        )
+
+    assert of({}) == "10.0.0.1"
+    assert of({"x-quire-client": "10.0.0.2"}) == "10.0.0.2"  # that of the proxy's client
+    assert of({"authorization": "Bearer made up"}) == "10.0.0.1"  # a client could change it each time
+    keys = {of({}, key="a"), of({"x-quire-client": "10.0.0.2"}, key="a")}
+    assert keys == {tenant_of(Headers({}), None, "a")}
+    assert of({"x-tenant": "a"}, "x-tenant") == tenant_of(Headers({"x-tenant": "a"}), "x-tenant")
 
 
 @pytest.mark.usefixtures("tenants")

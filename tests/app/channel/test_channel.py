@@ -337,7 +337,7 @@ def test_an_attempt_whose_call_ends_is_aborted_and_its_ingress_is_told() -> None
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_cancelled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) -> None:
+def test_a_canceled_call_aborts_its_attempt_unless_that_has_ended(ended: bool) -> None:
     async def test(setting: Setting) -> None:
         stream = await setting.open()
         engine = CountingEngine()

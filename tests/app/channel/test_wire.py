@@ -107,7 +107,7 @@ def test_sections_of_unknown_kinds_are_refused() -> None:
 
 def test_sections_are_small() -> None:
     load = LoadReport(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
-    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 120
+    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 128
     assert len(wire.pack_records(1, 2, [], [KvBatch(1, [1, 2], [3], False, 0, 2)])) == 16 + 1 + 29 + 3 * 8
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from engine_client_setting import break_at_random, collect, quiet, request, run, started, until
@@ -145,6 +146,29 @@ def test_all_replicas_dead_amid_a_stream_ends_in_an_error() -> None:
             with pytest.raises(UnavailableError):
                 await job
         assert client.status()["live_requests"] == 0
+        await client.stop()
+
+    run(test)
+
+
+def test_what_was_checked_by_the_same_limits_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        limits = client.limits()
+        assert limits is not None
+        times: list[int] = []
+
+        def validate(limits: FleetLimits, token_ids: list[int], params: SamplingParams) -> int:
+            times.append(len(token_ids))
+            return 0
+
+        monkeypatch.setattr(FleetLimits, "validate", validate)
+        other = FleetLimits((replace(limits.each[0], max_model_len=7),))
+        async with stepping(handle):
+            for size, checked in ((1, None), (2, other), (3, limits), (4, FleetLimits(limits.each))):
+                wanted = replace(request([5] * size), checked=checked)
+                assert await collect(client, wanted) == expected_tokens([5] * size, 30)
+        assert times == [1, 2]
         await client.stop()
 
     run(test)

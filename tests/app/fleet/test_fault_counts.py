@@ -13,9 +13,15 @@ from engine_client_setting import collect, quiet, request, run, started, until
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 
 from app.api.errors import fault_of
+from app.channel import wire
+from app.channel.engine_attempt import run_attempt
+from app.channel.engine_channel import Attempt
 from app.fleet.engine_client import EngineClient
 from app.fleet.faults import PROOF_TOKENS
 from app.fleet.generation import EngineDeathsError
+from engine.request import TokenDelta
+from engine.sampling_params import SamplingParams
+from engine.scheduling.load_report import EngineLoad
 
 POISON = 999
 
@@ -83,7 +89,7 @@ async def fragile(handle: LoopbackHandle, death: Death, after: int = 0) -> Async
     watching.cancel()
 
 
-async def neighbours_of_poison(
+async def neighbors_of_poison(
     handle: LoopbackHandle, client: EngineClient, death: Death, after: int = 0, count: int = 16
 ) -> list[str]:
     """Run a poisonous request amid others, which must all complete; returns the engines that died."""
@@ -99,10 +105,10 @@ async def neighbours_of_poison(
 
 
 @pytest.mark.parametrize("death", [killed, removed_first, removed_at_once, ended_by_itself])
-def test_a_poisonous_request_kills_two_engines_and_no_neighbour(death: Death) -> None:
+def test_a_poisonous_request_kills_two_engines_and_no_neighbor(death: Death) -> None:
     async def test() -> None:
         handle, client = await started(4)
-        assert len(await neighbours_of_poison(handle, client, death)) == 2
+        assert len(await neighbors_of_poison(handle, client, death)) == 2
         await client.stop()
 
     run(test)
@@ -112,7 +118,7 @@ def test_a_poisonous_request_kills_two_engines_and_no_neighbour(death: Death) ->
 def test_what_kills_after_some_tokens_does_so_twice(after: int) -> None:
     async def test() -> None:
         handle, client = await started(4)
-        assert len(await neighbours_of_poison(handle, client, removed_at_once, after)) == 2
+        assert len(await neighbors_of_poison(handle, client, removed_at_once, after)) == 2
         await client.stop()
 
     run(test)
@@ -121,7 +127,7 @@ def test_what_kills_after_some_tokens_does_so_twice(after: int) -> None:
 def test_two_engines_are_enough_to_convict() -> None:
     async def test() -> None:
         handle, client = await started(2)
-        assert len(await neighbours_of_poison(handle, client, removed_at_once, count=6)) == 2
+        assert len(await neighbors_of_poison(handle, client, removed_at_once, count=6)) == 2
         await client.stop()
 
     run(test)
@@ -162,7 +168,92 @@ def test_suspects_run_one_to_a_replica_the_youngest_first() -> None:
     run(test)
 
 
-def test_a_cleared_neighbour_is_not_blamed_for_what_a_suspect_did() -> None:
+async def foreign_suspect(replica: LoopbackReplica, proof_tokens: int) -> tuple[Attempt, AsyncIterator[bytes]]:
+    """Another ingress has a suspect there; every ingress has been told."""
+    replica.hub._load = EngineLoad(1, 0, 0, 0, 0, 0, 100.0, 0.5, 0, 0, 8)
+    stream = replica.hub.stream("other", 1)
+    await anext(stream)
+    attempt = replica.hub.attach("other", 1, 1, "other's")
+    replica.hub.suspect(attempt, proof_tokens)
+    return attempt, stream
+
+
+def test_what_dies_of_another_ingresss_suspect_is_blamed_on_nobody_here() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        first = handle.replicas["replica-0"]
+        jobs = [asyncio.ensure_future(collect(client, request([index], 100))) for index in range(6)]
+        await until(lambda: len(first.engine.live) == 3)
+        _, stream = await foreign_suspect(first, 10)
+        await until(lambda: handle.fleet.ledger.foreign_suspects(first.name))
+        first.kill()
+        await until(lambda: handle.fleet.ledger.routable() == ["replica-1"])
+        assert [(live.deaths, live.suspect) for live in client._requests] == [(0, False)] * 6
+        assert not handle.fleet.ledger.foreign_suspects(first.name)
+        async with stepping(handle):
+            await asyncio.gather(*jobs)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("ends", ["cleared", "aborted"])
+def test_a_suspect_does_not_join_one_of_another_ingress(ends: str) -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        victim, other = handle.replicas.values()
+        attempt, stream = await foreign_suspect(other, PROOF_TOKENS)
+        await until(lambda: handle.fleet.ledger.foreign_suspects(other.name))
+        job = asyncio.ensure_future(collect(client, request([7], 60)))
+        if not victim.engine.live:
+            await client.cordon([other.name], 600)
+            job.cancel()
+            job = asyncio.ensure_future(collect(client, request([7], 60)))
+        await until(lambda: len(victim.engine.live) == 1)
+        victim.kill()
+        await until(lambda: [live.suspect for live in client._requests] == [True])
+        await client.cordon([], 0)
+        await asyncio.sleep(2.0)
+        assert not other.engine.live, "it waits for its turn"
+        if ends == "cleared":
+            other.hub.deliver([TokenDelta("other's", 0, (1,) * PROOF_TOKENS, None, 0)])
+        else:
+            other.hub.detach(attempt)
+            other.hub._drop(attempt)
+        await until(lambda: len(other.engine.live) == 1)
+        async with stepping(handle):
+            assert await job == expected_tokens([7], 60)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await client.stop()
+
+    run(test)
+
+
+def test_an_engine_runs_one_suspect_at_a_time_whatever_ingresses_believe() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (replica,) = handle.replicas.values()
+        attempt, stream = await foreign_suspect(replica, 2)
+        payload = wire.pack_submission(
+            wire.Submission("r", 2, [1], SamplingParams(max_tokens=5, seed=1), proof_tokens=4)
+        )
+        outcome = await run_attempt(replica.hub, replica.engine, "other", 1, payload)
+        assert "may have killed an engine" in outcome["refused"]
+        assert set(replica.hub._attempts) == {"other's"}
+        assert not replica.engine.live
+        replica.hub.deliver([TokenDelta("other's", 0, (1, 2), None, 0)])
+        running = asyncio.ensure_future(run_attempt(replica.hub, replica.engine, "other", 1, payload))
+        async with stepping(handle):
+            assert await running == {"generated": 5}
+        replica.hub.detach(attempt)
+        await stream.aclose()  # type: ignore[attr-defined]
+        await client.stop()
+
+    run(test)
+
+
+def test_a_cleared_neighbor_is_not_blamed_for_what_a_suspect_did() -> None:
     async def test() -> None:
         handle, client = await started(1)
         (first,) = handle.replicas.values()

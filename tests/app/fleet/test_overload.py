@@ -247,15 +247,13 @@ def replicas_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("replicas_tokenizer")
 def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> None:
     async def test() -> None:
-        ingress = IngressReplica(
-            config.load({"max_live_requests": 100, "instance": "x"}, {}), LoopbackHandle(1)
-        )
+        ingress = IngressReplica(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
         await ingress.reconfigure({})
-        assert ingress.service.options.max_live_requests == 100
-        await ingress.reconfigure({"max_live_requests": 7})
-        assert ingress.service.options.max_live_requests == 7
+        assert ingress.service.options.max_live_choices == 100
+        await ingress.reconfigure({"max_live_choices": 7})
+        assert ingress.service.options.max_live_choices == 7
         await ingress.reconfigure({"log_level": "INFO"})
-        assert ingress.service.options.max_live_requests == 100
+        assert ingress.service.options.max_live_choices == 100
         await ingress.__del__()
 
     asyncio.run(test())
@@ -263,21 +261,19 @@ def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> 
 
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 @pytest.mark.usefixtures("replicas_tokenizer")
-@pytest.mark.parametrize("wrong", [{"block_size": 8}, {"max_live_requests": 0}, {1: 2}])
+@pytest.mark.parametrize("wrong", [{"block_size": 8}, {"max_live_choices": 0}, {1: 2}])
 def test_a_wrong_user_config_fails_a_start_and_changes_nothing_later(
     wrong: dict[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Serve replaces a replica whose ``reconfigure`` raises: a typing error would take the service down."""
 
     async def test() -> None:
-        ingress = IngressReplica(
-            config.load({"max_live_requests": 100, "instance": "x"}, {}), LoopbackHandle(1)
-        )
-        with pytest.raises(ConfigError, match=r"block_size|max_live_requests=0|cannot change 1"):
+        ingress = IngressReplica(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
+        with pytest.raises(ConfigError, match=r"block_size|max_live_choices=0|cannot change 1"):
             await ingress.reconfigure(wrong)
-        await ingress.reconfigure({"max_live_requests": 7})
+        await ingress.reconfigure({"max_live_choices": 7})
         await ingress.reconfigure(wrong)
-        assert ingress.service.options.max_live_requests == 7
+        assert ingress.service.options.max_live_choices == 7
         assert "the new user_config has no effect" in caplog.text
         await ingress.__del__()
 

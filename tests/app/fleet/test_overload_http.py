@@ -46,7 +46,7 @@ def door(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> Door:
 
 @pytest.fixture
 def nothing_done(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Notes each step towards an engine that a request takes; none may be taken."""
+    """Notes each step toward an engine that a request takes; none may be taken."""
     done: list[str] = []
 
     def noted(owner: object, name: str) -> None:
@@ -119,7 +119,7 @@ def test_too_many_live_requests_are_told_when_to_come_again(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     monkeypatch.setattr(server.service._live, "count", 1)
-    server.set_options(monkeypatch, max_live_requests=1)
+    server.set_options(monkeypatch, max_live_choices=1)
     unlimited = OverloadControl(lambda: ExpectedWait(20.0, 1))
     for overload, least, most in ((unlimited, 20, 30), (OverloadControl(), 1, 2)):
         monkeypatch.setattr(server.service, "overload", overload)
@@ -128,7 +128,7 @@ def test_too_many_live_requests_are_told_when_to_come_again(
         assert least <= int(response.headers["retry-after"]) <= most
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
-        assert "1 requests are live and at most 1 are allowed (max_live_requests)" in error["message"]
+        assert "1 choices are live and at most 1 are allowed (max_live_choices)" in error["message"]
 
 
 def test_openais_client_knows_it_and_comes_again_when_told(

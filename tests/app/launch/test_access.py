@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from certificates import certificate
 
 from app import config
 from app.api.keys import ENVIRONMENT, digest_of
-from app.launch.access import check_access
+from app.launch import haproxy
+from app.launch.access import check_access, check_tls
 from engine.errors import ConfigError
 
 
@@ -36,5 +38,27 @@ def test_the_key_file_is_read_and_its_path_made_absolute(
     with pytest.raises(ConfigError, match=r"the key file keys\.yaml cannot be read"):
         check_access(config.load({"api_keys_file": "keys.yaml"}, {}))
     Path("keys.yaml").write_text("keys: []")
-    found = check_access(config.load({"api_keys_file": "keys.yaml", "host": "0.0.0.0"}, {}))
-    assert found == {"api_keys_file": str(tmp_path / "keys.yaml")}
+    options = {"api_keys_file": "keys.yaml", "host": "0.0.0.0", "audit_log": "audit"}
+    found = check_access(config.load(options, {}))
+    assert found == {"api_keys_file": str(tmp_path / "keys.yaml"), "audit_log": str(tmp_path / "audit")}
+    with pytest.raises(ConfigError, match="audit_log=none/audit cannot be written: No such file"):
+        check_access(config.load({"audit_log": "none/audit"}, {}))
+
+
+def test_a_certificate_that_cannot_serve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(haproxy.BINARY, raising=False)
+    check_tls(None)
+    good = certificate(tmp_path)
+    whole = good.read_text()
+    cut = whole.index("-----BEGIN CERT")
+    monkeypatch.setattr("app.launch.serving.haproxy_expected", lambda: True)
+    check_tls(str(good))
+    for number, text in enumerate((whole[:cut], whole[cut:], "", "no PEM")):
+        (tmp_path / str(number)).write_text(text)
+        with pytest.raises(ConfigError, match="must be a PEM file with a certificate and its private key"):
+            check_tls(str(tmp_path / str(number)))
+    with pytest.raises(ConfigError, match=r"tls_file=none must be .*No such file"):
+        check_tls("none")
+    monkeypatch.setenv(haproxy.BINARY, "/usr/sbin/haproxy")
+    with pytest.raises(ConfigError, match="needs Quire's own HAProxy"):
+        check_tls(str(good))

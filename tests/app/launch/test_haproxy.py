@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,9 +16,16 @@ from typing import Any
 
 import psutil
 import pytest
+from certificates import certificate
+from ray.serve._private.constants import (
+    SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+    SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+    SERVE_SESSION_ID,
+)
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
+from app.api import tenant
 from app.launch import haproxy, serving
 from app.launch.instance import Instance
 from app.launch.port_block import PortBlock
@@ -163,6 +171,8 @@ def test_serves_template_gets_every_change(setting: Setting) -> None:
             "    tcp-request connection track-sc0 src table quire_addresses",
             "    tcp-request connection reject if { sc0_conn_cur gt 8192 }",
             "    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }",
+            f"    http-request del-header '^({haproxy.STEERING})$' -m reg",
+            "    http-request set-header x-quire-client %[src]",
             "backend quire_addresses",
             "    stick-table type ipv6 size 100k expire 10m store conn_cur",
         ]
@@ -243,6 +253,61 @@ def test_a_request_id_that_serve_cannot_read_is_left_out(setting: Setting, given
                 await setting.get("/ready", b"x-request-id: %s\r\nx-mark: m\r\n" % given)
             assert (b"x-request-id: " + given in ingress.last_head) is passes
             assert (b"\xff" in ingress.last_head) is False
+
+    run(test)
+
+
+def test_headers_that_would_steer_serve_do_not_reach_it(setting: Setting) -> None:
+    steering = [
+        b"serve_multiplexed_model_id",
+        b"Serve-Multiplexed-Model-Id",
+        b"ray_serve_multiplexed_model_id",
+        b"X-Serve-Router-Replica",
+        b"x_serve_anything",
+        SERVE_SESSION_ID.encode(),
+        b"X_Session_Id",
+        SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER.encode(),
+        SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER.encode(),
+        b"x-quire-client",
+    ]
+    passing = [b"x-serve", b"my-x-serve-a", b"serve-model", b"x-session-id-2", b"authorization", b"x-tenant"]
+
+    async def test() -> None:
+        ingress = Ingress()
+        server = await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back)
+        async with server, running(setting):
+            await setting.until(b"own")
+            sent = b"".join(name + b": mark\r\n" for name in [*steering, *passing])
+            while b": mark" not in ingress.last_head:  # else of a health check
+                assert (await setting.get("/ready", sent)).endswith(b"own")
+            lines = [line.lower().split(b": ") for line in ingress.last_head.strip().split(b"\r\n")[1:]]
+            assert sorted(name for name, value in lines if value == b"mark") == sorted(passing)
+            assert haproxy.CLIENT_ADDRESS == tenant.CLIENT_ADDRESS
+            address = haproxy.CLIENT_ADDRESS.encode()
+            assert [value for name, value in lines if name == address] == [b"127.0.0.1"]
+
+    run(test)
+
+
+def test_with_a_certificate_clients_connect_by_https(setting: Setting) -> None:
+    pem = certificate(setting.folder)
+
+    async def test() -> None:
+        ingress = Ingress()
+        context = ssl.create_default_context(cafile=str(setting.folder / "cert.pem"))
+        server = await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back)
+        async with server, running(setting, **{haproxy.TLS: str(pem)}):
+            answer = b""
+            while not answer.endswith(b"own"):
+                with contextlib.suppress(ConnectionError):
+                    reader, writer = await asyncio.open_connection(
+                        "127.0.0.1", setting.front, ssl=context, server_hostname="localhost"
+                    )
+                    writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                    answer = await reader.read()
+                    writer.close()
+                await asyncio.sleep(0.05)
+            assert b"own" not in await setting.get()  # by plain HTTP
 
     run(test)
 

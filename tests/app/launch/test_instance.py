@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from ray.serve._private import constants
 
-from app.launch.instance import Instance
+from app.launch.instance import OWNER, Instance, remove_orphans
 
 NODE = "f" * 56
 LONGEST_SOCKET = 97
@@ -64,3 +66,44 @@ def test_rays_own_processes_inherit_free_ports(monkeypatch: pytest.MonkeyPatch) 
     assert "RAY_ADDRESS" not in os.environ
     assert os.environ["AUTOSCALER_METRIC_PORT"] not in ("44217", os.environ["DASHBOARD_METRIC_PORT"])
     instance.remove()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from app.launch import instance
+instance.PLACE = Path(sys.argv[1])
+own = instance.Instance()
+print(own.folder, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_folders_of_killed_servers_go_and_all_others_stay(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    (folder / "ray").mkdir()
+    (tmp_path / "quire-of-another-program").mkdir()
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / OWNER).touch()
+    (tmp_path / "quire-link").symlink_to(tmp_path / "else")
+    (tmp_path / "quire-file").touch()
+    assert remove_orphans(tmp_path) == [], "its server lives"
+    process.communicate("\n")
+    assert process.returncode == -9
+    assert remove_orphans(tmp_path) == [folder]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"quire-of-another-program", "else", "quire-link", "quire-file"}
+    assert (tmp_path / "else" / OWNER).exists()
+
+
+def test_a_folder_that_is_kept_stays_for_its_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
+    failed = Instance()
+    assert failed.folder.parent == tmp_path
+    failed.remove(keep_files=True)
+    assert remove_orphans(tmp_path) == []
+    assert failed.folder.exists()

@@ -228,7 +228,7 @@ def test_a_status_that_cannot_be_read_does_not_end_the_server(
 
 def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, instance: Instance) -> None:
     body = {"instance": "other", "routable": 1}
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.StringIO(json.dumps(body)))
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout, context: io.StringIO(json.dumps(body)))
     server = local_server.LocalServer(config.LaunchOptions(), instance)
     assert server._health() == {}
     body["instance"] = "mine"

@@ -128,7 +128,7 @@ def test_avoided_replica_is_taken_only_if_there_is_no_other() -> None:
 
 
 def test_attempt_that_is_over_cannot_be_booked() -> None:
-    # A cancelled call may reach the router after its sender has released it.
+    # A canceled call may reach the router after its sender has released it.
     ledger = ledger_of(A)
     ledger.expect(1)
     ledger.release(1)

@@ -19,7 +19,7 @@ DISTINCT = LoadReport(**{name: number + (0.5 if name in FLOATS else 0) for numbe
 
 def test_a_report_has_all_that_the_engine_says_and_four_fields_of_its_own() -> None:
     of_engine = {field.name for field in fields(EngineLoad)}
-    assert set(NAMES) - of_engine == {"num_blocks", "block_size", "acknowledged", "stalled_s"}
+    assert set(NAMES) - of_engine == {"num_blocks", "block_size", "acknowledged", "stalled_s", "suspects"}
     assert of_engine < set(NAMES)
 
 

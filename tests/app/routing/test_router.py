@@ -1,4 +1,4 @@
-"""The router inside Serve's own code: each test holds one private behaviour of Ray that Quire relies on."""
+"""The router inside Serve's own code: each test holds one private behavior of Ray that Quire relies on."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_hot_prefix_comes_to_be_everywhere_and_is_computed_once_for_each_repli
     assert spread(late, 4) <= 1.1
 
 
-def test_ties_among_the_rest_do_not_all_fall_to_the_neighbour_of_a_busy_replica() -> None:
+def test_ties_among_the_rest_do_not_all_fall_to_the_neighbor_of_a_busy_replica() -> None:
     fleet, chosen = Fleet(8), Counter[str]()
     fleet.report(fleet.routes[3], replace(IDLE, waiting_tokens=50_000))
     for name in range(700):

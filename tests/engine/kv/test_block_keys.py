@@ -18,7 +18,7 @@ GOLDEN_KEYS = [53869160973288696, 3147879521537907075]
 
 
 def test_golden_values() -> None:
-    """Routers and engines of one fleet must agree: a change of the format needs a new personalisation."""
+    """Routers and engines of one fleet must agree: a change of the format needs a new personalization."""
     assert ROOT == GOLDEN_ROOT
     assert block_keys(ROOT, range(32), 16) == GOLDEN_KEYS
 

@@ -1,4 +1,4 @@
-"""Tenants get fair shares of the engine, and short prompts get in beside long ones; judged in steps."""
+"""Clients get fair shares of the engine, and short prompts get in beside long ones; judged in steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Steps:
         self.number = 0
         self.added: dict[str, int] = {}
         self.first_token: dict[str, int] = {}
-        self.work: Counter[str] = Counter()  # by tenant
+        self.work: Counter[str] = Counter()  # by client
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -50,8 +50,8 @@ class Steps:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             prefill = max(0, min(chunk.start + chunk.length, sequence.num_prompt_tokens) - chunk.start)
-            tenant = sequence.request_id.split("-")[0]
-            self.work[tenant] += prefill + int(OUTPUT_WEIGHT) * chunk.samples
+            client = sequence.request_id.split("-")[0]
+            self.work[client] += prefill + int(OUTPUT_WEIGHT) * chunk.samples
         self.number += 1
         for delta in self.scheduler.commit(plan, [7] * plan.num_samples):
             self.first_token.setdefault(delta.request_id, self.number)
@@ -103,22 +103,22 @@ def test_short_prompts_take_no_more_than_their_share_from_a_long_one() -> None:
     assert steps.until_first_token("long") <= 1.13 * 16_000 / BUDGET + 2
 
 
-def test_a_tenants_flood_does_not_delay_another() -> None:
-    """Two requests of 64 prompts of 2,000 tokens each, and beside them requests of another tenant."""
+def test_a_clients_flood_does_not_delay_another() -> None:
+    """Two requests of 64 prompts of 2,000 tokens each, and beside them requests of another client."""
     for length, output in [(4, 16), (16, 16), (500, 16), (2_000, 64)]:
         alone = Steps(large_scheduler())
         alone.add(make_request("other-0", prompt(length, 999), output))
         expected = alone.until_first_token("other-0")
         steps = Steps(large_scheduler())
         for number in range(128):
-            steps.add(make_request(f"flood-{number}", prompt(2_000, number), 64, arrival=1.0, tenant="flood"))
+            steps.add(make_request(f"flood-{number}", prompt(2_000, number), 64, arrival=1.0, client="flood"))
         for _ in range(40):
             steps.step()
         assert steps.scheduler.stats().waiting > 100
         waits = []
         for number in range(9):
             request = make_request(
-                f"other-{number}", prompt(length, 1000 + number), output, arrival=2.0 + number, tenant="other"
+                f"other-{number}", prompt(length, 1000 + number), output, arrival=2.0 + number, client="other"
             )
             steps.add(request)
             waits.append(steps.until_first_token(request.request_id))
@@ -132,27 +132,27 @@ def test_a_flood_that_holds_every_slot_or_block_gives_some_back() -> None:
     for options in ({"max_num_seqs": 8}, {"num_blocks": 1_100}):
         steps = Steps(large_scheduler(**options))
         for number in range(40):
-            steps.add(make_request(f"flood-{number}", prompt(2_000, number), 500, tenant="flood"))
+            steps.add(make_request(f"flood-{number}", prompt(2_000, number), 500, client="flood"))
         for _ in range(80):
             steps.step()
         scheduler = steps.scheduler
         running = scheduler.stats().running
         assert running in (7, 8)
-        steps.add(make_request("other", prompt(16, 99), 16, arrival=2.0, tenant="other"))
+        steps.add(make_request("other", prompt(16, 99), 16, arrival=2.0, client="other"))
         assert steps.until_first_token("other") <= 2
         flood = [each for each in scheduler.state.sequences.values() if each.num_preemptions]
         assert {each.request_id.split("-")[0] for each in flood} <= {"flood"}
         assert len(flood) <= 1
 
 
-def test_a_tenant_takes_no_place_from_one_that_has_no_more_in_service() -> None:
+def test_a_client_takes_no_place_from_one_that_has_no_more_in_service() -> None:
     """Otherwise two of them would take the same slot from each other in turn."""
     steps = Steps(large_scheduler(max_num_seqs=3, token_budget=2_048))
     for number in range(6):
-        steps.add(make_request(f"a-{number}", prompt(472, number), 64, tenant="a"))
+        steps.add(make_request(f"a-{number}", prompt(472, number), 64, client="a"))
     steps.step()
     for number in range(2):
-        steps.add(make_request(f"b-{number}", prompt(372, 50 + number), 64, arrival=2.0, tenant="b"))
+        steps.add(make_request(f"b-{number}", prompt(372, 50 + number), 64, arrival=2.0, client="b"))
     steps.step()
     scheduler = steps.scheduler
     assert [each.request_id for each in scheduler.state.running] == ["a-0", "b-0", "a-1"]
@@ -162,37 +162,37 @@ def test_a_tenant_takes_no_place_from_one_that_has_no_more_in_service() -> None:
     assert scheduler.stats().preemptions == 1
 
 
-def test_tenants_share_the_tokens_of_a_step() -> None:
+def test_clients_share_the_tokens_of_a_step() -> None:
     for length, alone in [(500, 2), (2_000, 8)]:
         steps = Steps(large_scheduler())
-        steps.add(make_request("long", prompt(6_000, 0), tenant="a"))
+        steps.add(make_request("long", prompt(6_000, 0), client="a"))
         steps.step()
-        steps.add(make_request("other", prompt(length, 1), arrival=2.0, tenant="b"))
+        steps.add(make_request("other", prompt(length, 1), arrival=2.0, client="b"))
         assert steps.until_first_token("other") <= 2 * alone
 
 
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_tenants_that_always_wait_get_equal_work(data: st.DataObject) -> None:
+def test_clients_that_always_wait_get_equal_work(data: st.DataObject) -> None:
     """Whatever the sizes of their requests, within what runs at once and two of the largest."""
-    tenants = ["a", "b", "c"][: data.draw(st.integers(2, 3))]
+    clients = ["a", "b", "c"][: data.draw(st.integers(2, 3))]
     sizes = {
-        tenant: (data.draw(st.sampled_from([60, 400, 1500])), data.draw(st.sampled_from([1, 8, 60])))
-        for tenant in tenants
+        client: (data.draw(st.sampled_from([60, 400, 1500])), data.draw(st.sampled_from([1, 8, 60])))
+        for client in clients
     }
     slots = data.draw(st.sampled_from([2, 8, 16]))
     steps = Steps(large_scheduler(num_blocks=512, max_num_seqs=slots))
     made: Counter[str] = Counter()
 
     def refill() -> None:
-        for tenant in tenants:
-            waiting = sum(each.request_id.startswith(tenant) for each in steps.scheduler.state.waiting)
+        for client in clients:
+            waiting = sum(each.request_id.startswith(client) for each in steps.scheduler.state.waiting)
             for _ in range(2 * slots - waiting):
-                made[tenant] += 1
-                name, (length, output) = f"{tenant}-{made[tenant]}", sizes[tenant]
-                text = prompt(length, hash((tenant, made[tenant])))
+                made[client] += 1
+                name, (length, output) = f"{client}-{made[client]}", sizes[client]
+                text = prompt(length, hash((client, made[client])))
                 steps.add(
-                    make_request(name, text, output, arrival=1.0 + steps.number, tenant=tenant, ignore_eos=True)
+                    make_request(name, text, output, arrival=1.0 + steps.number, client=client, ignore_eos=True)
                 )
 
     for _ in range(150):
@@ -200,30 +200,30 @@ def test_tenants_that_always_wait_get_equal_work(data: st.DataObject) -> None:
         steps.step()
     largest = max(length + OUTPUT_WEIGHT * output for length, output in sizes.values())
     at_once = min(slots * largest, 512 * 16 * OUTPUT_WEIGHT)
-    spread = max(steps.work[each] for each in tenants) - min(steps.work[each] for each in tenants)
+    spread = max(steps.work[each] for each in clients) - min(steps.work[each] for each in clients)
     assert spread <= at_once + 2 * largest, (sizes, steps.work)
 
 
-def test_nobody_starves_however_many_new_tenants_come() -> None:
+def test_nobody_starves_however_many_new_clients_come() -> None:
     steps = Steps(large_scheduler(max_num_seqs=4))
     for number in range(8):
-        steps.add(make_request(f"old-{number}", prompt(300, number), 16, tenant="old"))
+        steps.add(make_request(f"old-{number}", prompt(300, number), 16, client="old"))
     for number in range(500):
         name, text = f"new{number}", prompt(100, 1_000 + number)
-        steps.add(make_request(name, text, 16, arrival=2.0 + number, tenant=name))
+        steps.add(make_request(name, text, 16, arrival=2.0 + number, client=name))
         for _ in range(4):  # as fast as they can be served
             steps.step()
         if "old-7" in steps.first_token:
             return
-    raise AssertionError("a tenant with a queue waits for ever behind new ones")
+    raise AssertionError("a client with a queue waits for ever behind new ones")
 
 
 def test_work_is_charged_by_what_it_comes_to() -> None:
-    """A tenant whose outputs are longer than average pays for them with its next requests."""
+    """A client whose outputs are longer than average pays for them with its next requests."""
     queue = FairQueue()
 
-    def enter(name: str, tenant: str, work: float) -> Ticket:
-        return queue.enter(name, (0,), tenant=tenant, priority=0.0, arrival=1.0, work=work, oldest=0.0)[0]
+    def enter(name: str, client: str, work: float) -> Ticket:
+        return queue.enter(name, (0,), client=client, priority=0.0, arrival=1.0, work=work, oldest=0.0)[0]
 
     first, other = enter("a1", "a", 10.0), enter("b1", "b", 10.0)
     queue.begin(first, 4)
@@ -236,19 +236,19 @@ def test_work_is_charged_by_what_it_comes_to() -> None:
     assert enter("b2", "b", 10.0).start == 5.0
 
 
-def test_an_idle_tenant_saves_nothing_up_and_loses_nothing() -> None:
+def test_an_idle_client_saves_nothing_up_and_loses_nothing() -> None:
     steps = Steps(large_scheduler(max_num_seqs=4))
     for number in range(50):
-        steps.add(make_request(f"busy-{number}", prompt(500, number), 4, tenant="busy"))
+        steps.add(make_request(f"busy-{number}", prompt(500, number), 4, client="busy"))
     for _ in range(50):
         steps.step()
     state = steps.scheduler.state
     oldest = min(each.order[1] for each in state.sequences.values())
-    late = add(steps.scheduler, make_request("late", prompt(500, 99), 4, arrival=9.0, tenant="late"))
+    late = add(steps.scheduler, make_request("late", prompt(500, 99), 4, arrival=9.0, client="late"))
     assert oldest <= late.order[1] <= max(each.order[1] for each in state.running)
 
 
-def test_a_request_that_moved_keeps_its_place_within_its_tenant() -> None:
+def test_a_request_that_moved_keeps_its_place_within_its_client() -> None:
     scheduler = large_scheduler(max_num_seqs=1)
     steps = Steps(scheduler)
     steps.add(make_request("first", prompt(16, 0), 64, arrival=1.0))
@@ -257,7 +257,7 @@ def test_a_request_that_moved_keeps_its_place_within_its_tenant() -> None:
         steps.add(make_request(f"r{number}", prompt(16, number), arrival=float(number)))
     starts = [(each.request_id, each.order[1]) for each in scheduler.state.waiting]
     assert [name for name, _ in starts] == ["r2", "r3", "r4", "r5"]
-    assert len({start for _, start in starts}) == 4  # none shares a place: others of the tenant are charged
+    assert len({start for _, start in starts}) == 4  # none shares a place: others of the client are charged
     scheduler.check()
     moved = add(scheduler, make_request("moved", prompt(16, 9), arrival=0.5))
     assert moved.order < min(each.order for each in scheduler.state.running)
@@ -265,11 +265,11 @@ def test_a_request_that_moved_keeps_its_place_within_its_tenant() -> None:
         steps.step()
 
 
-def test_aging_offsets_priority_within_a_tenant_and_leaves_shares_as_they_are() -> None:
+def test_aging_offsets_priority_within_a_client_and_leaves_shares_as_they_are() -> None:
     scheduler = make_scheduler(64, 4, max_num_seqs=1, priority_aging=10.0)
     names = [("worse", 1, 1.0, "a"), ("better", 0, 5.0, "a"), ("late", 0, 30.0, "a"), ("other", 3, 40.0, "b")]
-    for name, priority, arrival, tenant in names:
-        scheduler.add(make_request(name, [1, 2], priority=priority, arrival=arrival, tenant=tenant))
+    for name, priority, arrival, client in names:
+        scheduler.add(make_request(name, [1, 2], priority=priority, arrival=arrival, client=client))
     order = [each.request_id for each in scheduler.state.waiting]
     assert order == ["better", "other", "worse", "late"]
 
@@ -277,24 +277,24 @@ def test_aging_offsets_priority_within_a_tenant_and_leaves_shares_as_they_are() 
 def test_a_level_ends_with_its_last_request() -> None:
     scheduler = large_scheduler()
     for name in ("a", "b"):
-        scheduler.add(make_request(name, prompt(16, 1), 1, tenant=name, n=2))
+        scheduler.add(make_request(name, prompt(16, 1), 1, client=name, n=2))
     scheduler.abort("b")
     while scheduler.has_work():
         plan = scheduler.schedule()
         assert plan.chunks
         scheduler.fail([chunk.sequence.request_id for chunk in plan.chunks], "planted")
-    fresh = add(scheduler, make_request("c", prompt(16, 1), 1, tenant="b"))
+    fresh = add(scheduler, make_request("c", prompt(16, 1), 1, client="b"))
     assert fresh.state is SequenceState.WAITING
     assert (fresh.order[1], len(fresh.ticket.account.level.accounts)) == (0.0, 1)
 
 
-def test_accounts_of_tenants_that_are_gone_are_forgotten() -> None:
+def test_accounts_of_clients_that_are_gone_are_forgotten() -> None:
     queue = FairQueue()
-    keep = queue.enter("keep", (0,), tenant="keep", priority=0.0, arrival=0.0, work=1.0, oldest=0.0)[0]
+    keep = queue.enter("keep", (0,), client="keep", priority=0.0, arrival=0.0, work=1.0, oldest=0.0)[0]
     for number in range(10_000):
         now = float(number)
         ticket = queue.enter(
-            f"r{number}", (0,), tenant=f"t{number}", priority=0.0, arrival=now, work=1.0, oldest=now
+            f"r{number}", (0,), client=f"t{number}", priority=0.0, arrival=now, work=1.0, oldest=now
         )[0]
         queue.begin(ticket, 1)
         queue.leave(ticket)

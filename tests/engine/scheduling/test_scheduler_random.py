@@ -44,7 +44,7 @@ def test_every_request_ends(
     capacity = num_blocks * block_size
     sequences = {}
     to_come = 30
-    tenants = rng.choice([[""], ["a", "b"], ["a", "a", "a", "b"]])
+    clients = rng.choice([[""], ["a", "b"], ["a", "a", "a", "b"]])
     for _ in range(5_000):
         while to_come and rng.random() < 0.5:
             to_come -= 1
@@ -56,7 +56,7 @@ def test_every_request_ends(
                 arrival=rng.choice([1.0, 2.0, 3.0]),
                 priority=rng.choice([0, 0, 0, 1]),
                 salt=rng.choice(["", "", "salt"]),
-                tenant=rng.choice(tenants),
+                client=rng.choice(clients),
             )
             try:
                 sequence = add(scheduler, request)

@@ -1,0 +1,38 @@
+"""The audit log: who did what, one JSON object for each request that was admitted, in a file of its own."""
+
+from __future__ import annotations
+
+import logging
+from logging.handlers import WatchedFileHandler
+from typing import Any
+
+from app.logs import FIELDS, JsonFormatter
+from engine.errors import ConfigError
+
+_logger = logging.getLogger("audit")
+_logger.propagate = False
+
+
+def audit_to(path: str | None, process: str) -> None:
+    """Append to ``path`` from now on; ``None``: nowhere. A file that was moved away is made anew.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        handler = None if path is None else WatchedFileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"audit_log={path} cannot be written: {error.strerror or error}") from error
+    for old in _logger.handlers[:]:
+        _logger.removeHandler(old)
+        old.close()
+    _logger.setLevel(logging.CRITICAL if handler is None else logging.INFO)
+    if handler is not None:
+        handler.setFormatter(JsonFormatter(process))
+        _logger.addHandler(handler)
+
+
+def audit(fields: dict[str, Any], address: str) -> None:
+    """Write one request, if there is an audit log."""
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info("request ended", extra={FIELDS: {**fields, "address": address}})

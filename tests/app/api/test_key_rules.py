@@ -1,0 +1,116 @@
+"""What a key may do over HTTP: routes, contexts, priorities, models; and what the audit log says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+from local_server import MODEL, LocalServer
+
+from app.api.audit_log import audit_to
+from app.api.authentication import Gate
+from app.api.keys import KeyFile, digest_of
+from app.api.routes import make_api
+
+KEYS = """keys:
+  - {id: narrow, sha256: %s, max_context_tokens: 50, min_priority: -3, concurrent_streams: 1}
+  - {id: other, sha256: %s, models: [another-model]}
+"""
+
+
+@pytest.fixture
+def keys(server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
+    path = tmp_path / "keys.yaml"
+    path.write_text(KEYS % (digest_of("narrow"), digest_of("other")))
+    gate = Gate(KeyFile(str(path), {}))
+    monkeypatch.setattr(server.service, "gate", gate)
+    return gate
+
+
+def used(server: LocalServer) -> list[float]:
+    """Of the key ``narrow``: requests, tokens of prompts, cached ones, of outputs."""
+    samples = server.service.figures.samples()
+    names = ("key_requests", "key_prompt_tokens", "key_cached_tokens", "key_output_tokens")
+    return [cast(float, samples[name].get(("narrow",), 0)) for name in names]
+
+
+@pytest.mark.usefixtures("keys")
+def test_every_route_needs_a_key_but_health_and_ping(server: LocalServer, http: httpx.Client) -> None:
+    api = make_api(lambda: server.service)._api  # type: ignore[attr-defined]
+    asked = {
+        (method, route.path.replace("{name:path}", MODEL)) for route in api.routes for method in route.methods
+    }
+    assert len(asked) >= 11
+    for method, path in sorted(asked):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": ""}):
+            status = http.request(method, path, json={}, headers=headers).status_code
+            assert (status == 401) is (path not in ("/health", "/ping")), (method, path)
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_key_may_use_so_long_a_context_and_no_more(server: LocalServer, http: httpx.Client) -> None:
+    before = used(server)
+
+    def ask(**fields: Any) -> httpx.Response:
+        body = {"prompt": list(range(1000, 1040)), "ignore_eos": True, **fields}
+        return http.post("/v1/completions", json=body, headers={"x-api-key": "narrow"})
+
+    assert ask(max_tokens=10).json()["usage"]["completion_tokens"] == 10
+    refused = ask(max_tokens=11)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "max_context_tokens" in refused.json()["error"]["message"]
+    messages = [{"role": "user", "content": "Count."}]
+    body = {"messages": messages, "ignore_eos": True}
+    usage = http.post("/v1/chat/completions", json=body, headers={"x-api-key": "narrow"}).json()["usage"]
+    assert usage["total_tokens"] == 50, "without max_tokens the answer ends at the limit"
+    wanted = [2, 40 + usage["prompt_tokens"], 0, 10 + usage["completion_tokens"]]
+    assert [after - count for after, count in zip(used(server), before, strict=True)] == wanted
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_keys_own_priority_counts(http: httpx.Client) -> None:
+    def ask(priority: int) -> httpx.Response:
+        body = {"prompt": [5], "max_tokens": 1, "priority": priority}
+        return http.post("/v1/completions", json=body, headers={"x-api-key": "narrow"})
+
+    assert ask(-3).status_code == 200
+    assert "at least -3" in ask(-4).json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_key_of_other_models_gets_nothing_here(http: httpx.Client) -> None:
+    headers = {"x-api-key": "other"}
+    for route, body in (("v1/completions", {"prompt": "a"}), ("tokenize", {"prompt": "a"})):
+        for model in ({}, {"model": MODEL}):
+            refused = http.post(f"/{route}", json={**body, **model}, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+    assert http.get("/v1/models", headers=headers).json()["data"] == []
+    assert http.get(f"/v1/models/{MODEL}", headers=headers).status_code == 403
+    assert len(http.get("/v1/models", headers={"x-api-key": "narrow"}).json()["data"]) == 1
+
+
+@pytest.mark.usefixtures("keys")
+def test_the_audit_log_has_a_line_for_each_request(http: httpx.Client, tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    audit_to(str(path), "ingress:1")
+    try:
+        http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}, headers={"x-api-key": "narrow"})
+        path.rename(tmp_path / "yesterday")
+        http.post("/tokenize", json={"prompt": "a"}, headers={"x-api-key": "narrow"})
+    finally:
+        audit_to(None, "")
+    http.post("/tokenize", json={"prompt": "a"}, headers={"x-api-key": "narrow"})
+    (first,), (second,) = (
+        [json.loads(line) for line in file.read_text().splitlines()] for file in (tmp_path / "yesterday", path)
+    )
+    assert (first["key"], first["route"], first["outcome"], first["address"]) == (
+        "narrow",
+        "completions",
+        "ok",
+        "127.0.0.1",
+    )
+    assert (first["prompt_tokens"], first["output_tokens"]) == (1, 1)
+    assert second["route"] == "tokenize"
