@@ -148,6 +148,8 @@ class ChannelHub:
         """Remove an attempt that the engine has not accepted."""
         self._attempts.pop(attempt.engine_id, None)
         attempt.channel.attempts.pop(attempt.number, None)
+        attempt.done.cancel()  # nobody waits for it, and a suspect gives its place up
+        self._report_suspects()
 
     def leave(self, attempt: Attempt) -> None:
         """The attempt's call has ended: abort it soon, unless it has ended or its channel ends, too."""

@@ -16,6 +16,7 @@ from app.api.errors import fault_of
 from app.channel import wire
 from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import Attempt
+from app.channel.suspects import NEWS_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.faults import PROOF_TOKENS
 from app.fleet.generation import EngineDeathsError
@@ -243,6 +244,12 @@ def test_an_engine_runs_one_suspect_at_a_time_whatever_ingresses_believe() -> No
         assert set(replica.hub._attempts) == {"other's"}
         assert not replica.engine.live
         replica.hub.deliver([TokenDelta("other's", 0, (1, 2), None, 0)])
+        leaving = asyncio.ensure_future(run_attempt(replica.hub, replica.engine, "other", 1, payload))
+        await asyncio.sleep(NEWS_S / 2)
+        assert replica.hub._suspects.count == 1
+        leaving.cancel()
+        await asyncio.wait((leaving,))
+        assert replica.hub._suspects.count == 0
         running = asyncio.ensure_future(run_attempt(replica.hub, replica.engine, "other", 1, payload))
         async with stepping(handle):
             assert await running == {"generated": 5}
