@@ -37,6 +37,8 @@ API: list[Fault] = [
         "_OTHER_FILES = (",
         _TOKENIZER,
         "a model gets the tokenizer that the same files make in another family",
+    ),
+    Fault(
         "app/api/key_limits.py",
         "        return most - prompt if max_tokens is None else max_tokens",
         "        return max_tokens",

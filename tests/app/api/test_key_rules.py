@@ -66,7 +66,7 @@ def test_a_key_may_use_so_long_a_context_and_no_more(server: LocalServer, http: 
     body = {"messages": messages, "ignore_eos": True}
     usage = http.post("/v1/chat/completions", json=body, headers={"x-api-key": "narrow"}).json()["usage"]
     assert usage["total_tokens"] == 50, "without max_tokens the answer ends at the limit"
-    wanted = [2, 40 + usage["prompt_tokens"], 0, 10 + usage["completion_tokens"]]
+    wanted = [3, 40 + usage["prompt_tokens"], 0, 10 + usage["completion_tokens"]]
     assert [after - count for after, count in zip(used(server), before, strict=True)] == wanted
 
 

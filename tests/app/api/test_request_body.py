@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from app.api.chat_messages import MAX_MESSAGES
 from app.api.errors import ERROR_HANDLERS, ApiError
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_body import INLINE_BYTES, MAX_BODY_BYTES, BodyReader, parse_json_object
+from app.metrics.request_figures import RequestFigures
 
 MESSAGE = {"role": "user", "content": ""}
 
@@ -36,6 +38,7 @@ def run(
 
     async def main() -> None:
         api = Starlette(routes=[Route("/", answer, methods=["POST"])], exception_handlers=ERROR_HANDLERS)
+        api.state.get_service = lambda: SimpleNamespace(figures=RequestFigures())
         transport = httpx.ASGITransport(app=api)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             await work(client)

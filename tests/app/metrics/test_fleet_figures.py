@@ -60,6 +60,9 @@ def ingress(tokens: int) -> Samples:
     requests = RequestFigures()
     requests.output_tokens.add(tokens)
     requests.ended["chat", "ok"] += 1
+    for used in (requests.key_requests, requests.key_prompt_tokens, requests.key_cached_tokens):
+        used["alice"] += 1
+    requests.key_output_tokens["alice"] += tokens
     return ingress_samples(requests, CLIENT, OVERLOAD)
 
 
@@ -102,6 +105,7 @@ def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
     wanted += [name for alias in ALIASES for name in names(f"vllm:{alias.name}", alias.kind)]
     assert [name for name in wanted if not found.get(name)] == []
     assert set(found) == set(wanted)
+    assert found["quire_key_output_tokens_total"] == {"i,alice": 5}
     assert found["quire_replicas"] == {"i,opening": 0, "i,open": 2, "i,suspect": 1, "i,closed": 0}
     assert found["quire_routing_decisions_total"]["i,prefix"] == 6
     assert found["quire_lost_channels_total"] == {"i": 8}
