@@ -18,6 +18,7 @@ from app.api.messages import request as messages
 from app.api.responses import request as responses
 from app.api.tools import tool_use
 from engine.sampling_params import MAX_SEED, MAX_SEQUENCES, MAX_STOP_TOKEN_IDS
+from engine.structured_output import MAX_CHARS, MAX_CHOICES
 
 Schema = dict[str, Any]
 
@@ -94,7 +95,14 @@ PARAMETERS: dict[str, Schema] = {
     "tools": _list(_ref("ChatTool"), 0, tool_use.MAX_TOOLS),
     "tool_choice": _any({"enum": ["none", "auto", "required"]}, _OBJECT),
     "parallel_tool_calls": _BOOLEAN,
-    "response_format": _OBJECT,
+    "response_format": _described(_OBJECT, "`type`: text, json_object, or json_schema."),
+    "structured_outputs": _described(
+        _OBJECT, "One of `json`, `regex`, `choice`, `grammar`, and `json_object`."
+    ),
+    "guided_json": _any(_OBJECT, _STRING, _BOOLEAN, description="A JSON schema."),
+    "guided_regex": {"type": "string", "minLength": 1, "maxLength": MAX_CHARS["regex"]},
+    "guided_choice": _list({"type": "string", "minLength": 1}, 1, MAX_CHOICES),
+    "guided_grammar": {"type": "string", "minLength": 1, "maxLength": MAX_CHARS["grammar"]},
 }
 """Of the completions and the chat route."""
 
