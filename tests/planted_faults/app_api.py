@@ -75,8 +75,8 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/tenant.py",
-        "    return tenant or request.headers.get(CLIENT_ADDRESS, address)",
-        "    return tenant or address",
+        '    return request.headers.get(CLIENT_ADDRESS, request.client.host if request.client is not None else "")',
+        '    return request.client.host if request.client is not None else ""',
         _TENANT,
         "all clients behind the proxy share one share of large bodies",
     ),
@@ -258,7 +258,7 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
-        "            self.held_bytes -= held\n",
+        "            self._held[sender] -= held\n",
         "            pass\n",
         _BODY,
         "bodies are counted for ever",

@@ -134,8 +134,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
-        "                fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here",
-        "                fault = True",
+        "            fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here",
+        "            fault = True",
         _RELAY,
         "engines are blamed for beats that the ingress did not send",
     ),

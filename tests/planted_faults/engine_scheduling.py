@@ -141,9 +141,9 @@ SCHEDULING: list[Fault] = [
         "blocks that a preempted sequence waits for go to those behind it",
     ),
     Fault(
-        "engine/scheduling/admission.py",
-        "if sequence.host_table else len(tokens) - 1",
-        "if sequence.host_table else len(tokens)",
+        "engine/scheduling/sequence.py",
+        "        last = len(self.token_ids) - 1\n        asked",
+        "        last = len(self.token_ids)\n        asked",
         _ADMISSION,
         "a hit covers the whole prompt, so that no token is left to run",
     ),
