@@ -56,6 +56,11 @@ def test_a_template_that_knows_no_tools_gets_them_described(bundled_model: Path)
     assert ids.count(2) == 4
 
 
+def test_a_tool_alone_can_write_no_control_tokens(bundled_model: Path) -> None:
+    _, ids = prompt(PromptTokenizer(TokenizerParts.read(bundled_model)), [ChatMessage("user", "hi")], TOOL)
+    assert (ids.count(1), ids.count(2)) == (3, 2)
+
+
 def test_no_tools_change_no_prompt(bundled_model: Path) -> None:
     messages = [ChatMessage("user", "hi"), ChatMessage("assistant", "ho")]
     assert plain_turns(messages, (), "system") == [{"role": m.role, "content": m.content} for m in messages]
