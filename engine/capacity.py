@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from engine.config import WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.folders import local_folder
@@ -25,6 +26,10 @@ from engine.sizes import format_bytes, parse_bytes
 from kernels.interface import SUPPORTED_DTYPES
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SUPPORTED_DTYPES}
+
+
+_CODED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
+"""Of a weight, with its share of the scale and minimum of its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,18 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> 
             f"choose one of {', '.join(divisors)}"
         )
     return 2 * dtype.itemsize * config.num_layers * (config.num_kv_heads // tp) * config.head_dim
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, weights: WeightsOption) -> int:
+    """Bytes of a model's weights; with ``auto`` the most that they may be.
+
+    In few bits, the embedding table is there in ``dtype``, too, and the output head has 8 bits.
+    """
+    if weights not in _CODED_BYTES:
+        return config.num_parameters * dtype.itemsize
+    table = config.vocab_size * config.hidden_size
+    layers = config.num_parameters - table * (1 if config.tie_word_embeddings else 2)
+    return int(table * (dtype.itemsize + _CODED_BYTES["int8"]) + layers * _CODED_BYTES[weights])
 
 
 def plan(

@@ -17,6 +17,7 @@ from engine.errors import ConfigError, shown
 from engine.sizes import parse_bytes
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+WeightsOption = Literal["auto", "model", "int8", "int4"]
 RecoveryOption = Literal["auto", "swap", "recompute"]
 
 
@@ -38,6 +39,11 @@ class EngineOptions:
     dtype: Dtype = option(
         "auto",
         "Data type of weights and KV: `bfloat16`, `float16`, or `float32`. `auto`: the checkpoint's",
+    )
+    weights: WeightsOption = option(
+        "auto",
+        "How matrices are kept on a CPU: `model`, in `dtype`; `int8`; or `int4`. `auto`: in 4 bits where the "
+        "checkpoint's matrices were made from such codes, so that nothing is lost; otherwise in `dtype`",
     )
     device: str = option("auto", "`cpu` or `cuda`. `auto`: CUDA if there is a GPU")
     kernels: str = option("auto", "Kernels: `cpu`, `triton`, or `reference`. `auto`: by device")

@@ -164,6 +164,12 @@ class Kernels(ABC):
     draws = False
     """Whether :meth:`draw` and :meth:`mask` are there; the engine's sampler does them in torch otherwise."""
 
+    takes_codes = False
+    """Whether :meth:`pack_codes` is there."""
+
+    prefers_codes = False
+    """Whether products with weights in few bits are faster here."""
+
     own_threads = False
     """Whether nothing that takes long runs on torch's threads."""
 
@@ -208,6 +214,14 @@ class Kernels(ABC):
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Take ownership of ``weight`` ``[N, K]`` and ``bias`` ``[N]``; the caller drops its references."""
+
+    def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
+        """As :meth:`pack_linear`, but kept in 4 or 8 ``bits``; see :mod:`kernels.codes`.
+
+        :meth:`linear` then codes the rows of ``x``, too. Raises ``ValueError`` for weights that cannot be
+        coded.
+        """
+        raise NotImplementedError(f"{self.name} kernels take no weights in few bits")
 
     @abstractmethod
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.activation import Activation
+from kernels.codes import CodedMatrix, code_rows, encode
 from kernels.interface import (
     AttentionMetadata,
     AttentionOptions,
@@ -36,6 +37,17 @@ class ReferenceLinear(PackedLinear):
         self.bias = bias
 
 
+class ReferenceCodes(PackedLinear):
+    """The weight that codes stand for, in float32."""
+
+    __slots__ = ("bias", "in_features", "out_features", "weight")
+
+    def __init__(self, matrix: CodedMatrix, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = matrix.codes.shape
+        self.weight = matrix.decode()
+        self.bias = None if bias is None else bias.float()
+
+
 class ReferenceKernels(Kernels):
     """Every operation as its formula reads, on any device.
 
@@ -43,12 +55,18 @@ class ReferenceKernels(Kernels):
     """
 
     name = "reference"
+    takes_codes = True
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
 
+    def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> ReferenceCodes:
+        return ReferenceCodes(encode(weight, bits), bias)
+
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """See the interface. Fewer than 4 rows are padded: torch has other paths for those, with other bits."""
+        if isinstance(packed, ReferenceCodes):
+            return F.linear(code_rows(x), packed.weight, packed.bias).to(x.dtype)
         if not isinstance(packed, ReferenceLinear):
             raise TypeError(f"a weight packed as {type(packed).__name__} belongs to other kernels")
         rows = x.shape[0]

@@ -63,7 +63,7 @@ def check_memory(
     """
     import torch
 
-    from engine.capacity import kv_bytes_per_token
+    from engine.capacity import kv_bytes_per_token, weight_bytes
     from engine.execution.model_runner import resolve_device, resolve_max_model_len
     from engine.kv.pool_size import available_memory, plan_pool
     from engine.models.config import read_model_config
@@ -75,7 +75,7 @@ def check_memory(
     name = str(dtype).removeprefix("torch.")
     length = resolve_max_model_len(options.engine.max_model_len, model.max_position_embeddings)
     gpu = resolve_device(options.engine.device).type != "cpu"
-    each = PROCESS_BYTES + (0 if gpu else model.num_parameters * dtype.itemsize)
+    each = PROCESS_BYTES + (0 if gpu else weight_bytes(model, dtype, options.engine.weights))
     if available is None:
         available = available_memory(torch.device("cpu"), options.engine.memory_fraction)
     most = replicas or options.scaling.upper_limit

@@ -64,7 +64,7 @@ class ModelRunner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            self.decoder = load_model(folder, kernels, config.dtype, self.device)
+            self.decoder = load_model(folder, kernels, config.dtype, self.device, config.weights)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             raise ConfigError(
@@ -75,7 +75,8 @@ class ModelRunner:
         self.model: ModelConfig = self.decoder.config
         self.dtype: torch.dtype = self.decoder.dtype
         self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
-        self.identity = ModelIdentity(model_revision(folder), str(self.dtype), tokenizer_digest(folder))
+        types = ", ".join(filter(None, (str(self.dtype), self.decoder.weight_form)))
+        self.identity = ModelIdentity(model_revision(folder), types, tokenizer_digest(folder))
         self.model_key = (self.identity.revision, self.identity.dtype, config.block_size)
         """What the KV of a block depends on besides its tokens and namespace."""
 
@@ -109,7 +110,7 @@ class ModelRunner:
             folder.name,
             self.model.architecture,
             self.model.num_parameters / 1e6,
-            str(self.dtype).removeprefix("torch."),
+            types.removeprefix("torch."),
             self.device,
             kernels.name,
             self.num_threads,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.models.config import Family, ModelConfig, QKNormSpan
+from engine.models.packer import Packer
 from engine.models.rope import rope_table
-from kernels.interface import AttentionMetadata, AttentionOptions, HeadLayout, Kernels, PackedLinear, QKNorm
+from kernels.interface import AttentionMetadata, AttentionOptions, HeadLayout, PackedLinear, QKNorm
 
 
 class WeightSource(Protocol):
@@ -81,14 +82,14 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        kernels: Kernels,
+        packer: Packer,
         dtype: torch.dtype,
         device: torch.device,
         weights: WeightSource,
     ) -> None:
         """Take every weight from ``weights``, layer by layer, so that at most one layer is held twice."""
         self.config = config
-        self.kernels = kernels
+        self.kernels = packer.kernels
         self.dtype = dtype
         self.device = device
         self.layout = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
@@ -96,7 +97,7 @@ class Decoder:
         if config.family.scaled_embedding:
             self.embedding_scale = float(torch.tensor(config.hidden_size**0.5).to(dtype))
         self.rows_are_normed = config.family.qk_norm is QKNormSpan.ROW
-        reader = _Weights(kernels, dtype, device, weights, config.family)
+        reader = _Weights(packer, dtype, device, weights, config.family)
         self.embedding = reader.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, index, reader) for index in range(config.num_layers)]
         self.layers_run = 0
@@ -104,9 +105,11 @@ class Decoder:
         self.norm = reader.norm("model.norm.weight", config.hidden_size)
         self.head: PackedLinear
         if config.tie_word_embeddings:
-            self.head = kernels.pack_linear(self.embedding, None)
+            self.head = packer.pack(self.embedding, None, head=True)
         else:
-            self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)])
+            self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)], head=True)
+        self.weight_form = packer.form
+        """How matrices are kept, as :attr:`Packer.form` has it."""
         self.cos_sin = rope_table(config, device)  # last, once the weights have confirmed the sizes
 
     @torch.inference_mode()
@@ -194,13 +197,13 @@ class _Weights:
 
     def __init__(
         self,
-        kernels: Kernels,
+        packer: Packer,
         dtype: torch.dtype,
         device: torch.device,
         source: WeightSource,
         family: Family,
     ) -> None:
-        self._kernels = kernels
+        self._packer = packer
         self._dtype = dtype
         self._device = device
         self._source = source
@@ -218,7 +221,9 @@ class _Weights:
         self._source.expect(name, (rows, columns))
         return self._fill(name, self._empty(rows, columns))
 
-    def linear(self, in_features: int, parts: list[tuple[str, int]], bias: bool = False) -> PackedLinear:
+    def linear(
+        self, in_features: int, parts: list[tuple[str, int]], bias: bool = False, head: bool = False
+    ) -> PackedLinear:
         """The projections ``parts`` (name, output features) stacked into one matrix."""
         sizes = [size for _, size in parts]
         for name, size in parts:
@@ -231,7 +236,7 @@ class _Weights:
             bias_tensor = self._empty(sum(sizes))
             for (name, _), rows in zip(parts, torch.split(bias_tensor, sizes), strict=True):
                 self._fill(f"{name}.bias", rows)
-        return self._kernels.pack_linear(weight, bias_tensor)
+        return self._packer.pack(weight, bias_tensor, head)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self._dtype, device=self._device)

@@ -38,7 +38,8 @@ _SAMPLE_BYTES = 1024
 class ModelIdentity:
     """Names of a model's parts; answers of replicas with equal identities agree, up to rounding.
 
-    ``revision`` is that of :func:`model_revision`, ``tokenizer`` of :func:`tokenizer_digest`.
+    ``revision`` is that of :func:`model_revision`, ``tokenizer`` of :func:`tokenizer_digest`. ``dtype``
+    also says which weights have fewer bits.
     """
 
     revision: str = ""

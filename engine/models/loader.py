@@ -9,9 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.config import WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
+from engine.models.packer import Packer
 from engine.models.weight_files import weight_files
 from kernels.interface import SUPPORTED_DTYPES, Kernels
 
@@ -22,7 +24,11 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 def load_model(
-    folder: str | Path, kernels: Kernels, dtype: torch.dtype | str, device: torch.device | str
+    folder: str | Path,
+    kernels: Kernels,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    weights: WeightsOption = "model",
 ) -> Decoder:
     """Read the model in ``folder`` onto ``device``.
 
@@ -31,17 +37,19 @@ def load_model(
 
     Args:
         dtype: a dtype or its name; ``"auto"`` takes the checkpoint's.
+        weights: as the engine's option of that name.
 
     Raises:
-        ConfigError: no such folder, no safetensors in it, or the checkpoint does not fit its configuration.
+        ConfigError: no such folder, no safetensors in it, or the checkpoint does not fit its configuration; the
+            kernels take no weights in few bits; weights are not finite.
     """
     folder = Path(folder)
     config = read_model_config(folder)
     checkpoint = Checkpoint(folder, config)
     with checkpoint:
-        decoder = Decoder(
-            config, kernels, resolve_dtype(dtype, config, checkpoint), torch.device(device), checkpoint
-        )
+        chosen = resolve_dtype(dtype, config, checkpoint)
+        packer = Packer(kernels, weights, chosen)
+        decoder = Decoder(config, packer, chosen, torch.device(device), checkpoint)
         checkpoint.finish()
     return decoder
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from kernels.cpu.build import load_library
 from kernels.interface import Recording
 
+DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""How the C functions name a dtype."""
+
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 # Argument types by C function, in groups: tensor or shape, ..., threads. The sources say what each one means.
@@ -44,6 +47,7 @@ REPLAYED: dict[str, list[type]] = {
         *(_POINTER, _POINTER, _POINTER, _LONG, _LONG),
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _FLOAT, _INT),
     ],
+    "quire_codes_linear": [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
 }
 """What a recording may hold, in the order of ``FUNCTIONS`` in ``replay.cpp``."""
 
@@ -51,13 +55,16 @@ _OTHERS: dict[str, tuple[list[type], type | None]] = {
     "quire_linear_width": ([], _LONG),
     "quire_linear_bf16_in_pairs": ([], _INT),
     "quire_linear_pack": ([_POINTER, _POINTER, _LONG, _INT], None),
+    "quire_codes_in_hardware": ([], _INT),
+    "quire_codes_bytes": ([_POINTER], _LONG),
+    "quire_codes_pack": ([_POINTER, _INT, _POINTER, _LONG, _INT], _INT),
     "quire_replay": ([_POINTER, _LONG], _LONG),
     "quire_mask": ([_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG, _INT], None),
     "quire_draw": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 8, _INT], _INT),
     "quire_edit_logits": ([_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
     "quire_logprobs": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _INT], _INT),
 }
-_RETURN_STATUS = ("quire_linear", "quire_attention")
+_RETURN_STATUS = ("quire_linear", "quire_codes_linear", "quire_attention")
 
 
 class CallRecording(Recording):

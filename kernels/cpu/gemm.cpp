@@ -12,14 +12,13 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstdlib>
-#include <new>
 #include <utility>
 
 #include "functions.h"
 #include "gemm_bf16.h"
 #include "gemm_vec.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace quire_gemm {
 namespace {
@@ -151,32 +150,6 @@ void finish_row(const float* c, const float* bias, int64_t columns, Y* y) {
   }
 }
 
-// Scratch memory of a calling thread; grows, and is kept for its next call.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { std::free(data_); }
-
-  float* floats(int64_t count) {
-    if (count > capacity_) {
-      std::free(data_);
-      capacity_ = divide_up(count, 16) * 16;
-      data_ = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(capacity_) * sizeof(float)));
-      if (data_ == nullptr) {
-        capacity_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return data_;
-  }
-
- private:
-  float* data_ = nullptr;
-  int64_t capacity_ = 0;
-};
-
 // The product of one block of rows: who computes what.
 template <class W>
 class Product {
@@ -280,7 +253,7 @@ class Product {
 
 template <class W>
 void multiply(const PackedWeight& weight, const W* x, int64_t x_stride, int64_t rows, W* y, int threads) {
-  static thread_local Scratch scratch;
+  static thread_local quire::Scratch scratch;
   const int64_t depth = weight.in_features, columns = weight.out_features;
   if (depth == 0) {
     for (int64_t i = 0; i < rows * columns; ++i) narrow(weight.bias ? weight.bias[i % columns] : 0.0f, y + i);
@@ -290,7 +263,7 @@ void multiply(const PackedWeight& weight, const W* x, int64_t x_stride, int64_t 
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t row = part_start(block, blocks, rows), count = part_start(block + 1, blocks, rows) - row;
     const int64_t worth = 1 + count * depth * columns / kThreadWork;
-    float* packed = scratch.floats(count * depth);
+    float* packed = scratch.room<float>(count * depth);
     Product<W>(weight, x + row * x_stride, x_stride, count, y + row * columns, packed)
         .run(static_cast<int>(std::min<int64_t>(threads, worth)));
   }
@@ -302,10 +275,10 @@ constexpr bool kPairs = true;
 // As multiply(), in hardware.
 void multiply_in_pairs(const PackedWeight& weight, const Bf16* x, int64_t x_stride, int64_t rows, Bf16* y,
                        int threads) {
-  static thread_local Scratch scratch;
+  static thread_local quire::Scratch scratch;
   const int64_t depth = weight.in_features;
   if (depth % 2 != 0) {  // the last pair needs a zero
-    Bf16* padded = reinterpret_cast<Bf16*>(scratch.floats(rows * (depth + 1) / 2));
+    Bf16* padded = scratch.room<Bf16>(rows * (depth + 1));
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(padded + r * (depth + 1), x + r * x_stride, depth * sizeof(Bf16));
       padded[r * (depth + 1) + depth] = Bf16{};

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.cpu.calls import Calls
-from kernels.cpu.linear import DTYPE_CODES, linear, pack_linear, prefers_onednn
+from kernels.cpu.calls import DTYPE_CODES, Calls
+from kernels.cpu.coded import CodedLinear
+from kernels.cpu.linear import linear, pack_linear, prefers_onednn
 from kernels.interface import (
     AttentionMetadata,
     AttentionOptions,
@@ -39,6 +40,7 @@ class CpuKernels(Kernels):
 
     name = "cpu"
     draws = True
+    takes_codes = True
 
     def __init__(self, num_threads: int = 1) -> None:
         if num_threads < 1:
@@ -46,6 +48,7 @@ class CpuKernels(Kernels):
         self.num_threads = num_threads
         self.own_threads = not prefers_onednn(torch.bfloat16)
         self._calls = Calls()
+        self.prefers_codes = self.own_threads and bool(self._calls("quire_codes_in_hardware"))
 
     def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
         return self._calls.in_buffers(run)
@@ -55,6 +58,9 @@ class CpuKernels(Kernels):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return pack_linear(self._calls, weight, bias, self.num_threads)
+
+    def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
+        return CodedLinear(self._calls, weight, bits, bias, self.num_threads)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         return linear(self._calls, x, packed, self.num_threads)

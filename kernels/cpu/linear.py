@@ -17,13 +17,11 @@ import logging
 import torch
 from torch import Tensor
 
-from kernels.cpu.calls import Calls
+from kernels.cpu.calls import DTYPE_CODES, Calls
+from kernels.cpu.coded import CodedLinear
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 
 logger = logging.getLogger(__name__)
-
-DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""How the C functions name a dtype."""
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _ONEDNN_MIN_ROWS = 4  # with fewer rows it takes another path, whose bits differ
@@ -151,6 +149,8 @@ def linear(calls: Calls, x: Tensor, packed: PackedLinear, num_threads: int) -> T
     and ``MemoryError`` if there is no scratch memory.
     """
     rows, depth = x.shape
+    if isinstance(packed, CodedLinear):
+        return _coded(calls, x, packed, num_threads)
     if not isinstance(packed, PanelLinear | OneDnnLinear):
         raise TypeError(f"{type(packed).__name__} was packed by other kernels")
     if x.dtype != packed.dtype or depth != packed.in_features:
@@ -165,5 +165,22 @@ def linear(calls: Calls, x: Tensor, packed: PackedLinear, num_threads: int) -> T
         x = x.contiguous()
     y = calls.empty("product", (rows, packed.out_features), packed.dtype)
     if calls("quire_linear", packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads):
+        raise MemoryError(f"no memory for the product of {rows} rows of {depth}")
+    return y
+
+
+def _coded(calls: Calls, x: Tensor, packed: CodedLinear, num_threads: int) -> Tensor:
+    rows, depth = x.shape
+    if x.dtype not in SUPPORTED_DTYPES or depth != packed.in_features:
+        raise ValueError(f"x is {x.dtype} with {depth} columns, but the weight has {packed.in_features}")
+    if x.stride(1) != 1:
+        calls.give_up()
+        x = x.contiguous()
+    y = calls.empty("product", (rows, packed.out_features), x.dtype)
+    failed = calls(
+        "quire_codes_linear",
+        *(packed.address, DTYPE_CODES[x.dtype], x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads),
+    )
+    if failed:
         raise MemoryError(f"no memory for the product of {rows} rows of {depth}")
     return y

@@ -9,7 +9,8 @@ import pytest
 import torch
 from model_checkpoints import FAMILIES, save_tiny
 
-from engine.capacity import kv_bytes_per_token, main, plan
+from engine.capacity import kv_bytes_per_token, main, plan, weight_bytes
+from engine.config import WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.config import read_model_config
@@ -118,3 +119,15 @@ def test_command_says_what_is_wrong_in_one_line(capsys: pytest.CaptureFixture[st
     assert lines[1].startswith("error: ")
     assert "known shapes: smollm2-135m" in lines[1]
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize(("weights", "bytes_of_32"), [("int8", 34), ("int4", 20)])
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3-8b"])
+def test_weights_in_few_bits(name: str, weights: WeightsOption, bytes_of_32: int) -> None:
+    config = SHAPES[name]
+    table = config.vocab_size * config.hidden_size
+    layers = config.num_parameters - table * (1 if config.tie_word_embeddings else 2)
+    expected = table * 2 + table * 34 // 32 + layers * bytes_of_32 // 32
+    assert weight_bytes(config, torch.bfloat16, weights) == pytest.approx(expected, abs=1)
+    for other in ("auto", "model"):
+        assert weight_bytes(config, torch.bfloat16, other) == 2 * config.num_parameters > expected

@@ -132,15 +132,18 @@ def test_moved_to_another_replica(
 
 
 @families
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_half_precision(model: str, dtype: str, make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [("bfloat16", "model"), ("float16", "model"), ("bfloat16", "int4"), ("float32", "int8")],
+)
+def test_in_fewer_bits(model: str, dtype: str, weights: str, make_engine: MakeEngine) -> None:
     """Warm, in chunks, in company, on two threads, with other blocks, after a preemption."""
-    if prefers_onednn(getattr(torch, dtype)):
+    if weights == "model" and prefers_onednn(getattr(torch, dtype)):
         pytest.skip("oneDNN computes the products of this dtype here")
 
     def engine(**options: Any) -> Engine:
         defaults = {"num_blocks": 512, "token_budget": 256, "check_invariants": False}
-        return make_engine(model, dtype=dtype, **{**defaults, **options})
+        return make_engine(model, dtype=dtype, weights=weights, **{**defaults, **options})
 
     one = engine()
     cold = run(one)

@@ -20,7 +20,38 @@ _KERNELS = (
     "engine/models/test_models_parity.py",
 )
 
+_CODES = ("kernels/test_codes.py",)
+_PACKER = ("engine/models/test_models_packer.py",)
+
 EXECUTION: list[Fault] = [
+    Fault(
+        "kernels/cpu/gemm_codes.cpp",
+        "  return {scale, scale * static_cast<float>(sum), -kCodeOffset * sum};\n",
+        "  return {scale, scale * static_cast<float>(sum), 0};\n",
+        _CODES,
+        "8-bit codes of a weight stay shifted",
+    ),
+    Fault(
+        "kernels/codes.py",
+        "        codes = ((wide - minima) / _nonzero(scales)).round_().clamp_(0.0, 15.0)\n",
+        "",
+        _CODES,
+        "codes are those of other scales",
+    ),
+    Fault(
+        "engine/models/packer.py",
+        'self._looks = weights == "auto" and kernels.prefers_codes and dtype.itemsize == 2',
+        'self._looks = weights == "auto" and kernels.prefers_codes',
+        _PACKER,
+        "float32 is not kept",
+    ),
+    Fault(
+        "engine/execution/model_runner.py",
+        "(str(self.dtype), self.decoder.weight_form)",
+        "(str(self.dtype),)",
+        _PACKER,
+        "replicas with other weights pass for the same model",
+    ),
     Fault(
         "engine/logit_edits.py",
         "            if place >= start:\n",

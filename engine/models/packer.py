@@ -1,0 +1,57 @@
+"""How a decoder keeps the matrices of its products: in its dtype, or in fewer bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.config import WeightsOption
+from engine.errors import ConfigError
+from kernels.codes import are_codes
+from kernels.interface import Kernels, PackedLinear
+
+
+class Packer:
+    """Packs matrices as the option ``weights`` says, and counts those in few bits.
+
+    With ``int4`` the output head has 8 bits, as in GGUF files: it is most sensitive, and read once a step.
+
+    Raises:
+        ConfigError: these kernels take no weights in few bits.
+    """
+
+    def __init__(self, kernels: Kernels, weights: WeightsOption, dtype: torch.dtype) -> None:
+        self._chosen = weights in ("int8", "int4")
+        if self._chosen and not kernels.takes_codes:
+            raise ConfigError(
+                f"weights={weights} needs kernels=cpu or kernels=reference, but the kernels are "
+                f"{kernels.name}; set weights to model"
+            )
+        self.kernels = kernels
+        self._weights = weights
+        self._looks = weights == "auto" and kernels.prefers_codes and dtype.itemsize == 2
+        self._matrices = self._coded = 0
+
+    @property
+    def form(self) -> str:
+        """What was packed, for an identity: empty if all is in the model's dtype."""
+        if not self._coded:
+            return ""
+        name = "int8" if self._weights == "int8" else "int4"
+        return name if self._coded == self._matrices else f"{name} {self._coded}/{self._matrices}"
+
+    def pack(self, weight: Tensor, bias: Tensor | None, head: bool = False) -> PackedLinear:
+        """Pack ``weight`` ``[N, K]`` and ``bias`` ``[N]``; ``weight`` stays as it is."""
+        self._matrices += 1
+        bits = self._bits(weight, head)
+        if bits is None:
+            return self.kernels.pack_linear(weight, bias)
+        self._coded += 1
+        try:
+            return self.kernels.pack_codes(weight, bits, bias)
+        except ValueError as error:
+            raise ConfigError(f"weights={self._weights}: {error}; set weights to model") from error
+
+    def _bits(self, weight: Tensor, head: bool) -> int | None:
+        bits = 8 if head or self._weights == "int8" else 4
+        return bits if self._chosen or (self._looks and are_codes(weight, bits)) else None

@@ -1,0 +1,367 @@
+// y = x W^T + b with weights of 4 or 8 bits.
+//
+// A weight is code * scale + minimum, with a scale and, with 4 bits, a minimum for each group of 32 neighboring k.
+// Each row of x is coded likewise first, in 8 bits without minima. An element of y is one chain over the groups,
+// ascending:
+//
+//     sum = fma(dot * x_scale, scale, sum), then sum = fma(x_sum, minimum, sum)
+//
+// where `dot` is the exact sum of the products of a group's codes and `x_sum` is x_scale times the sum of x's codes.
+// Then comes the bias, then one rounding. So its bits depend on its row of x and its row of W alone, and are the same
+// on all CPUs with fused multiply-adds.
+//
+// Weights lie in panels of kWidth columns, [N / kWidth][groups], zero-padded. A group has its codes, eight k at a time,
+// then a scale for each column in float16, then a minimum. A tile of rows unpacks 4 bits in registers: tiles that share
+// an unpacked copy are no faster, however many there are.
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "functions.h"
+#include "gemm_codes.h"
+#include "gemm_vec.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace quire_gemm {
+namespace {
+
+constexpr int kTileRows = kLanes == 16 ? 6 : 3;  // two vectors a row of dots and of sums each fill the registers
+constexpr int64_t kRowBlock = 4096;              // rows coded at a time: bounds the scratch memory
+constexpr int64_t kAhead = 3072;                 // bytes of a panel fetched ahead of their use
+constexpr int64_t kThreadWork = 1 << 17;         // multiply-adds that are worth a thread
+constexpr int64_t kShares = 6;                   // parts of the work a thread takes, so that a late one takes fewer
+constexpr int64_t kGroup = 32;                   // k of a group
+constexpr int kStep = 8;                         // k of a step
+constexpr int kSteps = kGroup / kStep;
+constexpr float kLargest = std::numeric_limits<float>::max();
+
+// Mirrored by `_Descriptor` in codes.py.
+struct CodedWeight {
+  void* panels;
+  const float* bias;  // [padded N] or null
+  int64_t in_features;
+  int64_t out_features;
+  int64_t bits;  // 4: codes 0 .. 15, with minima; 8: codes -127 .. 127
+};
+
+// What the codes of a group of x stand for.
+struct RowGroup {
+  float scale;
+  float sum;       // scale times the sum of the codes
+  int32_t offset;  // what shifted codes of the weight add to a dot, negated
+};
+
+constexpr int64_t kScalesBytes = kWidth * 2;
+constexpr int64_t step_bytes(int64_t bits) { return kWidth * kStep * bits / 8; }
+constexpr int64_t group_bytes(int64_t bits) { return kSteps * step_bytes(bits) + kScalesBytes * (bits == 8 ? 1 : 2); }
+
+int64_t groups_of(const CodedWeight& weight) { return (weight.in_features + kGroup - 1) / kGroup; }
+int64_t panels_of(const CodedWeight& weight) { return (weight.out_features + kWidth - 1) / kWidth; }
+
+// ---- rows of x ----
+
+// Codes a group of which there are `count` elements: the largest size becomes 127. A NaN or an infinity makes the
+// scale one.
+template <class X>
+RowGroup code_group(const X* x, int64_t count, int8_t* codes) {
+  constexpr int kParts = kGroup / kLanes;
+  alignas(64) float wide[kGroup];
+  if (count == kGroup) {  // a loop of known length
+    for (int i = 0; i < kGroup; ++i) wide[i] = widen(x[i]);
+  } else {
+    for (int i = 0; i < kGroup; ++i) wide[i] = i < count ? widen(x[i]) : 0.0f;
+  }
+  Vec parts[kParts];
+  std::memcpy(parts, wide, sizeof(parts));
+  VecBits sizes{};
+  QUIRE_UNROLL for (int i = 0; i < kParts; ++i) {
+    const VecBits bits = bit_cast<VecBits>(parts[i]) & 0x7fffffffu;
+    sizes = bits > sizes ? bits : sizes;
+  }
+  const uint32_t most = largest(sizes);
+  const float size = bit_cast<float>(most), scale = size * (1.0f / 127.0f);
+  const float inverse = scale > 0.0f ? std::min(127.0f / size, kLargest) : 0.0f;
+  const float shift = 12582912.0f;  // 1.5 * 2**23: adding it leaves the nearest integer in the lowest bits
+  VecBits sums{};
+  QUIRE_UNROLL for (int i = 0; i < kParts; ++i) {
+    const VecBits code = bit_cast<VecBits>(parts[i] * broadcast(inverse) + broadcast(shift)) - bit_cast<uint32_t>(shift);
+    store_bytes(code, codes + i * kLanes);
+    sums += code;
+  }
+  const int32_t sum = static_cast<int32_t>(total(sums));
+  return {scale, scale * static_cast<float>(sum), -kCodeOffset * sum};
+}
+
+template <class X>
+void code_row(const X* x, int64_t size, int8_t* codes, RowGroup* groups) {
+  for (int64_t k = 0; k < size; k += kGroup) *groups++ = code_group(x + k, std::min(kGroup, size - k), codes + k);
+}
+
+// ---- the micro-kernel: kRows rows of x times a panel ----
+
+struct CodeTile {
+  const uint8_t* panel;
+  int64_t count;           // of groups
+  const int8_t* x;         // codes, [kRows][count][kGroup]
+  const RowGroup* groups;  // [kRows][count]
+  float* sums;             // [kRows][kWidth]
+};
+
+template <int kBits, int kRows>
+void multiply_codes(const CodeTile& tile) {
+  const int64_t count = tile.count;
+  Vec sums[kRows][2];
+  QUIRE_UNROLL for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Vec{};
+  const uint8_t* w = tile.panel;
+  const int8_t* x = tile.x;
+  for (const RowGroup* group = tile.groups; group < tile.groups + count; ++group) {
+    Ints dots[kRows][2];
+    QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+      dots[r][0] = dots[r][1] = kBits == 8 ? fill(group[r * count].offset) : Ints{};
+    }
+    QUIRE_UNROLL for (int step = 0; step < kSteps; ++step, x += kStep, w += step_bytes(kBits)) {
+      for (int64_t line = 0; line < step_bytes(kBits); line += 64) __builtin_prefetch(w + kAhead + line, 0, 3);
+      Ints quads[2][2];  // four k each, of both vectors of columns
+      if constexpr (kBits == 4) {
+        QUIRE_UNROLL for (int h = 0; h < 2; ++h) {
+          const Ints both = load_codes(w + h * kQuad);
+          quads[0][h] = both & fill(0x0f0f0f0f);
+          quads[1][h] = (both >> 4) & fill(0x0f0f0f0f);
+        }
+      } else {
+        QUIRE_UNROLL for (int q = 0; q < 2; ++q) {
+          QUIRE_UNROLL for (int h = 0; h < 2; ++h) quads[q][h] = load_codes(w + (2 * q + h) * kQuad);
+        }
+      }
+      QUIRE_UNROLL for (int q = 0; q < 2; ++q) {
+        QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+          const int8_t* four = x + r * count * kGroup + 4 * q;
+          dots[r][0] = dot(dots[r][0], quads[q][0], four);
+          dots[r][1] = dot(dots[r][1], quads[q][1], four);
+        }
+      }
+    }
+    Vec low, high;
+    load_pair(reinterpret_cast<const Fp16*>(w), low, high);
+    QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Vec scale = broadcast(group[r * count].scale);
+      sums[r][0] = fma(to_floats(dots[r][0]) * scale, low, sums[r][0]);
+      sums[r][1] = fma(to_floats(dots[r][1]) * scale, high, sums[r][1]);
+    }
+    if constexpr (kBits == 4) {
+      w += kScalesBytes;
+      load_pair(reinterpret_cast<const Fp16*>(w), low, high);
+      QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const Vec sum = broadcast(group[r * count].sum);
+        sums[r][0] = fma(sum, low, sums[r][0]);
+        sums[r][1] = fma(sum, high, sums[r][1]);
+      }
+    }
+    w += kScalesBytes;
+  }
+  QUIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+    store(tile.sums + r * kWidth, sums[r][0]);
+    store(tile.sums + r * kWidth + kLanes, sums[r][1]);
+  }
+}
+
+template <int kBits, int... kRows>
+constexpr std::array<void (*)(const CodeTile&), kTileRows> all_code_tiles(std::integer_sequence<int, kRows...>) {
+  return {(multiply_codes<kBits, kRows + 1>)...};
+}
+
+template <int kBits>
+constexpr auto kCodeTiles = all_code_tiles<kBits>(std::make_integer_sequence<int, kTileRows>());
+
+// ---- the product ----
+
+template <class X>
+void multiply(const CodedWeight& weight, const X* x, int64_t x_stride, int64_t rows, X* y, int threads) {
+  static thread_local quire::Scratch code_scratch, group_scratch;
+  const int64_t size = weight.in_features, columns = weight.out_features, count = groups_of(weight);
+  int8_t* const codes = code_scratch.room<int8_t>(rows * count * kGroup);
+  RowGroup* const groups = group_scratch.room<RowGroup>(rows * count);
+  threads = static_cast<int>(std::min<int64_t>(threads, 1 + rows * size * columns / kThreadWork));
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  quire::parallel_for(rows, threads * kShares, tiles > 1 ? threads : 1, [&](int64_t r) {
+    code_row(x + r * x_stride, size, codes + r * count * kGroup, groups + r * count);
+  });
+  const auto& run = weight.bits == 8 ? kCodeTiles<8> : kCodeTiles<4>;
+  quire::parallel_for(panels_of(weight), threads * kShares, threads, [&](int64_t p) {
+    const uint8_t* panel = static_cast<const uint8_t*>(weight.panels) + p * count * group_bytes(weight.bits);
+    const int64_t column = p * kWidth, there = std::min<int64_t>(columns - column, kWidth);
+    const float* bias = weight.bias == nullptr ? nullptr : weight.bias + column;
+    alignas(64) float sums[kTileRows * kWidth];
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = t * rows / tiles, tile_rows = (t + 1) * rows / tiles - row;
+      run[tile_rows - 1]({panel, count, codes + row * count * kGroup, groups + row * count, sums});
+      for (int64_t r = 0; r < tile_rows; ++r) {
+        X* out = y + (row + r) * columns + column;
+        const float* from = sums + r * kWidth;
+        if (bias == nullptr) {
+          for (int64_t c = 0; c < there; ++c) narrow(from[c], out + c);
+        } else {
+          for (int64_t c = 0; c < there; ++c) narrow(from[c] + bias[c], out + c);
+        }
+      }
+    }
+  });
+}
+
+template <class X>
+void multiply_blocks(const CodedWeight& weight, const void* x, int64_t x_stride, int64_t rows, void* y, int threads) {
+  for (int64_t row = 0; row < rows; row += kRowBlock) {
+    multiply(weight, static_cast<const X*>(x) + row * x_stride, x_stride, std::min(kRowBlock, rows - row),
+             static_cast<X*>(y) + row * weight.out_features, threads);
+  }
+}
+
+// ---- coding and packing weights ----
+
+enum Coded : int { kDone = 0, kNotFinite = 1, kTooLarge = 2 };
+
+float nearest(float x) {
+  const float shift = 12582912.0f;  // 1.5 * 2**23: what is added to it rounds to an integer
+  return x + shift - shift;
+}
+
+float as_half(float x) {
+  Fp16 half;
+  narrow(x, &half);
+  return widen(half);
+}
+
+// The least squares of errors for a group of 4 bits, as codes.py has it. `wide` has kGroup elements.
+void encode_four(const float* wide, int8_t* codes, float& scale, float& minimum) {
+  float low = wide[0], high = wide[0], sum = 0.0f;
+  for (int i = 0; i < kGroup; ++i) low = std::min(low, wide[i]), high = std::max(high, wide[i]), sum += wide[i];
+  const float step = high > low ? (high - low) / 15.0f : 1.0f;
+  float code[kGroup], code_sum = 0.0f;
+  for (int i = 0; i < kGroup; ++i) code[i] = nearest((wide[i] - low) / step), code_sum += code[i];
+  const float mean = sum / kGroup, code_mean = code_sum / kGroup;
+  float both = 0.0f, squares = 0.0f;
+  for (int i = 0; i < kGroup; ++i) {
+    const float away = code[i] - code_mean;
+    both += away * (wide[i] - mean), squares += away * away;
+  }
+  scale = as_half(squares > 0.0f ? both / squares : 0.0f);
+  minimum = as_half(mean - scale * code_mean);
+  const float divisor = scale != 0.0f ? scale : 1.0f;
+  for (int i = 0; i < kGroup; ++i) {
+    codes[i] = static_cast<int8_t>(std::min(std::max(nearest((wide[i] - minimum) / divisor), 0.0f), 15.0f));
+  }
+}
+
+void encode_eight(const float* wide, int8_t* codes, float& scale) {
+  float size = 0.0f;
+  for (int i = 0; i < kGroup; ++i) size = std::max(size, std::fabs(wide[i]));
+  const float step = size / 127.0f > 0.0f ? size / 127.0f : 1.0f;
+  float both = 0.0f, squares = 0.0f;
+  for (int i = 0; i < kGroup; ++i) {
+    const float code = nearest(wide[i] / step);
+    codes[i] = static_cast<int8_t>(code);
+    both += code * wide[i], squares += code * code;
+  }
+  scale = as_half(squares > 0.0f ? both / squares : 0.0f);
+}
+
+// Column `c` of a panel from its row of W.
+template <class W>
+Coded pack_column(const CodedWeight& weight, const W* w, int64_t c, uint8_t* panel) {
+  const int64_t bits = weight.bits, size = weight.in_features;
+  for (int64_t k = 0; k < size; k += kGroup, panel += group_bytes(bits)) {
+    float wide[kGroup];
+    for (int64_t i = 0; i < kGroup; ++i) {  // copies of the last one, so that extremes stay
+      wide[i] = widen(w[std::min(k + i, size - 1)]);
+      if (!(std::fabs(wide[i]) <= kLargest)) return kNotFinite;
+    }
+    float scale, minimum = 0.0f;
+    int8_t codes[kGroup];
+    bits == 8 ? encode_eight(wide, codes, scale) : encode_four(wide, codes, scale, minimum);
+    if (!(std::fabs(scale) <= kLargest && std::fabs(minimum) <= kLargest)) return kTooLarge;
+    for (int64_t i = size - k; i < kGroup; ++i) codes[i] = 0;
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t quads[2];
+      std::memcpy(quads, codes + step * kStep, sizeof(quads));
+      uint8_t* to = panel + step * step_bytes(bits) + 4 * c;
+      if (bits == 8) {
+        for (int q = 0; q < 2; ++q) {
+          quads[q] ^= kCodeOffset * 0x01010101u;  // adds 128 to each
+          std::memcpy(to + q * 2 * kQuad, &quads[q], 4);
+        }
+      } else {
+        quads[0] |= quads[1] << 4;
+        std::memcpy(to, quads, 4);
+      }
+    }
+    Fp16* scales = reinterpret_cast<Fp16*>(panel + kSteps * step_bytes(bits)) + c;
+    narrow(scale, scales);
+    if (bits == 4) narrow(minimum, scales + kWidth);
+  }
+  return kDone;
+}
+
+template <class W>
+Coded pack_codes(const CodedWeight& weight, const W* w, int64_t stride, int threads) {
+  const int64_t panel_bytes = groups_of(weight) * group_bytes(weight.bits);
+  std::atomic<Coded> result{kDone};
+  quire::parallel_for(panels_of(weight), threads * kShares, threads, [&](int64_t p) {
+    uint8_t* panel = static_cast<uint8_t*>(weight.panels) + p * panel_bytes;
+    std::memset(panel, 0, static_cast<size_t>(panel_bytes));
+    for (int64_t c = 0; c < kWidth && p * kWidth + c < weight.out_features; ++c) {
+      const Coded done = pack_column(weight, w + (p * kWidth + c) * stride, c, panel);
+      if (done != kDone) result = done;
+    }
+  });
+  return result;
+}
+
+}  // namespace
+}  // namespace quire_gemm
+
+extern "C" {
+
+// Whether this CPU has instructions for sums of products of bytes.
+int quire_codes_in_hardware() { return quire_gemm::kHardware; }
+
+// Bytes of a weight's panels.
+int64_t quire_codes_bytes(const void* packed) {
+  using namespace quire_gemm;
+  const CodedWeight& weight = *static_cast<const CodedWeight*>(packed);
+  return panels_of(weight) * groups_of(weight) * group_bytes(weight.bits);
+}
+
+// Codes w [N, K] (`stride` elements from row to row) into `panels`. Returns 1 where a weight is not finite, 2 where one is
+// too large for a scale in float16, else 0.
+int quire_codes_pack(const void* packed, int dtype, const void* w, int64_t stride, int threads) {
+  using namespace quire_gemm;
+  const CodedWeight& weight = *static_cast<const CodedWeight*>(packed);
+  switch (dtype) {
+    case 0: return pack_codes(weight, static_cast<const Bf16*>(w), stride, threads);
+    case 1: return pack_codes(weight, static_cast<const Fp16*>(w), stride, threads);
+    default: return pack_codes(weight, static_cast<const float*>(w), stride, threads);
+  }
+}
+
+// y [rows, N] (dense) = x [rows, K] (`x_stride` elements from row to row) times the packed weight, plus its bias.
+// `dtype` is that of x and y. Returns 1 where memory ran out, else 0.
+int quire_codes_linear(const void* packed, int dtype, const void* x, int64_t x_stride, int64_t rows, void* y,
+                       int threads) {
+  using namespace quire_gemm;
+  const CodedWeight& weight = *static_cast<const CodedWeight*>(packed);
+  return quire::status_of([&] {
+    switch (dtype) {
+      case 0: return multiply_blocks<Bf16>(weight, x, x_stride, rows, y, threads);
+      case 1: return multiply_blocks<Fp16>(weight, x, x_stride, rows, y, threads);
+      default: return multiply_blocks<float>(weight, x, x_stride, rows, y, threads);
+    }
+  });
+}
+}

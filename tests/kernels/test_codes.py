@@ -1,0 +1,248 @@
+"""Weights in few bits: their codes, and products with them: near float64, equal however called."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.codes import GROUP, are_codes, code_rows, encode
+from kernels.cpu import CpuKernels
+from kernels.cpu.build import SOURCE_FOLDER, _compile, find_compilers
+from kernels.cpu.coded import _Descriptor
+from kernels.interface import SUPPORTED_DTYPES, PackedLinear
+from kernels.reference import ReferenceKernels
+
+# [N, K]: below one panel and one group, off every multiple, more than a group.
+SHAPES = [(1, 1), (5, 3), (16, 8), (33, 64), (70, 83), (33, 257), (130, 600)]
+ROWS = [*range(1, 9), 12, 13, 23, 33, 70]
+
+# Half a unit in the last place of the result.
+TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
+
+both = pytest.mark.parametrize("bits", [4, 8])
+dtypes = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuKernels:
+    return CpuKernels(2)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pack(cpu: CpuKernels, weight: Tensor, bits: int, bias: Tensor | None = None) -> PackedLinear:
+    return cpu.pack_codes(weight, bits, bias)
+
+
+@both
+def test_codes_are_near_their_weights(bits: int) -> None:
+    for rows, columns in SHAPES:
+        weight = random(rows, columns, seed=columns)
+        matrix = encode(weight, bits)
+        least, most = (0, 15) if bits == 4 else (-127, 127)
+        assert least <= int(matrix.codes.min())
+        assert int(matrix.codes.max()) <= most
+        for first in range(0, columns, GROUP):
+            part = weight[:, first : first + GROUP]
+            spread = part.amax(1, keepdim=True) - part.amin(1, keepdim=True)
+            step = spread / 15 if bits == 4 else part.abs().amax(1, keepdim=True) / 127
+            error = (matrix.decode()[:, first : first + GROUP] - part).abs()
+            # Half a step, and more at the extremes: the squares of all errors are least, not the largest error.
+            assert (error <= 1.5 * step + 2.0**-10 * part.abs()).all()
+            assert (
+                error.square().mean(1) <= (step[:, 0] / 2).square() + 2.0**-20 * part.square().mean(1)
+            ).all()
+
+
+def test_codes_of_a_file_survive_its_conversion_to_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (300, 576), generator=generator)
+    codes[:, ::32], codes[:, 1::32] = 0, 15  # as its quantizer leaves each group
+    scales = (torch.rand(300, 18, generator=generator) * 0.05 + 0.001).half()
+    minima = (scales.float() * -(torch.rand(300, 18, generator=generator) * 4 + 5.5)).half()
+    exact = codes * scales.float().repeat_interleave(32, 1) + minima.float().repeat_interleave(32, 1)
+    rounded = exact.to(torch.bfloat16)
+    matrix = encode(rounded, 4)
+    assert torch.equal(matrix.codes, codes.to(torch.int8))
+    again = (matrix.decode() - exact).square().mean()
+    assert float(again) < 0.5 * float((rounded.float() - exact).square().mean())
+
+
+def test_codes_are_told_from_other_weights() -> None:
+    weight = random(48, 96).to(torch.bfloat16)
+    for bits in (4, 8):
+        assert are_codes(encode(weight, bits).decode().to(torch.bfloat16), bits)
+        assert not are_codes(weight, bits)
+    assert not are_codes(encode(weight, 8).decode().to(torch.bfloat16), 4)
+    assert not are_codes(weight * float("nan"), 4)
+    assert not are_codes(weight[:0], 4)
+
+
+@both
+@pytest.mark.parametrize("value", [0.0, 0.75, -3.0])
+def test_equal_weights(bits: int, value: float) -> None:
+    weight = torch.full((3, 40), value)
+    torch.testing.assert_close(encode(weight, bits).decode(), weight, rtol=2.0**-11, atol=0.0)
+
+
+def test_refusals_say_what_was_wrong(cpu: CpuKernels) -> None:
+    weight = torch.ones(2, 40)
+    packed = pack(cpu, weight, 4)
+    with pytest.raises(ValueError, match="41 columns"):
+        cpu.linear(torch.ones(1, 41), packed)
+    with pytest.raises(ValueError, match="float64"):
+        cpu.linear(torch.ones(1, 40, dtype=torch.float64), packed)
+    for kernels in (cpu, ReferenceKernels()):
+        with pytest.raises(ValueError, match="not finite"):
+            kernels.pack_codes(weight * float("nan"), 8, None)
+        with pytest.raises(ValueError, match="float16"):
+            kernels.pack_codes(weight * 1e6, 4, None)
+
+
+def kept(cpu: CpuKernels, packed: PackedLinear) -> Tensor:
+    """The weights that the codes of ``packed`` stand for, ``[N, K]``: each alone codes to 127."""
+    return cpu.linear(torch.eye(packed.in_features), packed).T
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_in_the_kernel(cpu: CpuKernels, shape: tuple[int, int], dtype: torch.dtype, bits: int) -> None:
+    """Those of the reference, or neighbors where a weight lies half-way between two, but for rounding."""
+    weight = random(*shape, dtype=dtype)
+    matrix = encode(weight, bits)
+    ours, error = kept(cpu, pack(cpu, weight, bits)), (matrix.decode() - weight.float()).abs()
+    step = matrix.scales[:, torch.arange(shape[1]) // GROUP].abs()
+    differs = (ours - matrix.decode()).abs() > 2.0**-9 * (ours.abs() + 8 * step)
+    assert float(differs.float().mean()) < 2e-3
+    assert ((ours - weight.float()).abs() <= error + 0.02 * step + 2.0**-9 * ours.abs()).all()
+
+
+@both
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_close_to_float64(cpu: CpuKernels, shape: tuple[int, int], dtype: torch.dtype, bits: int) -> None:
+    """The sum of what the codes of both stand for, up to the rounding of a float32 chain; no other error."""
+    out_features, in_features = shape
+    weight, bias = random(out_features, in_features), random(out_features, dtype=dtype, seed=1)
+    reference = ReferenceKernels()
+    cases = (
+        (cpu, pack(cpu, weight, bits, bias), kept(cpu, pack(cpu, weight, bits))),
+        (reference, reference.pack_codes(weight, bits, bias), encode(weight, bits).decode()),
+    )
+    for rows in ROWS:
+        x = random(rows, in_features, dtype=dtype, seed=2 + rows)
+        seen = code_rows(x).double()
+        assert (seen - x.double()).abs().max() <= 0.5001 * x.float().abs().amax() / 127
+        for kernels, packed, meant in cases:
+            y = kernels.linear(x, packed)
+            exact = seen @ meant.T.double() + bias.double()
+            size = seen.abs() @ (meant.abs() + meant.abs().max()).T.double() + 1.0  # minima may cancel
+            assert y.dtype == dtype
+            assert ((y.double() - exact).abs() <= TOLERANCE[dtype] * exact.abs() + 2.0**-19 * size).all()
+
+
+@both
+@dtypes
+def test_bits_of_a_row_depend_on_that_row_alone(cpu: CpuKernels, dtype: torch.dtype, bits: int) -> None:
+    one = CpuKernels(1)
+    packed = pack(cpu, random(131, 601), bits, random(131, seed=1))
+    x = random(70, 601, dtype=dtype, seed=2)
+    alone = torch.cat([one.linear(x[i : i + 1], packed) for i in range(70)])
+    for kernels in (one, cpu):
+        for rows in range(1, 71):
+            assert torch.equal(kernels.linear(x[:rows], packed), alone[:rows]), (rows, kernels.num_threads)
+        for first in range(1, 70, 5):
+            assert torch.equal(kernels.linear(x[first:], packed), alone[first:]), (first, kernels.num_threads)
+
+
+@both
+def test_bits_hold_over_row_blocks(cpu: CpuKernels, bits: int) -> None:
+    packed = pack(cpu, random(40, 65), bits)
+    x = random(4200, 65, dtype=torch.bfloat16, seed=1)
+    y = cpu.linear(x, packed)
+    for i in (0, 1, 4095, 4096, 4097, 4199):
+        assert torch.equal(cpu.linear(x[i : i + 1], packed), y[i : i + 1])
+
+
+@both
+def test_bits_of_a_column_depend_on_its_weights_alone(cpu: CpuKernels, bits: int) -> None:
+    weight, x = random(75, 300), random(20, 300, seed=1)
+    whole = cpu.linear(x, pack(cpu, weight, bits))
+    for first, last in ((0, 1), (3, 20), (17, 75), (74, 75)):
+        assert torch.equal(cpu.linear(x, pack(cpu, weight[first:last], bits)), whole[:, first:last])
+
+
+@both
+def test_strided_rows(cpu: CpuKernels, bits: int) -> None:
+    packed, wide = pack(cpu, random(40, 57), bits), random(9, 100, seed=1)
+    x = wide[:, 7:64]
+    dense = cpu.linear(x.contiguous(), packed)
+    assert torch.equal(cpu.linear(x, packed), dense)
+    assert torch.equal(cpu.linear(x.T.contiguous().T, packed), dense)
+    assert torch.equal(cpu.linear(x[::2], packed), dense[::2])
+
+
+@both
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_not_hidden(cpu: CpuKernels, bits: int, value: float) -> None:
+    x = random(14, 70)
+    x[3, 40] = value
+    y = cpu.linear(x, pack(cpu, random(9, 70, seed=1), bits))
+    assert not y[3].isfinite().any()
+    assert y[:3].isfinite().all()
+    assert y[4:].isfinite().all()
+
+
+@both
+def test_smallest_and_no_values(cpu: CpuKernels, bits: int) -> None:
+    packed = pack(cpu, random(9, 70), bits)
+    x = torch.zeros(3, 70)
+    x[1] = 1e-44
+    x[2, 5] = 1e-39
+    y = cpu.linear(x, packed)
+    assert not y[0].any()
+    assert float(y.abs().max()) < 1e-36
+    assert cpu.linear(torch.ones(0, 70), packed).shape == (0, 9)
+
+
+class NarrowLibrary:
+    """The product alone, compiled for a CPU with fewer instructions than this one."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.quire_codes_bytes.restype = ctypes.c_int64
+        self._library = library
+
+    def product(self, x: Tensor, weight: Tensor, bits: int) -> Tensor:
+        """Of bfloat16 tensors."""
+        descriptor = _Descriptor(None, None, weight.shape[1], weight.shape[0], bits)
+        address = ctypes.c_void_p(ctypes.addressof(descriptor))
+        panels = torch.empty(self._library.quire_codes_bytes(address), dtype=torch.uint8)
+        descriptor.panels = panels.data_ptr()
+        stride = ctypes.c_int64(weight.shape[1])
+        assert not self._library.quire_codes_pack(address, 0, ctypes.c_void_p(weight.data_ptr()), stride, 1)
+        y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+        pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
+        rows = ctypes.c_int64(x.shape[0])
+        assert not self._library.quire_codes_linear(address, 0, pointers[0], stride, rows, pointers[1], 1)
+        return y
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 has instructions to leave out")
+@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx512f -mno-avxvnni"])
+def test_the_same_bits_with_fewer_instructions(cpu: CpuKernels, without: str, tmp_path: Path) -> None:
+    sources = [SOURCE_FOLDER / "gemm_codes.cpp", SOURCE_FOLDER / "pool.cpp"]
+    _compile([*find_compilers()[0], *without.split()], sources, tmp_path / "narrow.so")
+    narrow = NarrowLibrary(ctypes.CDLL(str(tmp_path / "narrow.so")))
+    weight, x = random(70, 104, dtype=torch.bfloat16), random(23, 104, dtype=torch.bfloat16, seed=1)
+    for bits in (4, 8):
+        for rows in (1, 2, 7, 23):
+            y = narrow.product(x[:rows], weight, bits)
+            assert torch.equal(y, cpu.linear(x[:rows], pack(cpu, weight, bits)))
