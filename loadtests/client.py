@@ -177,6 +177,7 @@ class Client:
             timeout=httpx.Timeout(None, connect=CONNECT_LIMIT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
+            verify=url.startswith("https:"),  # loading certificates takes longer than a request
         )
 
     async def __aenter__(self) -> Client:

@@ -59,6 +59,8 @@ class Instance:
         """Set in this process what Ray's own processes inherit, before Ray starts."""
         os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
+        # Ray would start a worker for each core in advance; replicas, with an environment, need others.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         for variable in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
             os.environ[variable] = str(self.ports.take())
 

@@ -23,13 +23,15 @@ from loadtests.cluster import application, gone, replica_pids, wait_for
 
 ALONE = ("engine_replicas=1", "kv_memory=64MiB", "threads=1", "engine_cpus=1")
 IDLE = 4100
+POLL_S = 0.02
+HTTP = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))  # connects anew each time
 BODY = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
 
 
 def answer_of(url: str) -> str:
     """The instance that answers, ``503`` if HAProxy says that none can, or ``refused``."""
     try:
-        response = httpx.get(f"{url}/v1/models", timeout=30)
+        response = HTTP.get(f"{url}/v1/models")
     except httpx.TransportError:
         return "refused"
     if response.status_code == 503 and INSTANCE not in response.headers:
@@ -55,7 +57,7 @@ def lets_no_other_answer(cluster: BreakableCluster, process: psutil.Process, url
     restarted = threading.Event()
 
     def poll(address: str) -> None:
-        while not restarted.is_set():
+        while not restarted.wait(POLL_S):
             seen[address][answer_of(address)] += 1
 
     polling = [threading.Thread(target=poll, args=(address,)) for address in seen]

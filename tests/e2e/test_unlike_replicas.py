@@ -19,7 +19,7 @@ from loadtests.cluster import gone, wait_for
 
 NEIGHBORS = 16
 STREAMS = 5
-SHORT, LONG = 16, 1200  # tokens
+SHORT, WHILE, LONG = 16, 500, 1200  # tokens; those of neighbors outlast two deaths, the last ones a redeploy
 CONTEXT = 4096
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "manifest.json")
 
@@ -67,15 +67,16 @@ def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
     cluster = bare_cluster
     cluster.ensure(**options(old_model, engine_replicas=4, kv_memory="128MiB"))
     cluster.wait_routable(4)
-    undisturbed = asyncio.run(streams(cluster, NEIGHBORS, LONG))
+    undisturbed = asyncio.run(streams(cluster, NEIGHBORS, WHILE))
     before = cluster.engine_pids()
 
     async def poisoned() -> tuple[list[Outcome], Outcome]:
-        neighbors = asyncio.ensure_future(streams(cluster, NEIGHBORS, LONG))
+        neighbors = asyncio.ensure_future(streams(cluster, NEIGHBORS, WHILE))
         busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBORS  # noqa: E731
         await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbors run")
         async with Client(cluster.url, cluster.instance) as client:
             poison = await client.complete([POISON, 20, 30], LONG)
+        assert not neighbors.done(), "they ended too soon to be disturbed"
         return await neighbors, poison
 
     neighbors, poison = asyncio.run(poisoned())
