@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from app.api.choices import TextDelta
+from app.api.choices import TextDelta, TokenDetails
 
 Kind: TypeAlias = Literal["text", "reasoning", "call"]
 
@@ -34,10 +34,11 @@ class Block:
 class Answer:
     """One choice of a response: its blocks in the order of the model's text."""
 
-    __slots__ = ("blocks", "fingerprint", "finish_reason", "stop")
+    __slots__ = ("_details", "blocks", "fingerprint", "finish_reason", "stop")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self._details: list[TokenDetails] = []
         self.finish_reason = ""
         self.fingerprint = ""
         self.stop: str | None = None  # the stop string that ended it
@@ -53,12 +54,24 @@ class Answer:
         return "".join(block.text for block in self.blocks if block.kind == "reasoning")
 
     @property
+    def details(self) -> TokenDetails:
+        """What is known of its tokens."""
+        return TokenDetails(
+            tuple(token for part in self._details for token in part.token_ids),
+            tuple(score for part in self._details for score in part.logprobs),
+            self._details[0].prompt_logprobs if self._details else None,
+            True,
+        )
+
+    @property
     def calls(self) -> list[Block]:
         """Its calls of tools."""
         return [block for block in self.blocks if block.kind == "call"]
 
     def add(self, delta: TextDelta) -> str:
         """The next delta of the choice; returns what it adds to the last block."""
+        if delta.details is not None:
+            self._details.append(delta.details)
         self.fingerprint = delta.fingerprint
         self.finish_reason = delta.finish_reason or ""
         self.stop = delta.stop

@@ -24,6 +24,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of what a message reasons before it answers; templates read the first or the second."""
 
 
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Follows the last message where it is to be continued, to find its end in the text."""
+
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+
 class ChatTemplate:
     """One model's template and the names of its special tokens, such as ``bos_token``.
 
@@ -36,23 +42,36 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation up to the beginning of the assistant's turn.
+        """The text of a conversation, by default up to the beginning of the assistant's turn.
 
         ``messages`` and ``tools`` are plain JSON values; a message's keys whose value is ``None`` are left out.
+        With ``continue_final_message`` the text ends with the content of the last message. ``variables`` are
+        the template's own; none may have a name of ``OWN_VARIABLES`` or of a special token.
 
         Raises:
             TemplateError: the template is broken, or refuses these messages.
-            TypeError: the template does not expect such values.
+            TypeError, ValueError: the template does not expect such values.
         """
-        return self._compiled.render(
+        turns = [_turn(message) for message in messages]
+        if continue_final_message:
+            turns[-1]["content"] = f"{turns[-1].get('content', '')}{_CONTINUED}"
+        text = self._compiled.render(
             **self._special_tokens,
-            messages=[_turn(message) for message in messages],
+            **(variables or {}),
+            messages=turns,
             tools=None if tools is None else list(tools),
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
         )
+        return _before_mark(text) if continue_final_message else text
 
     @cached_property
     def _compiled(self) -> Template:
@@ -64,6 +83,15 @@ class ChatTemplate:
             raise_exception=_raise, strftime_now=_now, dict=_Dictionary(), namespace=_Names
         )
         return environment.from_string(self.source)
+
+
+def _before_mark(text: str) -> str:
+    """A text up to the mark in it; as ``transformers`` does, with the space that the template keeps there."""
+    place = text.rfind(_CONTINUED.rstrip())
+    if place < 0:
+        raise TemplateError("it does not write the last message, so that cannot be continued")
+    kept = text[place : place + len(_CONTINUED)] == _CONTINUED
+    return text[:place] if kept else text[:place].rstrip()
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:

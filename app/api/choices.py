@@ -10,12 +10,13 @@ from typing import Protocol, cast
 
 from app.api.caller import Caller
 from app.api.openai_types import GenerationOptions
-from app.api.text import OutputText, TextDecoder
 from app.api.tools.answer_text import AnswerParser
 from app.api.tools.parts import CallDelta, Part
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.request import CacheNamespace
+from engine.text import OutputText, TextDecoder
+from engine.token_logprobs import TokenLogprobs
 
 
 class TokenGenerator(Protocol):
@@ -38,6 +39,10 @@ class GenerationJob:
     """Special tokens that count as text."""
     checked: FleetLimits | None = None
     """By which it has been found valid."""
+    echoes: tuple[str, ...] = ()
+    """The text of each prompt, if the choices begin with it."""
+    continues: bool = False
+    """Whether the output continues the prompt's text: its first space is kept."""
 
     def engine_request_id(self, prompt: int) -> str:
         """The request's ID; with several prompts, also which of them it is."""
@@ -50,9 +55,25 @@ class GenerationJob:
         return len(self.prompts) * self.options.params.n
 
     @property
+    def detailed(self) -> bool:
+        """Whether the response says something of single tokens."""
+        params, output = self.options.params, self.options.output
+        return params.logprobs is not None or params.prompt_logprobs is not None or output.token_ids
+
+    @property
     def prompt_tokens(self) -> int:
         """Each prompt counts once, however many choices it has."""
         return sum(map(len, self.prompts))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    """The tokens of one delta, and what is known of each if it was asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt from its second token on
+    first: bool = False  # of its choice; only the first one has those of the prompt
 
 
 @dataclass(slots=True)
@@ -74,6 +95,8 @@ class TextDelta:
     call: CallDelta | None = None
     stop: str | None = None
     """The stop string that ended the choice."""
+    details: TokenDetails | None = None
+    """If the job is ``detailed``."""
 
 
 def stream_choices(
@@ -84,7 +107,10 @@ def stream_choices(
     Raises:
         GenerationError, UnavailableError, InvalidRequestError: of one prompt; it ends the others, too.
     """
-    outputs = [_of_prompt(job, prompt, source, decoder) for prompt in range(len(job.prompts))]
+    params = job.options.params
+    # The engine ranks by tokens; where stop strings may cut them, the text decides which count.
+    make = _best_of_prompt if job.options.stop and params.best_of is not None else _of_prompt
+    outputs = [make(job, prompt, source, decoder) for prompt in range(len(job.prompts))]
     return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
 
@@ -103,14 +129,20 @@ async def _of_prompt(
         client=job.caller.client,
         checked=job.checked,
     )
+    shown = job.markers if options.output.skip_special_tokens else decoder.special_names
     texts = {
         sequence: OutputText(
-            decoder.detokenizer(continues_text=not job.chat, shown=job.markers),
+            decoder.detokenizer(continues_text=job.continues or not job.chat, shown=shown),
             options.stop,
             options.params.min_tokens,
+            options.output.include_stop,
         )
         for sequence in range(n)
     }
+    echo = job.echoes[prompt] if job.echoes else ""
+    unbegun = set(texts) if echo or job.detailed else set()
+    detailed = job.detailed
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     parsers = [job.answer_parser() for _ in range(n)]
     ended_tokens = 0
     # EngineClient.generate is an async generator; closing it aborts the request.
@@ -125,9 +157,25 @@ async def _of_prompt(
             reason = delta.finish_reason
             if reason == "abort":
                 raise GenerationError("the engine aborted this request; send it again")
+            before = output.num_tokens
             text = output.push(delta.token_ids, reason)
             if output.stopped:
                 reason = "stop"
+            details = None
+            first = delta.sequence in unbegun
+            if first:
+                unbegun.remove(delta.sequence)
+                text = echo + text
+            if detailed:
+                if delta.prompt_logprobs is not None:
+                    prompt_logprobs = delta.prompt_logprobs
+                count = output.num_tokens - before
+                details = TokenDetails(
+                    delta.token_ids[:count],
+                    (delta.logprobs or ())[:count],
+                    prompt_logprobs if first else None,
+                    first,
+                )
             whole = TextDelta(
                 prompt * n + delta.sequence,
                 text,
@@ -136,6 +184,7 @@ async def _of_prompt(
                 delta.cached_tokens,
                 delta.fingerprint,
                 stop=output.stop,
+                details=details,
             )
             parser = parsers[delta.sequence]
             for part in [whole] if parser is None else _parts(whole, parser):
@@ -150,6 +199,28 @@ async def _of_prompt(
     raise GenerationError("the engine ended this request without a reason")
 
 
+async def _best_of_prompt(
+    job: GenerationJob, prompt: int, source: TokenGenerator, decoder: TextDecoder
+) -> AsyncGenerator[TextDelta, None]:
+    """The best choices of one prompt, at the end: by the mean log probability of tokens to a stop string."""
+    params = job.options.params
+    wide = replace(params, n=params.width, best_of=None, logprobs=params.logprobs or 0)
+    every = replace(job, options=replace(job.options, params=wide))
+    made: list[list[TextDelta]] = [[] for _ in range(wide.n)]
+    async with aclosing(_of_prompt(every, prompt, source, decoder)) as arriving:
+        async for delta in arriving:
+            made[delta.index - prompt * wide.n].append(delta)
+    for rank, deltas in enumerate(sorted(made, key=_mean_logprob, reverse=True)[: params.n]):
+        for delta in deltas:
+            details = delta.details if job.detailed else None
+            yield replace(delta, index=prompt * params.n + rank, details=details)
+
+
+def _mean_logprob(deltas: Sequence[TextDelta]) -> float:
+    scores = [score.logprob for delta in deltas if delta.details for score in delta.details.logprobs]
+    return sum(scores) / max(len(scores), 1)
+
+
 def _parts(delta: TextDelta, parser: AnswerParser) -> list[TextDelta]:
     """``delta`` in parts, one at least; the last has the finish reason."""
     reason = delta.finish_reason
@@ -160,6 +231,8 @@ def _parts(delta: TextDelta, parser: AnswerParser) -> list[TextDelta]:
         replace(delta, text=part.content, reasoning=part.reasoning, call=part.call, finish_reason=None)
         for part in parts
     ]
+    if delta.details is not None:
+        deltas[1:] = [replace(part, details=None) for part in deltas[1:]]
     deltas[-1] = replace(deltas[-1], finish_reason=reason)
     return deltas
 

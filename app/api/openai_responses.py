@@ -12,11 +12,13 @@ from json.encoder import encode_basestring_ascii as encode_text
 from typing import Any
 
 from app.api.answers import Answer
-from app.api.choices import GenerationJob, TextDelta
+from app.api.choices import GenerationJob, TextDelta, TokenDetails
 from app.api.errors import ApiFault
+from app.api.logprobs import TokenReport
 from app.api.sse import DONE, error_event
 from app.api.tools.parts import CallDelta
 from app.api.usage import Usage
+from engine.text import TextDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +91,46 @@ def _message(answer: Answer) -> dict[str, Any]:
 class OpenAIReply:
     """Writes a response of the completions or the chat route."""
 
-    def __init__(self, job: GenerationJob, envelope: Envelope) -> None:
+    def __init__(self, job: GenerationJob, envelope: Envelope, decoder: TextDecoder) -> None:
         self._job = job
+        self._report = TokenReport(job, decoder) if job.detailed else None
         self._envelope = envelope
         self._writers: dict[str, ChunkWriter] = {}  # one, unless prompts are answered by different models
         self._begun = not job.chat
 
     def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         envelope = self._envelope.of({answer.fingerprint for answer in answers})
-        return (chat_body if self._job.chat else completion_body)(envelope, answers, usage)
+        body = (chat_body if self._job.chat else completion_body)(envelope, answers, usage)
+        if self._report is None:
+            return body
+        for choice, answer in zip(body["choices"], answers, strict=True):
+            choice.update(self._of_choice(choice["index"], answer.details))
+        of_prompt = answers[0].details.prompt_logprobs
+        if self._job.chat and self._job.options.output.prompt_logprobs is not None and of_prompt is not None:
+            body["prompt_logprobs"] = self._report.of_prompt(0, of_prompt)
+        return body | self._of_prompt()
+
+    def _of_choice(self, index: int, details: TokenDetails) -> dict[str, Any]:
+        assert self._report is not None
+        return self._report.of_chat(details) if self._job.chat else self._report.of_completion(index, details)
+
+    def _of_prompt(self) -> dict[str, Any]:
+        """What a chat's response says of its prompt's tokens."""
+        if not (self._job.chat and self._job.options.output.token_ids):
+            return {}
+        return {"prompt_token_ids": self._job.prompts[0]}
 
     def delta(self, delta: TextDelta, usage: Usage) -> bytes:
         writer = self._writers.get(delta.fingerprint)
         if writer is None:
             writer = self._writers[delta.fingerprint] = self._writer({delta.fingerprint})
-        opening = b"" if self._begun else b"".join(map(writer.role, range(self._job.options.params.n)))
-        self._begun = True
-        return opening + writer.delta(delta, usage)
+        opening = b""
+        if not self._begun:
+            self._begun = True
+            roles = range(self._job.options.params.n)
+            opening = writer.role(0, self._of_prompt()) + b"".join(map(writer.role, roles[1:]))
+        fields = None if delta.details is None else self._of_choice(delta.index, delta.details)
+        return opening + writer.delta(delta, usage, fields)
 
     def end(self, usage: Usage) -> bytes:
         return self._writer(self._writers).usage(usage) + DONE
@@ -138,17 +163,19 @@ class ChunkWriter:
         self._head = "data: " + head.removesuffix("]}")
         self._null_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
-    def role(self, index: int = 0) -> bytes:
-        """The first chunk of a chat's choice ``index``."""
+    def role(self, index: int = 0, fields: dict[str, Any] | None = None) -> bytes:
+        """The first chunk of a chat's choice ``index``, with more ``fields`` beside the choices."""
         delta = '{"role":"assistant","content":""}'
         choice = f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'
-        return f"{self._head}{choice}]{self._null_usage}".encode()
+        more = "".join(f",{_dumped({name: value})[1:-1]}" for name, value in (fields or {}).items())
+        return f"{self._head}{choice}]{more}{self._null_usage}".encode()
 
-    def delta(self, delta: TextDelta, usage: Usage) -> bytes:
-        """The chunk for one delta; ``usage`` is the usage so far."""
+    def delta(self, delta: TextDelta, usage: Usage, fields: dict[str, Any] | None = None) -> bytes:
+        """The chunk for one delta; ``usage`` is the usage so far, ``fields`` what is known of its tokens."""
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         content = f'"delta":{_chat_delta(delta)}' if self._chat else f'"text":{encode_text(delta.text)}'
-        choice = f'{{"index":{delta.index},{content},"logprobs":null,"finish_reason":{reason}}}]'
+        known = '"logprobs":null' if fields is None else _dumped(fields)[1:-1]
+        choice = f'{{"index":{delta.index},{content},{known},"finish_reason":{reason}}}]'
         tail = self._usage_tail(usage) if self._continuous_usage else self._null_usage
         return f"{self._head}{choice}{tail}".encode()
 
@@ -158,6 +185,10 @@ class ChunkWriter:
 
     def _usage_tail(self, usage: Usage) -> str:
         return f',"usage":{json.dumps(usage.to_dict(), separators=(",", ":"))}}}\n\n'
+
+
+def _dumped(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _chat_delta(delta: TextDelta) -> str:

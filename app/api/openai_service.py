@@ -148,11 +148,20 @@ class OpenAIService:
         with self._admit(record, choices) as (permit, held):
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-            encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
+            longest = limits.max_model_len
+            encoded = iter(await self._tokenizer.encode_texts(texts, longest))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            job = GenerationJob(request.options, prompts, False, caller)
+            options = await self._with_bad_words(request.options)
+            kept = [_kept(prompt, options, limits) for prompt in prompts]
+            echoes: list[str] = []
+            if options.output.echo:
+                for given, prompt, end in zip(request.prompts, prompts, kept, strict=True):
+                    limits.validate(end, options.params)  # before it is decoded
+                    whole = isinstance(given, str) and len(end) == len(prompt)
+                    echoes.append(str(given) if whole else await self._tokenizer.decode(end, longest))
+            job = GenerationJob(options, kept, False, caller, echoes=tuple(echoes))
             permit.add_tokens(job.prompt_tokens, self.options)
-            reply = OpenAIReply(job, self._envelope("cmpl", caller))
+            reply = OpenAIReply(job, self._envelope("cmpl", caller), self._tokenizer.decoder)
             response = await self._respond(job, limits, record, reply)
             return _Admitted(response, held.pop_all())
 
@@ -174,13 +183,28 @@ class OpenAIService:
             owner = caller.tenant, request.options.cache_salt
             family = self._family()
             longest = limits.max_model_len
-            prompt = await self._tokenizer.encode_chat(request.messages, longest, owner, request.tools)
+            prompt = await self._tokenizer.encode_chat(
+                request.messages, longest, owner, request.tools, request.template
+            )
+            options = await self._with_bad_words(request.options)
+            prompt = _kept(prompt, options, limits)
             end = self._tokenizer.text_of(prompt[-PROMPT_END_TOKENS:])
-            free = request.options.params.structured_output is None
+            free = options.params.structured_output is None
             parser_of = partial(family.parser, request.tools, end, free=free)
-            job = GenerationJob(request.options, [prompt], True, caller, parser_of, family.markers)
+            job = GenerationJob(
+                options,
+                [prompt],
+                True,
+                caller,
+                parser_of,
+                family.markers,
+                continues=request.template.continue_final_message,
+            )
             permit.add_tokens(job.prompt_tokens, self.options)
-            reply = reply_to(job) if reply_to else OpenAIReply(job, self._envelope("chatcmpl", caller))
+            if reply_to is None:
+                reply: Reply = OpenAIReply(job, self._envelope("chatcmpl", caller), self._tokenizer.decoder)
+            else:
+                reply = reply_to(job)
             response = await self._respond(job, limits, record, reply)
             return _Admitted(response, held.pop_all())
 
@@ -277,6 +301,14 @@ class OpenAIService:
                 "(min_priority)",
                 "priority",
             )
+
+    async def _with_bad_words(self, options: GenerationOptions) -> GenerationOptions:
+        """With the tokens of its bad words."""
+        words = options.output.bad_words
+        if not words:
+            return options
+        tokens = await self._tokenizer.encode_words(words)
+        return replace(options, params=replace(options.params, bad_words=tokens))
 
     async def _respond(
         self, job: GenerationJob, limits: FleetLimits, record: RequestRecord, reply: Reply
@@ -385,6 +417,17 @@ def _within_context(job: GenerationJob, key: KeyLimits) -> GenerationJob:
     if most == params.max_tokens:
         return job
     return replace(job, options=replace(job.options, params=replace(params, max_tokens=most)))
+
+
+def _kept(prompt: list[int], options: GenerationOptions, limits: FleetLimits) -> list[int]:
+    """The end of ``prompt`` that ``truncate_prompt_tokens`` keeps."""
+    keep = options.output.keep_last
+    if keep is None:
+        return prompt
+    if keep < 0:
+        wanted = options.params.max_tokens
+        keep = max(limits.max_tokens - (1 if wanted is None else wanted), 1)
+    return prompt[-keep:]
 
 
 def _check_prompts(job: GenerationJob, limits: FleetLimits) -> None:

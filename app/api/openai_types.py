@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from app.api import output_options
 from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
 from app.api.json_fields import boolean, integer, integers, number, text, wrong
 from app.api.output_form import FORM_FIELDS, output_form
+from app.api.output_options import DEFAULT_OUTPUT, DEFAULT_TEMPLATE, OutputOptions, TemplateOptions
 from app.api.tools.answer_form import answer_form
 from app.api.tools.tool_use import NO_TOOLS, ToolUse, parse_tool_use
 from engine.errors import InvalidRequestError
@@ -27,7 +29,7 @@ MAX_SALT_CHARS = 256
 MAX_TOP_K = 2**31 - 1
 MAX_PRIORITY = 1000
 
-CHAT_ONLY = ("messages", "tools", "tool_choice")
+CHAT_ONLY = ("messages", "tools", "tool_choice", *output_options.CHAT_FIELDS)
 """Fields of the chat route alone."""
 
 # fmt: off
@@ -35,30 +37,22 @@ KNOWN = frozenset({
     "model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "cache_salt",
     "n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "priority",
-    *FORM_FIELDS,
+    *FORM_FIELDS, *output_options.FIELDS,
     # Hints without effect on the answer:
     "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
     "reasoning_effort", "verbosity",
 })
 # fmt: on
 OFF: dict[str, Callable[[Any], bool]] = {
-    "echo": lambda v: v is False,
+    "echo": lambda v: v is False,  # on the chat route
     "suffix": lambda v: v == "",
-    "logprobs": lambda v: v is False,
-    "top_logprobs": lambda v: v == 0,
-    "prompt_logprobs": lambda v: v is False,
-    "logit_bias": lambda v: v == {},
-    "presence_penalty": lambda v: v == 0,
-    "frequency_penalty": lambda v: v == 0,
-    "repetition_penalty": lambda v: v == 1,
+    "top_logprobs": lambda v: v == 0,  # on the completions route
     "tools": lambda v: v == [],
     "tool_choice": lambda v: v in ("none", "auto"),
     "functions": lambda v: v == [],
     "function_call": lambda v: v in ("none", "auto"),
     "modalities": lambda v: v == ["text"],
     "store": lambda v: v is False,
-    "include_stop_str_in_output": lambda v: v is False,
-    "skip_special_tokens": lambda v: v is True,
     "spaces_between_special_tokens": lambda v: v is True,
     "add_generation_prompt": lambda v: v is True,
     "continue_final_message": lambda v: v is False,
@@ -78,6 +72,7 @@ class GenerationOptions:
     stream: bool
     include_usage: bool  # a last chunk with the usage
     continuous_usage: bool  # the usage so far in every chunk
+    output: OutputOptions = DEFAULT_OUTPUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +90,14 @@ class ChatRequest:
     messages: list[ChatMessage]
     options: GenerationOptions
     tools: ToolUse = NO_TOOLS
+    template: TemplateOptions = DEFAULT_TEMPLATE
 
 
 def parse_completion(body: dict[str, Any]) -> CompletionRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
-    fields = _known_fields(body, "prompt")
-    request = CompletionRequest(_prompts(fields.get("prompt")), _options(fields, COMPLETION_MAX_TOKENS))
+    fields = _known_fields(body, "prompt", *output_options.COMPLETION_FIELDS)
+    options = _options(fields, COMPLETION_MAX_TOKENS, chat=False)
+    request = CompletionRequest(_prompts(fields.get("prompt")), options)
     _check_width(len(request.prompts), request.options.params)
     return request
 
@@ -108,8 +105,9 @@ def parse_completion(body: dict[str, Any]) -> CompletionRequest:
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
     fields = _known_fields(body, *CHAT_ONLY)
-    messages, options = parse_messages(fields.get("messages")), _options(fields, None)
-    return with_tools(ChatRequest(messages, options), parse_tool_use(fields))
+    messages, options = parse_messages(fields.get("messages")), _options(fields, None, chat=True)
+    template = output_options.parse_template(fields)
+    return with_tools(ChatRequest(messages, options, template=template), parse_tool_use(fields))
 
 
 def with_tools(request: ChatRequest, use: ToolUse) -> ChatRequest:
@@ -146,11 +144,12 @@ def _known_fields(body: dict[str, Any], *own: str) -> dict[str, Any]:
     return fields
 
 
-def _options(fields: dict[str, Any], default_max_tokens: int | None) -> GenerationOptions:
+def _options(fields: dict[str, Any], default_max_tokens: int | None, *, chat: bool) -> GenerationOptions:
+    output, edits = output_options.parse_output(fields), output_options.parse_edits(fields, chat)
     max_tokens = default_max_tokens
     for name in ("max_tokens", "max_completion_tokens"):  # the newer name wins
         if name in fields:
-            max_tokens = integer(fields, name, 1)
+            max_tokens = integer(fields, name, 1 if edits["prompt_logprobs"] is None else 0)
     stream = boolean(fields, "stream")
     stream_options = _stream_options(fields, stream)
     for name in ("model", "user", "cache_salt"):
@@ -165,7 +164,7 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         max_tokens=max_tokens,
         min_tokens=integer(fields, "min_tokens", 0) if "min_tokens" in fields else 0,
         temperature=number(fields, "temperature", 1.0),
-        top_k=min(integer(fields, "top_k", 0), MAX_TOP_K) if "top_k" in fields else 0,
+        top_k=min(integer(fields, "top_k", -1), MAX_TOP_K) if "top_k" in fields else 0,
         top_p=number(fields, "top_p", 1.0),
         min_p=number(fields, "min_p", 0.0),
         seed=integer(fields, "seed", None) if "seed" in fields else None,
@@ -173,6 +172,7 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         ignore_eos=boolean(fields, "ignore_eos"),
         structured_output=output_form(fields),
         **_sequences(fields),
+        **edits,
     )
     stop = _stops(fields.get("stop", []))
     if params.ranked:
@@ -187,6 +187,7 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None) -> Generati
         stream=stream,
         include_usage=stream_options.get("include_usage", False),
         continuous_usage=stream_options.get("continuous_usage_stats", False),
+        output=output,
     )
 
 
@@ -219,7 +220,7 @@ def _sequences(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_ranked(params: SamplingParams, stop: tuple[str, ...], stream: bool) -> None:
-    """Results that are ranked exist at the end only, and the engine ranks tokens, not text."""
+    """Results that are ranked exist at the end only, and beams are ranked by tokens, not text."""
     if params.use_beam_search:
         name, asked = "use_beam_search", "use_beam_search is true"
     else:
@@ -230,9 +231,9 @@ def _check_ranked(params: SamplingParams, stop: tuple[str, ...], stream: bool) -
             f"set stream to false or leave {name} out",
             name,
         )
-    if stop:
+    if stop and params.use_beam_search:
         raise InvalidRequestError(
-            f"stop has {len(stop)} entries but {asked}: sequences are ranked by their tokens, before there is "
+            f"stop has {len(stop)} entries but {asked}: beams are compared by their tokens, before there is "
             "any text to look for stop strings in; use stop_token_ids",
             "stop",
         )
@@ -322,8 +323,8 @@ def _stops(stop: object) -> tuple[str, ...]:
         )
     for i, entry in enumerate(entries):
         found = text(entry, f"stop[{i}]", "stop")
-        if not 1 <= len(found) <= MAX_STOP_CHARS:
+        if len(found) > MAX_STOP_CHARS:
             raise InvalidRequestError(
-                f"stop[{i}] has {len(found)} characters but must have 1 to {MAX_STOP_CHARS}", "stop"
+                f"stop[{i}] has {len(found)} characters but at most {MAX_STOP_CHARS} are allowed", "stop"
             )
-    return tuple(dict.fromkeys(entries))
+    return tuple(dict.fromkeys(filter(None, entries)))  # an empty one stops nothing

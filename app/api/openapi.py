@@ -13,11 +13,20 @@ from typing import Any
 
 from starlette.responses import Response
 
-from app.api import chat_messages, openai_types
+from app.api import chat_messages, openai_types, output_options
 from app.api.messages import request as messages
 from app.api.responses import request as responses
 from app.api.tools import tool_use
-from engine.sampling_params import MAX_SEED, MAX_SEQUENCES, MAX_STOP_TOKEN_IDS
+from engine.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_SEQUENCES,
+    MAX_STOP_TOKEN_IDS,
+)
 from engine.structured_output import MAX_CHARS, MAX_CHOICES
 
 Schema = dict[str, Any]
@@ -63,6 +72,7 @@ def _ref(name: str) -> Schema:
 
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": openai_types.MAX_STOP_CHARS}
 _TOKENS = _list({"type": "integer", "minimum": 0})
+_BAD_WORD: Schema = {"type": "string", "minLength": 1, "maxLength": output_options.MAX_BAD_WORD_CHARS}
 _PROMPT = _any(_STRING, _TOKENS, _list(_any(_STRING, _TOKENS), 1, openai_types.MAX_PROMPTS))
 _PRIORITY = _integer(-openai_types.MAX_PRIORITY, openai_types.MAX_PRIORITY, "Lower runs first.")
 
@@ -92,6 +102,25 @@ PARAMETERS: dict[str, Schema] = {
     "length_penalty": _number(-10, 10),
     "early_stopping": _any(_BOOLEAN, {"const": "never"}),
     "priority": _PRIORITY,
+    "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY, "Over the tokens of the output."),
+    "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY, "Over the tokens of the output."),
+    "repetition_penalty": _number(
+        1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "Over the tokens of prompt and output."
+    ),
+    "logit_bias": {"type": "object", "maxProperties": MAX_BIAS_ENTRIES, "description": "By token id."},
+    "bad_words": _list(_BAD_WORD, 0, output_options.MAX_BAD_WORDS),
+    "allowed_token_ids": _list({"type": "integer", "minimum": 0}, 1, MAX_ALLOWED_TOKEN_IDS),
+    "logprobs": _any(_BOOLEAN, _integer(0, MAX_LOGPROBS), description="Chat: a switch; completions: how many."),
+    "top_logprobs": _described({"type": "integer"}, f"Chat, with `logprobs`: up to {MAX_LOGPROBS}."),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
+    "echo": _described(_BOOLEAN, "Completions: the text begins with the prompt."),
+    "include_stop_str_in_output": _BOOLEAN,
+    "skip_special_tokens": _BOOLEAN,
+    "return_token_ids": _BOOLEAN,
+    "truncate_prompt_tokens": _integer(-1, description="Keep so many tokens at the end; -1: as many as fit."),
+    "add_generation_prompt": _BOOLEAN,
+    "continue_final_message": _BOOLEAN,
+    "chat_template_kwargs": {"type": "object", "maxProperties": output_options.MAX_TEMPLATE_OPTIONS},
     "tools": _list(_ref("ChatTool"), 0, tool_use.MAX_TOOLS),
     "tool_choice": _any({"enum": ["none", "auto", "required"]}, _OBJECT),
     "parallel_tool_calls": _BOOLEAN,

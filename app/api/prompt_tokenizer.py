@@ -12,15 +12,16 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from app.api.chat_messages import ChatMessage
-from app.api.chat_template import ChatTemplate
+from app.api.chat_template import OWN_VARIABLES, ChatTemplate
 from app.api.errors import show
+from app.api.output_options import DEFAULT_TEMPLATE, TemplateOptions
 from app.api.prefix_token_cache import PrefixTokenCache
-from app.api.text import TextDecoder
 from app.api.tokenizer_parts import TokenizerParts
 from app.api.tools.conversation import plain_turns, turns
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
 from engine.errors import InvalidRequestError
+from engine.text import TextDecoder
 
 INLINE_CHARS = 2000
 """Texts up to this length are tokenized on the event loop, in under a millisecond; longer ones in a thread."""
@@ -30,6 +31,9 @@ MAX_THREADS = 4
 
 MESSAGE_CHARS = 50
 """Rendering a message costs as much as tokenizing this many characters."""
+
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What a template may raise over messages, or variables, that it was not written for."""
 
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
@@ -67,6 +71,7 @@ class PromptTokenizer:
         self._special_token = _any_of(
             [r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for _, t in specials]
         )
+        self._not_for_requests = {*OWN_VARIABLES, *parts.special_tokens}
         self._first_chars = {token.content[0] for _, token in specials}
         self.template = parts.chat_template or ""
         self._family = ModelFamily.of(self.template)
@@ -109,8 +114,11 @@ class PromptTokenizer:
         max_tokens: int,
         owner: Hashable = None,
         use: ToolUse = NO_TOOLS,
+        options: TemplateOptions = DEFAULT_TEMPLATE,
     ) -> list[int]:
         """Messages and tools through the chat template, up to the beginning of the assistant's turn.
+
+        ``options`` may have the last message continued instead, and set variables of the template.
 
         Only requests of the same ``owner`` share cached tokens. Names of special tokens inside messages and
         tools are ordinary text, so no message can end its turn or begin another.
@@ -130,7 +138,24 @@ class PromptTokenizer:
         length = sum(message.chars for message in messages)
         self._check_length(length, max_tokens, "messages")
         work = length + use.chars + MESSAGE_CHARS * len(messages)
-        return await self._run(work, lambda: self._encode_messages(messages, use.tools, owner))
+        self._check_variables(options)
+        return await self._run(work, lambda: self._encode_messages(messages, use.tools, owner, options))
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each of ``words``, and of each after a space, where they differ."""
+        spellings = [spelling for word in words for spelling in (word, f" {word}")]
+        encoded = await self._run(
+            sum(map(len, spellings)), lambda: [tuple(self._encode(spelling)) for spelling in spellings]
+        )
+        return tuple(dict.fromkeys(filter(None, encoded)))
+
+    def _check_variables(self, options: TemplateOptions) -> None:
+        name = "chat_template_kwargs"
+        for key, value in options.variables:
+            if key in self._not_for_requests:
+                raise InvalidRequestError(f"{name} has {show(key)}, which is not for requests to set", name)
+            if isinstance(value, str) and self._special_name is not None and self._special_name.search(value):
+                raise InvalidRequestError(f"{name}.{key[:64]} names a special token", name)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a few tokens of the vocabulary, special tokens included."""
@@ -167,13 +192,13 @@ class PromptTokenizer:
         return ids
 
     def _encode_messages(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], owner: Hashable
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], owner: Hashable, options: TemplateOptions
     ) -> list[int]:
         texts = [text for message in messages for text in message.texts]
         texts += [text for tool in tools for text in tool.texts]
         named = self._special_name
         if named is None or not any(map(named.search, texts)):
-            text, first = self._render(messages, tools)
+            text, first = self._render(messages, tools, options)
             return self.prefix_tokens.encode(text, first, owner)
         placeholders = self._placeholders(texts)
 
@@ -181,7 +206,7 @@ class PromptTokenizer:
             return _masked(named, text, placeholders)
 
         masked = [message.changed(mask) for message in messages]
-        text, _ = self._render(masked, [tool.changed(mask) for tool in tools])
+        text, _ = self._render(masked, [tool.changed(mask) for tool in tools], options)
         return self._encode_masked(text, placeholders)
 
     def _encode(self, text: str) -> list[int]:
@@ -216,24 +241,34 @@ class PromptTokenizer:
         ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
         return ids
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[str, str]:
+    def _render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: TemplateOptions
+    ) -> tuple[str, str]:
         """The prompt, and the content of its first turn."""
         if self._family.template_knows_tools:
             short_ids = self._family.tool_parser == "mistral"
-            return self._applied(turns(messages, short_ids=short_ids), tools)
+            return self._applied(turns(messages, short_ids=short_ids), options, tools)
         try:
-            return self._applied(plain_turns(messages, tools, "system"))
+            return self._applied(plain_turns(messages, tools, "system"), options)
         except InvalidRequestError:  # some templates refuse system messages
             if not tools:
                 raise
-            return self._applied(plain_turns(messages, tools, "user"))
+            return self._applied(plain_turns(messages, tools, "user"), options)
 
-    def _applied(self, turns: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> tuple[str, str]:
+    def _applied(
+        self, turns: list[dict[str, Any]], options: TemplateOptions, tools: Sequence[Tool] = ()
+    ) -> tuple[str, str]:
         described = [tool.to_dict() for tool in tools] or None
         assert self._template is not None
         try:
-            text = self._template.render(turns, described)
-        except (TemplateError, TypeError) as error:
+            text = self._template.render(
+                turns,
+                described,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                variables=dict(options.variables),
+            )
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages", "chat_template_error"
             ) from error

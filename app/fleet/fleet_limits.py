@@ -22,6 +22,11 @@ class FleetLimits:
         """The longest context of any replica, in tokens."""
         return max(limits.max_model_len for limits in self.each)
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that some replica can run, in tokens."""
+        return max(limits.max_tokens for limits in self.each)
+
     def validate(self, token_ids: list[int], params: SamplingParams) -> int:
         """Check that some replica can run a request; return the longest length it may reach, in tokens.
 

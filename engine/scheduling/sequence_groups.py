@@ -89,6 +89,8 @@ class SequenceGroups:
             dataclasses.replace(delta, sequence=number, final=False, prompt_logprobs=None)
             for number in range(1, group.params.n)
         ]
+        if deltas:
+            deltas[0].prompt_logprobs, delta.prompt_logprobs = prompt_logprobs, None
         return [*deltas, *self.finished(sequence, delta)]
 
     def _take_prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprobs, ...] | None:

@@ -88,6 +88,8 @@ class LocalClient:
                     delta.sequence,
                     delta.final,
                     self.engine.identity.fingerprint,
+                    delta.logprobs,
+                    delta.prompt_logprobs,
                 )
         finally:
             del self._queues[request_id]

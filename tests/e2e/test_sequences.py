@@ -85,6 +85,21 @@ def test_the_best_of_more_come_back(sdk: openai.OpenAI) -> None:
     assert set(best) <= set(texts(sdk.completions.create(**SAMPLED, n=4)))
 
 
+def test_log_probabilities_and_echo_come_through(sdk: openai.OpenAI) -> None:
+    asked: Any = {**SAMPLED, "n": 2, "logprobs": 2, "echo": True, "presence_penalty": 1.0}
+    whole = sdk.completions.create(**asked)
+    pieces: list[list[float | None]] = [[], []]
+    for chunk in sdk.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        pieces[choice.index] += (choice.logprobs and choice.logprobs.token_logprobs) or []
+    assert whole.usage is not None
+    for choice, streamed in zip(whole.choices, pieces, strict=True):
+        assert choice.text.startswith(SAMPLED["prompt"])
+        assert choice.logprobs is not None
+        assert len(streamed) == whole.usage.prompt_tokens + 24
+        assert streamed == choice.logprobs.token_logprobs
+
+
 def test_priorities_are_taken(sdk: openai.OpenAI) -> None:
     plain = texts(sdk.completions.create(**SAMPLED))
     urgent = {**SAMPLED, "extra_body": {"ignore_eos": True, "priority": 10}}

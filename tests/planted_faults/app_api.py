@@ -5,12 +5,13 @@ from __future__ import annotations
 from tests.planted_faults.fault import Fault
 
 _SSE = ("app/api/test_sse.py",)
-_TEXT = ("app/api/test_text.py",)
+_TEXT = ("engine/test_text.py",)
 _CHOICES = ("app/api/test_stream_choices.py",)
 _TENANT = ("app/api/test_tenant.py",)
 _JSON = ("app/api/test_json_pieces.py",)
 _BODY = ("app/api/test_request_body.py",)
 _TYPES = ("app/api/test_openai_types.py",)
+_SAMPLING = ("app/api/test_sampling_api.py",)
 _LIVE = ("app/api/test_live_requests.py",)
 _INPUT = ("app/api/test_bad_input.py",)
 _TEMPLATE = ("app/api/test_chat_template.py",)
@@ -79,6 +80,34 @@ API: list[Fault] = [
         '    return request.client.host if request.client is not None else ""',
         _TENANT,
         "all clients behind the proxy share one share of large bodies",
+    ),
+    Fault(
+        "app/api/choices.py",
+        "    for rank, deltas in enumerate(sorted(made, key=_mean_logprob, reverse=True)[: params.n]):",
+        "    for rank, deltas in enumerate(made[: params.n]):",
+        _SAMPLING,
+        "with stop strings the first of best_of come back, not the best",
+    ),
+    Fault(
+        "app/api/choices.py",
+        "                    delta.token_ids[:count],\n",
+        "                    delta.token_ids,\n",
+        _SAMPLING,
+        "tokens past a stop string are returned",
+    ),
+    Fault(
+        "app/api/logprobs.py",
+        "            self._lengths[index] += len(detokenizer.push(token))",
+        "            self._lengths[index] = len(detokenizer.push(token))",
+        _SAMPLING,
+        "offsets into the text begin anew at each token",
+    ),
+    Fault(
+        "app/api/prompt_tokenizer.py",
+        "            if key in self._not_for_requests:",
+        "            if key in ():",
+        _SAMPLING,
+        "a request may bring a chat template of its own",
     ),
     Fault(
         "app/api/sse.py",
@@ -158,42 +187,42 @@ API: list[Fault] = [
         "an error of sending is swallowed",
     ),
     Fault(
-        "app/api/text.py",
+        "engine/text.py",
         "                k = failure[k - 1]",
         "                k = 0",
         _TEXT,
         "a stop string that begins within a failed match of itself is missed",
     ),
     Fault(
-        "app/api/text.py",
-        "                return text[:begin]",
+        "engine/text.py",
+        "                return text[: end + 1 if self._include else begin]",
         "                return text[: end + 1]",
         _TEXT,
         "the stop string is shown",
     ),
     Fault(
-        "app/api/text.py",
+        "engine/text.py",
         "                longest = max(longest, k)",
         "                longest = k",
         _TEXT,
         "of two stop strings that end together, the last one listed wins",
     ),
     Fault(
-        "app/api/text.py",
+        "engine/text.py",
         "and self.num_tokens > self._min_tokens:",
         "and self.num_tokens >= self._min_tokens:",
         _TEXT,
         "a stop string may end within min_tokens",
     ),
     Fault(
-        "app/api/text.py",
+        "engine/text.py",
         '        hidden = 1 if finish_reason == "stop" and token_ids else 0',
         "        hidden = 0",
         _TEXT,
         "the end-of-sequence token is shown",
     ),
     Fault(
-        "app/api/text.py",
+        "engine/text.py",
         '        return self._decode(b"", True)',
         '        return ""',
         _TEXT,

@@ -148,3 +148,30 @@ def test_a_template_that_fails_or_breaks_out_is_refused(template: str, error: ty
     for render in (ChatTemplate(template, SPECIAL).render, lambda turns: theirs(template, turns, None)):
         with pytest.raises(error):
             render(PLAIN)
+
+
+@pytest.mark.parametrize("name", ["control tokens in strings", "blocks on lines of their own"])
+@pytest.mark.parametrize("content", ["The answer", "The answer ", ""])
+def test_the_last_message_is_continued(name: str, content: str) -> None:
+    messages = [*PLAIN, {"role": "assistant", "content": content}]
+    rendered, _ = render_jinja_template(
+        [messages],
+        chat_template=TEMPLATES[name],
+        continue_final_message=True,
+        **SPECIAL,
+    )
+    text = ChatTemplate(TEMPLATES[name], SPECIAL).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert text == rendered[0]
+
+
+def test_a_message_that_is_not_written_cannot_be_continued() -> None:
+    with pytest.raises(TemplateError, match="cannot be continued"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(PLAIN, continue_final_message=True)
+
+
+def test_variables_of_its_own() -> None:
+    template = ChatTemplate("{{ enable_thinking }}{{ other is defined }}{{ add_generation_prompt }}", {})
+    assert template.render(PLAIN, variables={"enable_thinking": False}) == "FalseFalseTrue"
+    assert template.render(PLAIN, add_generation_prompt=False) == "FalseFalse"

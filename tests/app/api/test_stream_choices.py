@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, stream_choices
 from app.api.openai_types import parse_completion
-from app.api.text import TextDecoder
 from app.fleet.generation import Delta, GenerateRequest, GenerationError, UnavailableError
+from engine.text import TextDecoder
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
 from engine_client_setting import request, run, started, until
@@ -13,6 +14,7 @@ from loopback import expected_tokens
 
 from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerationError
+from engine.token_logprobs import TokenLogprobs
 
 
 def delta(index: int, *tokens: int, sequence: int = 0, final: bool = False) -> Delta:
@@ -25,6 +27,22 @@ def test_what_has_piled_up_is_one_delta() -> None:
         for index in range(5):
             queue.put(delta(index, 10 + index, final=index == 4))
         assert await queue.get() == Delta((10, 11, 12, 13, 14), "length", 4, 0, 0, True)
+
+    asyncio.run(test())
+
+
+def test_log_probabilities_pile_up_with_their_tokens() -> None:
+    def score(token: int) -> TokenLogprobs:
+        return TokenLogprobs(-token / 8, token)
+
+    async def test() -> None:
+        queue = DeltaQueue()
+        for index in range(3):
+            of_prompt = (score(9),) if index == 0 else None
+            queue.put(replace(delta(index, index), logprobs=(score(index),), prompt_logprobs=of_prompt))
+        joined = await queue.get()
+        assert joined.logprobs == (score(0), score(1), score(2))
+        assert joined.prompt_logprobs == (score(9),)
 
     asyncio.run(test())
 

@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.token_logprobs import TokenLogprobs
 
 PROMPT = [504, 1343, 3714, 260, 655, 28] * 3
 
@@ -119,6 +120,48 @@ def run(coroutine: Any) -> Any:
             return await coroutine
 
     return asyncio.run(main())
+
+
+async def scores(
+    engines: Engines, params: SamplingParams, kill_after: int | None = None
+) -> dict[int, list[tuple[int, TokenLogprobs]]]:
+    """Each sequence's tokens with their log probabilities; the prompt's come once, and are sequence -1's."""
+    _, client = await engines.connect()
+    found: dict[int, list[tuple[int, TokenLogprobs]]] = {}
+    async for delta in client.generate(GenerateRequest("r", list(PROMPT), params)):
+        found.setdefault(delta.sequence, []).extend(zip(delta.token_ids, delta.logprobs or (), strict=True))
+        if delta.prompt_logprobs is not None:
+            assert -1 not in found
+            found[-1] = list(zip(PROMPT[1:], delta.prompt_logprobs, strict=True))
+        if kill_after is not None and len(found.get(0, ())) >= kill_after:
+            kill_after = None
+            for replica in engines.replicas:
+                if replica.thread.num_live:
+                    replica.kill()
+    assert kill_after is None
+    await client.stop()
+    await until(lambda: all(thread.num_live == 0 for thread in engines.threads))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_penalties_and_log_probabilities_go_on_after_a_move(engines: Engines, n: int) -> None:
+    """Over the wire, too: tokens made on the first replica still count as output on the second."""
+    params = SamplingParams(
+        max_tokens=40,
+        n=n,
+        seed=3,
+        temperature=1.0,
+        frequency_penalty=1.5,
+        repetition_penalty=1.3,
+        logit_bias={17: 4.0},
+        bad_words=((17, 17),),
+        logprobs=2,
+        prompt_logprobs=1,
+    )
+    undisturbed = run(scores(engines, params))
+    assert sorted(undisturbed) == [-1, *range(n)]
+    assert run(scores(engines, params, kill_after=15)) == undisturbed
 
 
 @pytest.mark.parametrize("kill_after", [1, 23])

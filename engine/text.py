@@ -42,7 +42,8 @@ class TextDecoder:
         steps = _decoder_steps(backend)
         kinds = [step["type"] for step in steps]
         self._backend = backend
-        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder().items()
+        self._special = {i: token.content for i, token in added if token.special}
         self._pieces: dict[int, bytes] = {}
         self._byte_level = kinds == ["ByteLevel"]
         self._space = ""
@@ -85,6 +86,21 @@ class TextDecoder:
             text_piece if names else self._text_piece,
             strip_space=self._strips_first_space and not continues_text,
         )
+
+    @property
+    def special_names(self) -> Collection[str]:
+        """The special tokens, which have no text unless they are ``shown``."""
+        return self._special.values()
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """A token's bytes, with the space at its beginning; of a special token its name."""
+        name = self._special.get(token_id)
+        if name is not None:
+            return name.encode()
+        if self._byte_level:
+            return self._byte_level_piece(token_id)
+        piece = self._text_piece(token_id)
+        return bytes([piece]) if isinstance(piece, int) else piece.encode()
 
     def _byte_level_piece(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
@@ -163,10 +179,12 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces, however it is split.
 
     The match that completes first wins; of matches that end together, the longest. Text that may be the
-    beginning of a stop string is held back. Knuth-Morris-Pratt per string: constant time per character.
+    beginning of a stop string is held back. With ``include`` the match is shown, too. Knuth-Morris-Pratt per
+    string: constant time per character.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._include = include
         self._stops = [(stop, _failure_table(stop)) for stop in stops]
         self._first = frozenset(stop[0] for stop in stops)
         self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
@@ -191,7 +209,7 @@ class StopMatcher:
                 begin = end + 1 - match_length
                 self.found = text[begin : end + 1]
                 self._held = ""
-                return text[:begin]
+                return text[: end + 1 if self._include else begin]
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
         return text[:keep]
@@ -220,11 +238,19 @@ class OutputText:
     """The text of one output: detokenizes, stops, and counts the generated tokens.
 
     A stop string counts only if a token after the first ``min_tokens`` completes it and it begins after them.
+    With ``include_stop`` the stop string, or the text of the token that ends the output, is shown.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, include_stop) if stops else None
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self.num_tokens = 0  # generated, including tokens without text
 
@@ -241,10 +267,10 @@ class OutputText:
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
         """The text to show for ``token_ids``.
 
-        With ``finish_reason`` "stop" the last token is the one that ended the output and is not shown; with
-        any reason the output is complete.
+        With ``finish_reason`` "stop" the last token is the one that ended the output and is not shown, unless
+        asked for; with any reason the output is complete.
         """
-        hidden = 1 if finish_reason == "stop" and token_ids else 0
+        hidden = 1 if finish_reason == "stop" and token_ids and not self._include_stop else 0
         shown = self._push(token_ids[: len(token_ids) - hidden])
         if self.stopped:
             return shown

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from app.api.text import Detokenizer, OutputText, StopMatcher, TextDecoder
 from engine.errors import ConfigError
+from engine.text import Detokenizer, OutputText, StopMatcher, TextDecoder
 
 SENTENCES = [
     "The quick brown fox, 1234567890 times.\n\n\tOK?",
