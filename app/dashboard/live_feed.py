@@ -14,6 +14,9 @@ from app.metrics.samples import Process
 
 EVERY_S = 1.0
 
+SHARE = 0.01
+"""Of a processor, which looking may take: a large fleet is looked at less often."""
+
 OVER_S = 15.0
 """Rates and percentiles are of what came in the last seconds, so many."""
 
@@ -69,14 +72,16 @@ class LiveFeed:
     async def _run(self) -> None:
         try:
             while self.viewers:
-                await self._look()
-                await asyncio.sleep(EVERY_S)
+                took_s = await self._look()
+                await asyncio.sleep(max(EVERY_S, took_s / SHARE))
         finally:
             self._moments.clear()
             self._last = b""
 
-    async def _look(self) -> None:
-        moment = Moment.of(self._clock(), await self._processes())
+    async def _look(self) -> float:
+        """Make one event; returns for how many seconds it kept the loop."""
+        processes = await self._processes()
+        moment = Moment.of(self._clock(), processes)
         self._moments.append(moment)
         while len(self._moments) > 2 and self._moments[1].at <= moment.at - OVER_S:
             self._moments.popleft()
@@ -99,6 +104,7 @@ class LiveFeed:
         if self._news is not None:
             self._news.set_result(None)
         self._news = asyncio.get_running_loop().create_future()
+        return self._clock() - moment.at
 
 
 def _event(name: str, data: object) -> bytes:

@@ -9,6 +9,7 @@ from tests.planted_faults.app_channel import CHANNEL
 from tests.planted_faults.app_deploys import DEPLOYS
 from tests.planted_faults.app_fleet import FLEET
 from tests.planted_faults.app_launch import LAUNCH
+from tests.planted_faults.app_metrics import METRICS
 from tests.planted_faults.app_routing import ROUTING
 from tests.planted_faults.engine_execution import EXECUTION
 from tests.planted_faults.engine_kv import KV
@@ -29,4 +30,5 @@ FAULTS: list[Fault] = [
     *AUTOSCALING,
     *LAUNCH,
     *DEPLOYS,
+    *METRICS,
 ]

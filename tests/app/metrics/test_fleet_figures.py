@@ -116,6 +116,17 @@ def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
     assert found["vllm:num_requests_waiting"] == {"e": 11}
 
 
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ä {}=,"])
+def test_names_may_have_any_characters(name: str) -> None:
+    text = render(name, [Process(name, ingress(5))]).decode()
+    labels = {
+        (sample.labels["model_name"], sample.labels["replica"])
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert labels == {(name, name)}
+
+
 def test_whichever_ingress_answers_each_process_appears_once() -> None:
     engines = {"e": pack(engine(90)), "f": pack(engine(10))}
     everyone = [Process("i", ingress(5)), Process("j", ingress(7))]

@@ -1,0 +1,102 @@
+"""Faults in the metrics and the live page."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+_FIGURES = ("app/metrics/test_fleet_figures.py",)
+_RAY = ("app/metrics/test_ray_export.py",)
+_ROUTE = ("app/api/test_metrics_route.py",)
+_CHANNEL = ("app/channel/test_figures.py",)
+_LATENCY = ("engine/scheduling/test_latency_stats.py",)
+_HISTOGRAM = ("engine/test_histogram.py",)
+_VIEW = ("app/dashboard/test_fleet_view.py",)
+_FEED = ("app/dashboard/test_live_feed.py",)
+_CHOICE = ("app/routing/test_choice.py",)
+
+METRICS: list[Fault] = [
+    Fault(
+        "engine/histogram.py",
+        "bisect_left(self._bounds, value)] += times",
+        "bisect_left(self._bounds, value)] += 1",
+        _HISTOGRAM,
+        "tokens that come together count as one",
+    ),
+    Fault(
+        "engine/scheduling/latency_stats.py",
+        "if sequence.number == 0:",
+        "if True:",
+        _LATENCY,
+        "each sequence of a moved request counts as a request",
+    ),
+    Fault(
+        "engine/scheduling/latency_stats.py",
+        "if sequence.first_token_at and reason in _WHOLE:",
+        "if sequence.first_token_at:",
+        _LATENCY,
+        "requests whose clients left shorten the time of decoding",
+    ),
+    Fault(
+        "app/metrics/fleet_figures.py",
+        "[process for process in others if process.name != own.name]",
+        "list(others)",
+        _FIGURES,
+        "the ingress that is asked counts twice",
+    ),
+    Fault(
+        "app/metrics/exposition.py",
+        "accumulate(value.counts)",
+        "value.counts",
+        _FIGURES,
+        "buckets are not cumulative",
+    ),
+    Fault(
+        "app/metrics/ray_export.py",
+        "self._last[series.name, key] = total",
+        "self._last[series.name, key] = more",
+        _RAY,
+        "counters grow by their totals",
+    ),
+    Fault(
+        "app/api/request_record.py",
+        "self.figures.inter_token.add((now - before[1]) / new, new)",
+        "self.figures.inter_token.add(now - before[1])",
+        _ROUTE,
+        "tokens that come together count as one slow one",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "channel.figures_due = self._clock() + FIGURES_S",
+        "channel.figures_due = 0.0",
+        _CHANNEL,
+        "figures travel with every frame",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "        self.engine_figures.pop(route.replica, None)\n",
+        "",
+        _CHANNEL,
+        "figures of replicas that have gone stay for good",
+    ),
+    Fault(
+        "app/routing/policies.py",
+        "term = TERMS[saved.index(max(saved))]",
+        "term = TERMS[saved.index(min(saved))]",
+        _CHOICE,
+        "the reason is the term that spoke against the replica",
+    ),
+    Fault(
+        "app/dashboard/fleet_view.py",
+        "    counts = [max(count, 0) for count in counts]  # of a process that has left\n",
+        "",
+        _VIEW,
+        "an ingress that leaves makes counts negative",
+    ),
+    Fault(
+        "app/dashboard/live_feed.py",
+        "            while self.viewers:\n",
+        "            while True:\n",
+        _FEED,
+        "the fleet is watched although nobody looks",
+    ),
+]
