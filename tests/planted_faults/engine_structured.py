@@ -105,10 +105,10 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "kernels/cpu/sampling.cpp",
-        "            const int64_t many = std::min<int64_t>(32, vocab - first);\n",
-        "            const int64_t many = 32;\n",
+        "if (!(kept >> i & 1)) row[first + i]",
+        "if (!(kept >> (31 - i) & 1)) row[first + i]",
         _SAMPLER,
-        "a mask writes past the end of its row",
+        "a mask's words are read from the wrong end",
     ),
     Fault(
         "app/api/output_form.py",
