@@ -34,7 +34,7 @@ LEASE_S = 5.0
 GRACE_S = 60.0
 """A channel ends, and its attempts with it, when its ingress has sent no beat for this long."""
 
-KEEP_S = 10.0
+KEEP_S = 15.0
 """The attempts of a channel that broke go on for this long: the ingress's next channel may resume them."""
 
 CALL_END_S = 0.05

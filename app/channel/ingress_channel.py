@@ -36,7 +36,7 @@ SUSPECT_S = 3.0
 DEAD_S = 10.0
 """A channel that has been silent for this long is closed; see ``Silence`` for what counts."""
 
-RESUME_S = 2.0
+RESUME_S = 5.0
 """After a channel has ended, maximum time for the replica to open one on which its attempts go on."""
 
 CLAIMS_S = 5.0

@@ -205,8 +205,11 @@ class AttemptRunner:
                 self._await_late_answer(answer, response)
             elif not answer.done():
                 _cancel(answer, response)
-            elif (booking := self._ledger.booking(number)) is not None:
-                self._channels.forget(booking.route, [number])  # no call is left to cancel
+            else:
+                if not answer.cancelled():
+                    answer.exception()  # or the loop complains that nobody has looked at it
+                if (booking := self._ledger.booking(number)) is not None:
+                    self._channels.forget(booking.route, [number])  # no call is left to cancel
 
     async def _unless_lost(
         self, request: InFlightRequest, interrupted: asyncio.Future[Any], failure: AttemptFailure

@@ -315,7 +315,7 @@ class EngineClient:
         now, left = asyncio.get_running_loop().time(), []
         for number in resumed:
             request = running.get(number)
-            if request is None or request.ended or request.interrupt.is_set():
+            if request is None:  # it ended meanwhile; one that is about to end cancels its call, or forgets
                 left.append(number)
             else:
                 request.resumed(now)

@@ -63,8 +63,14 @@ class Stream(asyncio.Protocol):
             self.ended.set_result(False)
 
 
-async def stream_all(cluster: LocalCluster, count: int, tokens: int, stop: bool) -> tuple[list[Stream], int]:
-    """All streams to their end; also how many of some requests in the middle were refused with a 429."""
+async def stream_all(
+    cluster: LocalCluster, ingress: psutil.Process, count: int, tokens: int, stop: bool
+) -> tuple[list[Stream], float, int]:
+    """All streams to their end.
+
+    Also processor time of the ingress, in µs, for each event while all of them stream, and how many of some
+    requests in the middle were refused with a 429.
+    """
     loop = asyncio.get_running_loop()
     options = {"model": MODEL, "prompt": [504, 1343], "max_tokens": tokens, "stream": True}
     body = json.dumps({**options, "stream_options": {"include_usage": True}}).encode()
@@ -74,7 +80,11 @@ async def stream_all(cluster: LocalCluster, count: int, tokens: int, stop: bool)
             lambda: Stream(body, loop.create_future()), "127.0.0.1", cluster.port
         )
         streams.append(stream)
+    while not all(stream.events or stream.ended.done() for stream in streams):  # noqa: ASYNC110
+        await asyncio.sleep(TOKEN_EVERY_S)
+    events, used = sum(stream.events for stream in streams), processor_time(ingress)
     await asyncio.sleep(tokens * TOKEN_EVERY_S / 2)
+    events, used = sum(stream.events for stream in streams) - events, processor_time(ingress) - used
     if stop:
         (pid,) = cluster.ingress_pids()
         cluster.kill(pid, signal.SIGSTOP)
@@ -88,7 +98,12 @@ async def stream_all(cluster: LocalCluster, count: int, tokens: int, stop: bool)
             )
             refused += answer.status_code == 429
     await asyncio.wait_for(asyncio.gather(*(stream.ended for stream in streams)), LIMIT_S)
-    return streams, refused
+    return streams, 1e6 * used / max(events, 1), refused
+
+
+def processor_time(process: psutil.Process) -> float:
+    """Seconds."""
+    return float(sum(process.cpu_times()[:2]))
 
 
 def measure(cluster: LocalCluster, count: int, tokens: int, stop: bool = False) -> list[Figure]:
@@ -96,11 +111,11 @@ def measure(cluster: LocalCluster, count: int, tokens: int, stop: bool = False) 
     wait_for(cluster.idle, START_LIMIT_S, "requests are left")
     (pid,) = cluster.ingress_pids()
     ingress, before = psutil.Process(pid), cluster.health()
-    used = sum(ingress.cpu_times()[:2])
+    used = processor_time(ingress)
     began = time.perf_counter()
-    streams, refused = asyncio.run(stream_all(cluster, count, tokens, stop))
+    streams, each_event, refused = asyncio.run(stream_all(cluster, ingress, count, tokens, stop))
     seconds = time.perf_counter() - began
-    used = sum(ingress.cpu_times()[:2]) - used
+    used = processor_time(ingress) - used
     made = sum(stream.tokens for stream in streams)
     gaps = [b - a for one in streams for a, b in zip(one.times, one.times[1:], strict=False)]
     what = f"{count} streams" + (f", stopped for {STOP_S:g} s" if stop else "")
@@ -112,6 +127,7 @@ def measure(cluster: LocalCluster, count: int, tokens: int, stop: bool = False) 
         Figure(f"{what}: events for each token", sum(one.events for one in streams) / max(made, 1)),
         Figure(f"{what}: gap between events, p99", quantile(gaps, 0.99), " s"),
         Figure(f"{what}: ingress processor time for each token", 1e6 * used / max(made, 1), " µs"),
+        Figure(f"{what}: ingress processor time for each event while all stream", each_event, " µs"),
         Figure(f"{what}: of 10 new requests refused", refused),
     ]
 

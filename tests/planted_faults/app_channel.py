@@ -71,24 +71,10 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/fleet/engine_client.py",
-        "            if request is None or request.ended or request.interrupt.is_set():\n                left",
-        "            if request is None:\n                left",
+        "            self._parts.channels.forget(route, left)",
+        "            pass",
         _RESUME,
         "an engine computes for a client that left while its channel was broken",
-    ),
-    Fault(
-        "app/fleet/attempts.py",
-        "                self._channels.forget(booking.route, [number])",
-        "                pass",
-        _RESUME,
-        "an engine computes for a client that left after its call was lost",
-    ),
-    Fault(
-        "app/channel/ingress_channel.py",
-        "        looping = self._resumed and self._frames == 1",
-        "        looping = False",
-        _RESUME,
-        "a frame that cannot be read is asked for again for ever",
     ),
     Fault(
         "app/routing/ledger.py",
