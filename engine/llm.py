@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2.exceptions import TemplateError
 from tqdm import tqdm
 
 from engine.config import EngineConfig
@@ -18,6 +20,8 @@ from engine.errors import ConfigError, InvalidRequestError, shown
 from engine.models.folders import local_folder
 from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, check
 from engine.sampling_params import SamplingParams
+from engine.text import OutputText, TextDecoder
+from engine.token_logprobs import TokenLogprobs
 from engine.tokenizer import has_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ class SequenceResult:
     text: str | None  # without special tokens; None if the model folder has no tokenizer
     finish_reason: FinishReason
     score: float | None  # what ranked it, higher is better; None unless beam search or best_of did
+    logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class RequestResult:
     cached_tokens: int  # prompt tokens that the prefix cache supplied
     sequences: list[SequenceResult]  # as many as ``n`` asked for, unless the request failed
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # from the prompt's second token on, if asked for
 
     @property
     def token_ids(self) -> list[int]:
@@ -72,13 +78,45 @@ class _Collected:
     """What has come of one request's sequences, by number."""
 
     request: Request
+    text_of: Callable[[], OutputText] | None = None  # makes what looks for stop strings in a sequence
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     last: dict[int, TokenDelta] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    _texts: dict[int, OutputText] = field(default_factory=dict)
+    _shown: dict[int, str] = field(default_factory=dict)
 
-    def add(self, delta: TokenDelta) -> None:
-        self.token_ids.setdefault(delta.sequence, []).extend(delta.token_ids)
+    def add(self, delta: TokenDelta) -> bool:
+        """The next delta; true if all sequences have ended, some by stop strings."""
+        number = delta.sequence
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        if number in self.last and self.text_of is not None:  # a stop string has ended it
+            return False
+        self.token_ids.setdefault(number, []).extend(delta.token_ids)
+        self.logprobs.setdefault(number, []).extend(delta.logprobs or ())
         if delta.finish_reason is not None:
-            self.last[delta.sequence] = delta
+            self.last[number] = delta
+        if self.text_of is None:
+            return False
+        self._look(delta, self.text_of)
+        return len(self.last) == self.request.params.n
+
+    def _look(self, delta: TokenDelta, text_of: Callable[[], OutputText]) -> None:
+        """Look for stop strings in what a delta adds."""
+        number = delta.sequence
+        if number not in self._texts:
+            self._texts[number] = text_of()
+        output = self._texts[number]
+        self._shown[number] = self._shown.get(number, "") + output.push(delta.token_ids, delta.finish_reason)
+        if output.stopped:
+            del self.token_ids[number][output.num_tokens :]
+            del self.logprobs[number][output.num_tokens :]
+            self.last[number] = replace(delta, finish_reason=FinishReason.STOP)
+
+    def text(self, number: int) -> str | None:
+        """A sequence's text up to a stop string, if there are any to look for."""
+        return self._shown.get(number, "") if self.text_of is not None else None
 
 
 class LLM:
@@ -126,6 +164,7 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        stop: str | Sequence[str] = (),
         namespace: CacheNamespace | None = None,
         progress: bool | None = None,
     ) -> list[RequestResult]:
@@ -138,6 +177,8 @@ class LLM:
             prompts: one text, texts, or lists or arrays of token ids. Texts are tokenized with special tokens,
                 as the model's tokenizer adds them.
             params: for all prompts, or one for each.
+            stop: texts that end a sequence; its text ends before, its tokens with the one that completed it.
+                With ``best_of`` the tokens so far decide the rank; not with beam search.
             namespace: of the prefix cache.
             progress: show a bar; ``None`` shows one for more than eight prompts.
 
@@ -145,8 +186,17 @@ class LLM:
             InvalidRequestError: a prompt can never run; nothing has run then.
             Exception: the engine itself failed; it must not be used any more.
         """
+        stops = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
         requests = self._requests(prompts, params, CacheNamespace() if namespace is None else namespace)
-        collected = {request.request_id: _Collected(request) for request in requests}
+        if not stops:
+            collected = {request.request_id: _Collected(request) for request in requests}
+        else:
+            collected, wanted = {}, {request.request_id: request.params for request in requests}
+            requests = [_ranked_later(request) for request in requests]
+            decoder = TextDecoder(self.tokenizer.backend_tokenizer)
+            for request in requests:
+                text_of = partial(_output_text, decoder, stops, request.params.min_tokens)
+                collected[request.request_id] = _Collected(request, text_of)
         running = dict(collected)
         try:
             for request in requests:
@@ -156,10 +206,47 @@ class LLM:
             for request_id in running:
                 self.engine.abort(request_id)
         results = [self._result(each) for each in collected.values()]
+        if stops:
+            results = [_ranked(result, wanted[name]) for name, result in zip(collected, results, strict=True)]
         failed = [result.error for result in results if result.error is not None]
         if failed:
             logger.warning("%d of %d requests failed, the first: %s", len(failed), len(results), failed[0])
         return results
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        namespace: CacheNamespace | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestResult]:
+        """Answer a conversation, or each of several, through the model's chat template.
+
+        ``messages`` are dicts with ``role`` and ``content``. ``chat_template_kwargs`` are variables of the
+        template, such as ``enable_thinking``. All else is as in :meth:`generate`.
+        """
+        several = bool(messages) and not isinstance(messages[0], dict)
+        prompts: list[list[int]] = []
+        for place, chat in enumerate(messages if several else [messages]):
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    list(chat),
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    **(chat_template_kwargs or {}),
+                )
+            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+                raise InvalidRequestError(
+                    f"the chat template refuses messages[{place}]: {error}", "messages", "chat_template_error"
+                ) from error
+            prompts.append(self.tokenizer.encode(str(text), add_special_tokens=False))
+        return self.generate(prompts, params, stop=stop, namespace=namespace, progress=progress)
 
     def _run(self, running: dict[str, _Collected], progress: bool) -> None:
         """Step until each request has ended, which takes it out of ``running``."""
@@ -168,10 +255,14 @@ class LLM:
             while running:
                 for delta in self.engine.step():
                     made += len(delta.token_ids)
-                    running[delta.request_id].add(delta)
-                    if not delta.final:
+                    if delta.request_id not in running:  # stop strings have ended it
+                        continue
+                    stopped = running[delta.request_id].add(delta)
+                    if not (delta.final or stopped):
                         continue
                     del running[delta.request_id]
+                    if not delta.final:
+                        self.engine.abort(delta.request_id)
                     rate = made / (time.perf_counter() - started)
                     bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                     bar.update()
@@ -232,12 +323,45 @@ class LLM:
         sequences = []
         for number in sorted(last):
             made = collected.token_ids[number]
-            text = self.tokenizer.decode(made, skip_special_tokens=True) if decodes else None
+            text = collected.text(number)
+            if text is None and decodes:
+                text = self.tokenizer.decode(made, skip_special_tokens=True)
             reason = last[number].finish_reason
             assert reason is not None
-            sequences.append(SequenceResult(made, text, reason, last[number].score))
+            logprobs = collected.logprobs.get(number) if request.params.logprobs is not None else None
+            sequences.append(SequenceResult(made, text, reason, last[number].score, logprobs))
         error = next((delta.error for delta in last.values() if delta.error is not None), None)
-        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences, error)
+        return RequestResult(
+            request.token_ids, last[min(last)].cached_tokens, sequences, error, collected.prompt_logprobs
+        )
+
+
+def _output_text(decoder: TextDecoder, stops: Sequence[str], min_tokens: int) -> OutputText:
+    return OutputText(decoder.detokenizer(continues_text=True), stops, min_tokens)
+
+
+def _ranked_later(request: Request) -> Request:
+    """The request with all ``best_of`` sequences returned: where stop strings cut them decides their rank."""
+    params = request.params
+    if params.use_beam_search:
+        raise InvalidRequestError("stop is given but use_beam_search is true; use stop_token_ids", "stop")
+    if not params.ranked:
+        return request
+    every = replace(params, n=params.width, best_of=None, logprobs=params.logprobs or 0)
+    return replace(request, params=every)
+
+
+def _ranked(result: RequestResult, params: SamplingParams) -> RequestResult:
+    """The best ``n`` sequences, as ``params`` asked for them, by the mean log probability of their tokens."""
+    if not params.ranked or result.error is not None:
+        return result
+    scored = []
+    for sequence in result.sequences:
+        values = [score.logprob for score in sequence.logprobs or ()]
+        known = sequence.logprobs if params.logprobs is not None else None
+        scored.append(replace(sequence, score=sum(values) / max(len(values), 1), logprobs=known))
+    scored.sort(key=lambda sequence: -(sequence.score or 0.0))
+    return replace(result, sequences=scored[: params.n])
 
 
 def _listed(prompts: object) -> list[object]:

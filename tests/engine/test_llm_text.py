@@ -1,0 +1,77 @@
+"""Offline: chats, stop strings and log probabilities, with the bundled model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import InvalidRequestError
+from engine.request import FinishReason
+
+COUNT = "one, two, three, four,"
+ASK = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm(bundled_model: Path) -> LLM:
+    return LLM(bundled_model, dtype="float32", num_blocks=64, num_threads=1)
+
+
+def test_a_chat_is_answered_and_the_last_message_continued(llm: LLM) -> None:
+    answer, continued = (
+        llm.chat(ASK, GREEDY)[0],
+        llm.chat(
+            [ASK, [*ASK, {"role": "assistant", "content": "The capital of France is"}]],
+            GREEDY,
+            continue_final_message=True,
+        )[1],
+    )
+    assert answer.text is not None
+    assert answer.text.startswith("The capital of France is")
+    assert continued.text == answer.text.removeprefix("The capital of France is")
+
+
+def test_stop_strings_end_text_and_tokens(llm: LLM) -> None:
+    free = llm.generate([COUNT], GREEDY)[0]
+    assert free.text is not None
+    word = free.text.split(",")[2].strip()
+    (stopped,) = llm.generate([COUNT], SamplingParams(max_tokens=24, temperature=0, logprobs=0), stop=[word])
+    assert stopped.text == free.text[: free.text.index(word)]
+    assert stopped.finish_reason is FinishReason.STOP
+    count = len(stopped.token_ids)
+    assert count < 24
+    assert stopped.token_ids == free.token_ids[:count]
+    assert llm.tokenizer.decode(stopped.token_ids).startswith(stopped.text + word)
+    assert len(stopped.sequences[0].logprobs or ()) == count
+    assert not llm.engine.has_work()
+
+
+def test_the_best_to_a_stop_string_are_returned(llm: LLM) -> None:
+    every = SamplingParams(max_tokens=16, seed=3, n=4, logprobs=0)
+    sequences = llm.generate([COUNT], every, stop="e")[0].sequences
+    means = [sum(s.logprob for s in q.logprobs or ()) / len(q.token_ids) for q in sequences]
+    order = sorted(range(4), key=lambda i: -means[i])[:2]
+    best = llm.generate([COUNT], SamplingParams(max_tokens=16, seed=3, n=2, best_of=4), stop="e")[0].sequences
+    assert [q.token_ids for q in best] == [sequences[i].token_ids for i in order]
+    assert [q.score for q in best] == pytest.approx([means[i] for i in order])
+    assert all(q.logprobs is None for q in best)
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        llm.generate([COUNT], SamplingParams(temperature=0, use_beam_search=True, n=2), stop="e")
+
+
+def test_log_probabilities_come_with_the_results(llm: LLM) -> None:
+    (scored,) = llm.generate([COUNT], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    (made,) = llm.generate([COUNT], SamplingParams(max_tokens=4, temperature=0, logprobs=2))
+    assert scored.token_ids == []
+    assert len(scored.prompt_logprobs or ()) == len(scored.prompt_token_ids) - 1
+    assert made.prompt_logprobs is None
+    found = made.sequences[0].logprobs or []
+    assert [score.top_ids[0] for score in found] == made.token_ids
+    (again,) = llm.generate(
+        [[*made.prompt_token_ids, *made.token_ids]], SamplingParams(max_tokens=0, prompt_logprobs=0)
+    )
+    tail = [score.logprob for score in (again.prompt_logprobs or [])[-4:]]
+    assert tail == [score.logprob for score in found]  # computed in another batch: the same bits
