@@ -114,6 +114,8 @@ def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
     assert found["quire_scaling_held"] == {"maximum": 1}
     assert found["quire_scaling_need_replicas"] == {"kv": 3.5, "prefill": 0.5, "decode": 0}
     assert found["vllm:num_requests_waiting"] == {"e": 11}
+    buckets = found["quire_queue_seconds_bucket"]
+    assert [buckets[f"e,{bound}"] for bound in ("0.3", "0.5", "0.75", "+Inf")] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ä {}=,"])

@@ -78,9 +78,12 @@ def test_counters_move_by_what_has_come_since(published: dict[tuple[str, str], f
     scheduler = dataclasses.replace(SCHEDULER, recovery=recovery, generated_tokens=95, swapped=0)
     export.update(engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0))
     assert published["quire_generated_tokens", ""] == 95
+    scheduler = dataclasses.replace(SCHEDULER, generated_tokens=100)
+    export.update(engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0))
+    assert published["quire_generated_tokens", ""] == 100
     assert published["quire_recovery_seconds", "swap"] == 1.0
     assert published["quire_recovery_seconds", "recompute"] == 0.125
-    assert published["quire_requests", "swapped"] == 0
+    assert published["quire_requests", "swapped"] == 4
 
 
 def test_a_histogram_is_cumulative_and_has_sum_and_count(published: dict[tuple[str, str], float]) -> None:

@@ -86,3 +86,11 @@ def test_a_moved_request_waits_from_its_arrival_here() -> None:
     latency = scheduler.stats().latency
     assert latency.queue.totals.sum == 2.0
     assert latency.prefill.totals.sum == 1.0
+
+
+def test_a_moved_request_for_several_sequences_counts_once_there() -> None:
+    clock = Clock()
+    scheduler, model = make_scheduler(num_blocks=64, clock=clock), KVSimulation(4)
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=4, n=2, outputs=((5,), (6,))))
+    step(scheduler, model, clock)
+    assert sum(scheduler.stats().latency.queue.totals.counts) == 1
