@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.api.choices import TextDelta
 from app.api.openai_responses import ChunkWriter, Envelope, Usage
 from loadtests.client import Client, Outcome, stream_blocking, vanish
 
@@ -17,7 +18,8 @@ WRITER = ChunkWriter(Envelope("id", 0, "m", "fp"), chat=True, include_usage=True
 USAGE = Usage(prompt_tokens=5, completion_tokens=2)
 DONE = b"data: [DONE]\n\n"
 ROLE, USED = WRITER.role(), WRITER.usage(USAGE)
-ONE, TWO = WRITER.text(0, "Grüß", None, USAGE), WRITER.text(0, " dich", "length", USAGE)
+ONE = WRITER.delta(TextDelta(0, "Grüß", None, 1, 0), USAGE)
+TWO = WRITER.delta(TextDelta(0, " dich", "length", 2, 0), USAGE)
 WHOLE = [ROLE, ONE, TWO, USED, DONE]
 FAILING = b"data: " + json.dumps({"error": {"message": "no engine"}}).encode() + b"\n\n"
 MESSAGES = [{"role": "user", "content": "?"}]
