@@ -48,7 +48,7 @@ class Replica:
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve asks for the job, and Ray would start a cluster to have one."""
     job = SimpleNamespace(get_job_id=lambda: "job")
-    monkeypatch.setattr(deploy_utils.ray, "get_runtime_context", lambda: job)
+    monkeypatch.setattr(deploy_utils, "ray", SimpleNamespace(get_runtime_context=lambda: job))
 
 
 def as_serve_gets_them(**args: Any) -> dict[str, DeploymentConfig]:

@@ -10,7 +10,7 @@ from ray import serve
 
 from app.launch import serving
 from loadtests.client import INSTANCE
-from loadtests.cluster import LocalCluster
+from loadtests.cluster import LocalCluster, wait_for
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",  # moved requests then give the same text to the letter
@@ -38,6 +38,17 @@ class BreakableCluster(LocalCluster):
         """Deploy, unless exactly that is deployed already."""
         if self.options != options:
             self.deploy(**options)
+
+    def redeploy_one(self, options: dict[str, Any]) -> None:
+        """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""
+        self.deploy(**options)
+        pool = ("referenced_blocks", "cached_blocks", "free_blocks")
+
+        def replaced() -> bool:
+            return [sum(state[part] for part in pool) for state in self.inspect()] == [options["num_blocks"]]
+
+        wait_for(replaced, SOON_S, "the replica with the new pool is not alone")
+        self.wait_routable(1)
 
     def http(self, **how: Any) -> httpx.Client:
         """A client that takes no other server's answers."""

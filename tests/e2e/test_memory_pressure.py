@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from local_cluster import BreakableCluster
@@ -40,18 +39,6 @@ def blocks_needed(streams: int, tokens: int) -> int:
     return streams * -(-(PROMPT_TOKENS + tokens) // BLOCK_SIZE)
 
 
-def redeploy(cluster: LocalCluster, options: dict[str, Any]) -> None:
-    """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""
-    cluster.deploy(**options)
-    pool = ("referenced_blocks", "cached_blocks", "free_blocks")
-
-    def replaced() -> bool:
-        return [sum(state[part] for part in pool) for state in cluster.inspect()] == [options["num_blocks"]]
-
-    wait_for(replaced, 120.0, "the replica with the new pool is not alone")
-    cluster.wait_routable(1)
-
-
 def press(cluster: LocalCluster, texts: Sequence[str], tokens: int) -> Pressed:
     """Run all streams at once, and look at the engine afterwards."""
     outcomes = asyncio.run(complete_all(cluster.url, texts, tokens, cluster.instance))
@@ -77,7 +64,7 @@ def said(deployed: BreakableCluster) -> list[str]:
 def test_all_streams_end_with_the_same_tokens(deployed: BreakableCluster, said: list[str]) -> None:
     # Room to swap to for a few of the preempted ones only: the others are computed again.
     changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": "swap", "swap_space": "6MiB"}
-    redeploy(deployed, {**deployed.options, **changes})
+    deployed.redeploy_one({**deployed.options, **changes})
     pressed: Pressed = press(deployed, PROMPTS, TOKENS)
     assert all(outcome.complete for outcome in pressed.outcomes)
     assert pressed.texts == said

@@ -12,7 +12,6 @@ from local_cluster import SOON_S, BreakableCluster
 
 from loadtests.client import MODEL
 from loadtests.cluster import wait_for
-from loadtests.experiments.recovery import redeploy
 from loadtests.workloads import prompts
 
 CLIENTS, TOKENS = 40, 32
@@ -41,7 +40,7 @@ class Answer(NamedTuple):
 @pytest.fixture(scope="module")
 def small(bare_cluster: BreakableCluster, bundled_model: object) -> BreakableCluster:
     """The session's cluster with one engine that holds little."""
-    redeploy(bare_cluster, OPTIONS)
+    bare_cluster.redeploy_one(OPTIONS)
     return bare_cluster
 
 

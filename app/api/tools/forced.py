@@ -13,8 +13,10 @@ def named(name: str) -> Grammar:
     """The answer is the arguments of the tool ``name``."""
 
     def read(source: AnswerText) -> Reads[None]:
+        begin = source.at
         yield from source.space()
         if not (yield from source.take("{")):
+            source.at = begin
             return
         source.at -= 1
         source.begin_call(name)

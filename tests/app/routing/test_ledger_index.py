@@ -15,6 +15,7 @@ from kv_loopback import KvIngress, KvReplica, connected
 from app.channel import ingress_channel
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
+from app.routing.policies import ROUTING_REASONS
 from app.routing.routing_meta import RoutingMeta
 from app.routing.speculation import Speculation
 
@@ -49,9 +50,10 @@ def test_state_tells_what_runs_where_a_route_has_reported() -> None:
     for route in (A, B):
         ledger.open(route)
     ledger.report(A, replace(routing_support.IDLE, running=3))
-    assert ledger.state() == {"faults": 0, "running": {"a": 3}}
+    undecided = dict.fromkeys(ROUTING_REASONS, 0)
+    assert ledger.state() == {"faults": 0, "reasons": undecided, "running": {"a": 3}}
     ledger.close(A)
-    assert ledger.state() == {"faults": 0, "running": {}}
+    assert ledger.state() == {"faults": 0, "reasons": undecided, "running": {}}
 
 
 def test_a_replica_that_the_index_cannot_add_is_routed_to_all_the_same(

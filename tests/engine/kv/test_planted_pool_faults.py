@@ -53,6 +53,10 @@ POOL_FAULTS: Faults = {
         pool_fault(lambda pool, tables: pool._references.__setitem__(4, -1)),
         "block 4 has -1 references but is in 0 block tables",
     ),
+    "a count of shared blocks too high": (
+        pool_fault(lambda pool, tables: setattr(pool, "_num_shared", 1)),
+        "1 shared blocks are counted but there are 0",
+    ),
     "a table too many": (
         pool_fault(lambda pool, tables: tables.append([1])),
         "block 1 has 1 references but is in 2 block tables",
