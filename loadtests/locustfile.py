@@ -2,8 +2,7 @@
 
 Statistics besides the request itself: ``TTFT`` (milliseconds to the first token), ``TPOT`` (milliseconds per
 later token) and ``tokens/s`` (of one stream, the wait for its first token included; Locust labels every
-column as milliseconds). A request fails unless its stream is whole: status 200, no error chunk, a finish
-reason, ``[DONE]``, and of the model that was asked for.
+column as milliseconds). A request fails unless its stream is whole.
 
 Options come from the environment: QUIRE_LOAD_SEED, QUIRE_LOAD_MAX_TOKENS, QUIRE_LOAD_MODEL (else the first one
 that the server lists).

@@ -64,12 +64,6 @@ def most(name: str, value: float, bar: float = 0, unit: str = "") -> Figure:
     return Figure(name, value, unit, bar, at_most=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that all measuring commands share."""
-    parser.add_argument("--json", metavar="OUT", type=Path, help="also write every figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
-
-
 def parse(
     command: str,
     description: str | None,
@@ -87,7 +81,8 @@ def parse(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_arguments(parser)
+    parser.add_argument("--json", metavar="OUT", type=Path, help="also write every figure to this file")
+    parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
     for name, (default, meaning) in (options or {}).items():
         if default is False:
             parser.add_argument(name, action="store_true", help=meaning)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -36,14 +35,6 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> float:
 def window_means(values: Sequence[float], size: int) -> list[float]:
     """The mean of each whole window of ``size`` values."""
     return [mean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call, after a garbage collection."""
-    gc.collect()
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def by_turns(rounds: int, *calls: Callable[[], Any]) -> list[list[float]]:

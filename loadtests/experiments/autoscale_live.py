@@ -1,8 +1,7 @@
 """``python -m loadtests.autoscale_live``: does the fleet follow its load, on a real local Ray Serve?
 
 Twenty streams run all the time. Clients come until their requests need two replicas' KV memory, then three, and
-leave again. Each request holds one block of a small pool, so memory decides: replicas that share two cores are
-not faster.
+leave again. Each request holds one block of a small pool, so memory decides.
 """
 
 from __future__ import annotations

@@ -129,10 +129,7 @@ class Faults(Fleet):
         """An engine replica with a running stream is told to stop; the other has one, too."""
         outcomes, seconds = self.while_streaming(prompts(ENGINES), self._long, ENGINES, self._stop_one)
         what = "busy engine told to stop"
-        return [
-            Figure(f"{what}: gone", seconds, " s"),
-            *stream_figures(what, outcomes, self._expected_long),
-        ]
+        return [Figure(f"{what}: gone", seconds, " s"), *stream_figures(what, outcomes, self._expected_long)]
 
     def _stop_one(self) -> float:
         """Seconds from the order to Serve until one of the engines' processes has ended."""

@@ -2,13 +2,10 @@
 
 On the CPU the shapes are those of SmolLM2-135M. Attention reads a paged cache of 30 layers (one layer alone
 would fit a large CPU's caches); the peer gathers the blocks and calls SDPA. Linear: the layers' four maps,
-against ``F.linear``. Both sides take turns and the best time of each counts. The machine's limits are measured
-beside it: memory by torch's fastest reduction of a large tensor, arithmetic by a large product of the side that
-is faster with it.
+against ``F.linear``. Both sides take turns and the best time of each counts.
 
 ``--device cuda`` measures attention in Triton with the heads of Llama-3-8B in bfloat16. The peer is torch's
-SDPA on contiguous keys and values, with the fastest backend that takes them. Times are medians between events
-of the device. The limits are a large copy and a large product.
+SDPA on contiguous keys and values, with the fastest backend that takes them.
 """
 
 from __future__ import annotations
@@ -313,11 +310,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for result in device.measure():
             results.append(result)
             if arguments.json is not None:
-                save(
-                    "loadtests.kernels",
-                    [one for made in results for one in made.figures(limits)],
-                    arguments.json,
-                )
+                so_far = [one for made in results for one in made.figures(limits)]
+                save("loadtests.kernels", so_far, arguments.json)
         later = device.limits()  # the machine may have been busy
     limits = {kind: max(rate, later[kind]) for kind, rate in limits.items()}
     figures = [figure for result in results for figure in result.figures(limits)]

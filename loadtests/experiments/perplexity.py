@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.config import WeightsOption
 from engine.execution.model_runner import usable_cores
 from engine.kv.kv_cache import KVCache
+from engine.models.decoder import Decoder
 from engine.models.folders import BUNDLED_NAME, local_folder
 from engine.models.loader import load_model
 from engine.tokenizer import load_tokenizer
@@ -45,53 +46,44 @@ def windows(tokenizer: typing.Any, tokens: int) -> dict[str, list[Tensor]]:
     return cut
 
 
-class Judge:
-    """Measures a model with its weights in one form, in bfloat16 otherwise."""
-
-    def __init__(self, model: str, weights: WeightsOption, kernels: str) -> None:
-        chosen = get_kernels(kernels, "cpu", usable_cores())
-        self._decoder = load_model(local_folder(model), chosen, torch.bfloat16, "cpu", weights)
-        self._cache = KVCache(self._decoder.config, WINDOW // BLOCK, BLOCK, torch.bfloat16, torch.device("cpu"))
-
-    @torch.inference_mode()
-    def surprise(self, tokens: Tensor) -> float:
-        """Sum of the negative log probabilities of all tokens of a window but the first."""
-        count = len(tokens)
-        positions = torch.arange(count)
-        metadata = AttentionMetadata(
-            query_start=torch.tensor([0, count], dtype=torch.int32),
-            context_lens=torch.tensor([count], dtype=torch.int32),
-            block_tables=torch.arange(WINDOW // BLOCK, dtype=torch.int32)[None],
-            positions=positions,
-            slot_mapping=positions.clone(),
-            max_query_len=count,
-            max_context_len=count,
-        )
-        logits = self._decoder.forward(tokens, self._cache.pool, metadata, positions[:-1])
-        likely = logits.gather(1, tokens[1:, None])[:, 0] - logits.logsumexp(1)
-        return -float(likely.double().sum())
+@torch.inference_mode()
+def surprise(decoder: Decoder, tokens: Tensor) -> float:
+    """Sum of the negative log probabilities of all tokens of a window but the first."""
+    count = len(tokens)
+    positions = torch.arange(count)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=torch.tensor([count], dtype=torch.int32),
+        block_tables=torch.arange(WINDOW // BLOCK, dtype=torch.int32)[None],
+        positions=positions,
+        slot_mapping=positions.clone(),
+        max_query_len=count,
+        max_context_len=count,
+    )
+    cache = KVCache(decoder.config, WINDOW // BLOCK, BLOCK, torch.bfloat16, torch.device("cpu"))
+    logits = decoder.forward(tokens, cache.pool, metadata, positions[:-1])
+    likely = logits.gather(1, tokens[1:, None])[:, 0] - logits.logsumexp(1)
+    return -float(likely.double().sum())
 
 
 def main() -> None:
     """Measure and report."""
-    options = parse(
-        "perplexity",
-        __doc__,
-        {
-            "--tokens": (50_000, "tokens of text in all"),
-            "--model": (BUNDLED_NAME, "folder or name"),
-            "--weights": (BARS, "values of the option; the first is what others are compared with"),
-            "--kernels": ("auto", "implementation"),
-        },
-    )
-    text = windows(load_tokenizer(local_folder(options.model)), options.tokens)
+    declared = {
+        "--tokens": (50_000, "tokens of text in all"),
+        "--model": (BUNDLED_NAME, "folder or name"),
+        "--weights": (BARS, "values of the option; the first is what others are compared with"),
+        "--kernels": ("auto", "implementation"),
+    }
+    options = parse("perplexity", __doc__, declared)
+    folder, kernels = local_folder(options.model), get_kernels(options.kernels, "cpu", usable_cores())
+    text = windows(load_tokenizer(folder), options.tokens)
     figures: list[Figure] = []
     base = 0.0
     for weights in options.weights:
-        judge = Judge(options.model, weights, options.kernels)
+        decoder = load_model(folder, kernels, torch.bfloat16, "cpu", weights)
         total, counted = 0.0, 0
         for name, parts in text.items():
-            lost, tokens = sum(judge.surprise(part) for part in parts), sum(len(part) - 1 for part in parts)
+            lost, tokens = sum(surprise(decoder, part) for part in parts), sum(len(part) - 1 for part in parts)
             figures.append(Figure(f"{weights}: {tokens:,} tokens of {name}", math.exp(lost / tokens)))
             total, counted = total + lost, counted + tokens
         figures.append(Figure(f"{weights}: both", math.exp(total / counted)))
@@ -100,7 +92,3 @@ def main() -> None:
         figures.append(Figure(f"{weights}: above {options.weights[0]}", more, " %", BARS[weights], True))
     print_figures("perplexity", figures)
     finish("perplexity", figures, options)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
 """A pool too small for its load: what recovering preempted requests costs, and whether the engine foresaw it.
 
 ``python -m loadtests.recovery`` runs one load on the real engine with an ample pool and then, in each recovery
-mode, with a pool that forces preemptions all the time. All modes must make the tokens of the ample pool
-(float32, drawn with seeds), and the estimates of the decisions must be near what they cost: a swap the time of
-its copies, a recompute its token share of the time of each step that it takes part in.
+mode, with a small one. All modes must make the same tokens (float32, drawn with seeds), and estimates must be
+near what the decisions cost: a swap the time of its copies, a recompute its token share of its steps' time.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import time
@@ -26,10 +24,10 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.recovery import Recovery, RecoveryMode
 from engine.scheduling.scheduler_stats import SchedulerStats
 from loadtests.client import MODEL
+from loadtests.experiments.rivals import TOKEN_RANGE
 from loadtests.report import Figure, finish, parse, print_figures
 
 BLOCK_SIZE = 16
-TOKEN_RANGE = (100, 40_000)  # ordinary tokens: neither special nor the rare tail
 AMPLE_BLOCKS, SMALL_BLOCKS = 1024, 16
 REQUESTS, EVERY = 300, 3  # and steps from one arrival to the next
 THREADS = 2
@@ -97,8 +95,11 @@ def run(engine: Engine, requests: list[Request], title: str) -> Run:
     return Run(tokens, seconds, engine.stats().scheduler)
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def main() -> None:
     """Run every mode and report."""
+    arguments = parse(
+        "recovery", __doc__, {"--seed": (0, "of the requests"), "--requests": (REQUESTS, "in each mode")}
+    )
     folder = str(resolve(MODEL))
 
     def once(title: str, blocks: int, **options: Any) -> Run:
@@ -140,13 +141,3 @@ def bars(mode: str, one: Run, same: bool) -> list[Figure]:
             name = f"{mode}: median error of {recovery.finished[kind]} {kind} estimates"
             figures.append(Figure(name, error, "", bar, at_most=True))
     return figures
-
-
-def main() -> None:
-    """Parse the command line and measure."""
-    options = {
-        "--seed": (0, "of the requests"),
-        "--requests": (REQUESTS, "in each mode"),
-    }
-    arguments = parse("recovery", __doc__, options)
-    compare(arguments)

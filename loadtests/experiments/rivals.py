@@ -5,7 +5,9 @@ A rival is a ``Side``: a callable that makes the tokens of a workload, in this p
 
 from __future__ import annotations
 
+import gc
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +16,6 @@ from typing import Any
 import torch
 
 from engine import LLM, SamplingParams
-from loadtests.stats import seconds_of
 
 PEER_BATCH = 32
 PEER_DTYPES = ("bfloat16", "float32")
@@ -103,19 +104,15 @@ class Transformers:
         """Choose the dtype: an eighth of the batch at most, and some tokens of each."""
         short = replace(workload, requests=max(1, min(workload.requests, PEER_BATCH) // 8), output=8)
         prompts = short.prompts(-1)
-        self.chosen[workload.key] = min(
-            self._models,
-            key=lambda dtype: seconds_of(partial(run_peer, self._models[dtype], prompts, short.output)),
-        )
+
+        def rate(dtype: str) -> float:
+            return tokens_per_second(partial(run_peer, self._models[dtype], prompts, short.output))
+
+        self.chosen[workload.key] = max(self._models, key=rate)
 
 
 def tokens_per_second(run: Callable[[], int]) -> float:
     """Of the tokens that ``run`` says it made."""
-    made = 0
-
-    def counted() -> None:
-        nonlocal made
-        made = run()
-
-    seconds = seconds_of(counted)
-    return made / seconds
+    gc.collect()
+    began = time.perf_counter()
+    return run() / (time.perf_counter() - began)

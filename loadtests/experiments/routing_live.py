@@ -2,8 +2,7 @@
 
 Two replicas of the bundled model, one thread each, with pools that hold 60 % of 8 system prompts of 400 tokens
 beside their running requests. Each run starts cold: every process of the application anew, then each system
-prompt once, then Poisson arrivals at one rate for all, sent whether or not earlier ones were answered. The rate
-is fixed by a calibration before the first run: a share of what the fleet serves when everything is cached.
+prompt once, then Poisson arrivals at one rate for all: a share of what the fleet serves when all is cached.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ ROUNDS = 5  # of the calibration: requests for each sequence slot
 REQUEST_LIMIT_S = 600.0
 OURS, COMPARED = "prefix", ("power_of_two", "prefix_affinity")  # Ray's default, and its own router by prefixes
 CACHED_BAR, THROUGHPUT_BAR, TTFT_BAR = 0.95, 1.5, 0.6
-
-
 GROUPS = 8
 SYSTEM_WORDS = 315  # some 400 tokens
 ANSWER = (8, 24)  # tokens, bounds included
@@ -84,11 +81,6 @@ class Traffic:
         return cls(systems, max(map(len, probes)) - systems[0] + 8)
 
     @staticmethod
-    def messages(ask: Ask) -> list[dict[str, str]]:
-        """What ``POST /v1/chat/completions`` takes."""
-        return _messages(ask.group, ask.question)
-
-    @staticmethod
     def lap(seed: int) -> list[Ask]:
         """One request for each system prompt, in random order."""
         rng = random.Random(f"lap {seed}")
@@ -116,14 +108,15 @@ def _question(rng: random.Random) -> str:
     return f"{rng.randrange(10**4)}: {sentences(rng, 1)} {question(rng)}"
 
 
-def _messages(group: int, user: str) -> list[dict[str, str]]:
+def messages_of(group: int, user: str) -> list[dict[str, str]]:
+    """What ``POST /v1/chat/completions`` takes."""
     system = system_prompt(group, SYSTEM_WORDS)
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 async def _encode(tokenizer: PromptTokenizer, group: int, user: str) -> list[int]:
     return await tokenizer.encode_chat(
-        [ChatMessage(one["role"], one["content"]) for one in _messages(group, user)], 1 << 20
+        [ChatMessage(one["role"], one["content"]) for one in messages_of(group, user)], 1 << 20
     )
 
 
@@ -316,7 +309,7 @@ class Stage:
         return await closed_loop(at_once, asks, lambda ask: self._ask(client, ask, time.perf_counter()))
 
     async def _ask(self, client: Client, ask: Ask, due: float) -> Reply:
-        outcome = await client.chat(self._traffic.messages(ask), ask.output)
+        outcome = await client.chat(messages_of(ask.group, ask.question), ask.output)
         self._bar.update()
         return Reply(ask, due, outcome)
 

@@ -140,11 +140,8 @@ class Desk:
     def decision(self) -> Callable[[], object]:
         """``Ledger.book`` of one request in steady state: all that a request waits for, under one lock.
 
-        The longest prefix on every replica is found, what the request would cost on each is summed, one is
-        chosen, the work is booked there and its claim is noted. A hundred requests are under way. Not in it:
-        what a choice leaves to the next call (to learn, to claim its blocks, to make its replica's terms anew,
-        to end claims that are over), which here is a first token or an end; hashing (``hash_and_decide``); what
-        Serve does around it.
+        A hundred requests are under way. Not in it: what a choice leaves to the next call, which here is a
+        first token or an end; hashing (``hash_and_decide``); what Serve does around it.
         """
         attempt, tokens = self._next(), self.fleet.blocks * BLOCK_SIZE
         return partial(

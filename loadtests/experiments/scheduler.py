@@ -1,19 +1,16 @@
 """What the scheduler itself costs: processor time of ``schedule`` and ``commit``, without a model.
 
-``python -m loadtests.scheduler`` drives the real scheduler with a runner that only returns tokens. Before a
-measurement each pool is filled with cached text of ended requests, as it is in a server that has been running
-for a while, so that every new block evicts an old one. Loads:
+``python -m loadtests.scheduler`` drives the real scheduler. Each pool is first filled with cached text of ended
+requests, so that every new block evicts an old one. Loads:
 
 - *decode*: every request needs one token in each step; their lengths differ, so that in each step 1 in 16
   crosses the end of a block;
-- *queue*: the same, with 1,000 requests waiting that do not fit, all with one long cached prefix. Blocks held
-  from outside keep as many available as one of them needs, but not what the running requests are about to need,
-  too: the dearest case;
+- *queue*: the same, with 1,000 requests waiting that do not fit, all with one long cached prefix;
 - *mix*: requests of 128 tokens in, 128 out, each replaced by a new one as it ends;
 - *families*: 4 sequences of each prompt.
 
 A figure is the median over windows of 16 steps, of each window's mean: what the end of a block costs counts
-for its share, and what neighbors on the machine do falls out, as far as it does not slow the processor down.
+for its share, and what neighbors on the machine do falls out.
 """
 
 from __future__ import annotations

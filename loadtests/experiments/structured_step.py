@@ -5,11 +5,6 @@ Two engines over the bundled model take steps in turn; the rows of one are held 
 
 from __future__ import annotations
 
-import statistics
-import time
-
-from tqdm import trange
-
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.folders import BUNDLED_NAME, local_folder
@@ -17,6 +12,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.stats import by_turns, median
 
 ROWS, STEPS, WARM_UP = 32, 250, 10
 PERSON = {
@@ -37,9 +33,7 @@ def decoding(form: StructuredOutput | None) -> Engine:
     config = EngineConfig(model=str(local_folder(BUNDLED_NAME)), max_model_len=1024, kv_memory=512 << 20)
     engine = Engine(config, offline=True)
     for row in range(ROWS):
-        params = SamplingParams(
-            max_tokens=WARM_UP + STEPS + 50, seed=row, structured_output=form, ignore_eos=True
-        )
+        params = SamplingParams(max_tokens=STEPS + 60, seed=row, structured_output=form, ignore_eos=True)
         engine.add(Request(f"row-{row}", [1, 2, 3 + row], params))
     for _ in range(WARM_UP):
         engine.step()
@@ -49,19 +43,13 @@ def decoding(form: StructuredOutput | None) -> Engine:
 def measure() -> list[Figure]:
     """The time of steps, and how many times as long those with a schema take."""
     engines = [decoding(None), decoding(FORM)]
-    times: list[list[float]] = [[], []]
-    for step in trange(STEPS, unit="step"):
-        for which in (step % 2, 1 - step % 2):
-            began = time.perf_counter()
-            engines[which].step()
-            times[which].append(time.perf_counter() - began)
+    free, held = by_turns(STEPS, *(engine.step for engine in engines))
     if any(len(engine.scheduler.state.running) != ROWS for engine in engines):
         raise RuntimeError("a row has ended")
-    free, held = times
     return [
-        Figure("free", 1e3 * statistics.median(free), " ms"),
-        Figure("held", 1e3 * statistics.median(held), " ms"),
-        most("ratio", statistics.median(h / f for f, h in zip(free, held, strict=True)), 1.1),
+        Figure("free", 1e3 * median(free), " ms"),
+        Figure("held", 1e3 * median(held), " ms"),
+        most("ratio", median([h / f for f, h in zip(free, held, strict=True)]), 1.1),
     ]
 
 

@@ -1,16 +1,8 @@
 """Our engine beside its rivals, or beside itself behind HTTP, in one run.
 
-``python -m loadtests.throughput`` takes turns: each round runs every workload on every side with the same fresh
-random prompts, and the medians over the rounds are compared. A side is a function of workload and prompts that
-returns the tokens it made. ``transformers.generate`` runs static batches of 32, in bfloat16 or float32: the one
-that is faster for the workload in a short warm-up. Where ``QUIRE_PEERS`` names a folder with their
-environments, vLLM and llama.cpp take part (see :mod:`loadtests.experiments.peers.process`). llama.cpp's binding
-has no batches, so it runs only workloads of one request.
-
-``python -m loadtests.throughput --http`` compares one engine behind the whole HTTP path with the same engine
-used offline. The application runs as users run it (``python -m app``, one engine replica, two threads); 32
-streams of token ids go through HAProxy, ingress and channel. Processor time is read from the operating system
-for the engine's process and for everything else that the application started.
+``python -m loadtests.throughput``: each round runs every workload on every side with the same fresh random
+prompts, and the medians over the rounds are compared (``docs/benchmarks.md``). ``--http``: 32 streams of token
+ids through HAProxy, ingress and channel of ``python -m app``, and the same offline.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from loadtests.experiments.routing_live import (
     cached_share,
     failed,
     figures_of,
+    messages_of,
     pool_blocks,
 )
 
@@ -132,7 +133,7 @@ def test_prompts_of_a_group_share_its_system_prompt_and_no_more(
 ) -> None:
     by_group: dict[int, list[list[int]]] = {}
     for ask in traffic.poisson(20.0, 5.0, seed=1):
-        messages = [ChatMessage(**message) for message in traffic.messages(ask)]
+        messages = [ChatMessage(**message) for message in messages_of(ask.group, ask.question)]
         by_group.setdefault(ask.group, []).append(asyncio.run(tokenizer.encode_chat(messages, 1000)))
     assert sorted(by_group) == list(range(GROUPS))
     for group, prompts in by_group.items():

@@ -21,10 +21,9 @@ BLOCK_SIZE = 16
 SIGMA = 0.75
 """Of the logarithm of both lengths.
 
-Not published, but implied: with Orca (Max) 20.4 % of memory holds tokens and 13.3 % is reserved for later ones.
-A request in the middle of its output has half of it ahead, so the mean output of the requests in memory is
-2 x 0.133 x 15,700 / 7 = 597 tokens. In memory, outputs are weighted by the time that they stay, that is by
-their length, which multiplies a log-normal mean by exp(sigma**2): 597 / 338 gives sigma = 0.75.
+Not published, but implied: Orca (Max) reserves 13.3 % of memory for later tokens, half an output for each of 7
+requests, so their mean output is 2 x 0.133 x 15,700 / 7 = 597. Long outputs stay longer, which multiplies a
+log-normal mean by exp(sigma**2): 597 / 338 gives sigma = 0.75.
 """
 
 SEED = 2_309_06180
@@ -65,8 +64,7 @@ GPU_LIKE = StepCost(
 )
 """OPT-13B on an A100: 26 GFLOP a prompt token at half the peak of 312 TFLOP/s; 800 KB of KV a token at
 1.3 TB/s; 12.8 MB a block over PCIe at 20 GB/s. ``base`` and ``decode_row`` follow from the two average batches
-published at a known rate, by Little's law: 30.42 requests at 2/s make a step of 45 ms, 132.44 at 30/s one of
-76 ms.
+published at a known rate, by Little's law: 30.42 requests at 2/s make a step of 45 ms, 132.44 at 30/s 76 ms.
 """
 
 CPU_LIKE = StepCost(

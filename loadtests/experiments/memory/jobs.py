@@ -61,13 +61,7 @@ def draw_lengths(
 
 
 def make_jobs(
-    lengths: Lengths,
-    rate: float,
-    count: int,
-    seed: int,
-    *,
-    prefix: int = 0,
-    width: int = 1,
+    lengths: Lengths, rate: float, count: int, seed: int, *, prefix: int = 0, width: int = 1
 ) -> list[Job]:
     """``count`` requests of a workload at ``rate`` per second; the same for the same seed.
 

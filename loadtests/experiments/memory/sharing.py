@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.scheduling.step import StepPlan
 from loadtests.experiments.memory.jobs import Job
@@ -50,19 +51,12 @@ class SharingMeter:
         covered: dict[str, list[int]] = {}
         for chunk in plan.chunks:
             covered.setdefault(chunk.sequence.request_id, []).append(chunk.start + chunk.length)
-        perfect = self._prefix_blocks(covered) if self.prefix else 0
-        for name, tokens in covered.items():
-            job = self.jobs[name]
-            if not self.prefix:
-                perfect += perfect_blocks(len(job.prompt), tokens, self.block_size)
+        everything, size = list(chain.from_iterable(covered.values())), self.block_size
+        if self.prefix:
+            perfect = perfect_blocks(self.prefix, everything, size)
+        else:
+            perfect = sum(perfect_blocks(len(self.jobs[n].prompt), made, size) for n, made in covered.items())
         self.steps += 1
         self._used += seconds * used
         self._perfect += seconds * perfect
-        self._unshared += seconds * sum(
-            -(-tokens // self.block_size) for group in covered.values() for tokens in group
-        )
-
-    def _prefix_blocks(self, covered: dict[str, list[int]]) -> int:
-        return perfect_blocks(
-            self.prefix, [tokens for group in covered.values() for tokens in group], self.block_size
-        )
+        self._unshared += seconds * sum(-(-tokens // size) for tokens in everything)

@@ -76,10 +76,8 @@ def command_of(name: str, peers: Path, threads: int) -> tuple[list[str], dict[st
     if not (folder / ".ready").exists() or not python.exists() or model is None:
         return None
     command = [str(python), str(SCRIPT), "vllm" if name == VLLM else "llama.cpp", str(model), str(threads)]
-    preloaded = [
-        *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))[:1],
-        *sorted(folder.rglob("libiomp5.so"))[:1],
-    ]
+    found = (Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"), folder.rglob("libiomp5.so"))
+    preloaded = [path for paths in found for path in sorted(paths)[:1]]
     environment = {
         "LD_PRELOAD": ":".join(map(str, preloaded)),
         "OMP_NUM_THREADS": str(threads),

@@ -1,8 +1,7 @@
 """Everything that the routing experiment assumes. Fixed before any result was looked at.
 
 The fleet is that of the best published measurements of prefix-aware routing: eight replicas, each serving a
-dense model of 32 billion parameters in 16 bits (64 layers, 8 KV heads of 128) on two H100 with tensor
-parallelism; 150 system prompts of 6,000 tokens, five questions of 1,200 for each, answers of 1,000.
+dense model of 32 billion parameters in 16 bits (64 layers, 8 KV heads of 128) on two H100.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ SEEDS = 3
 
 COST = StepCost(base=14e-3, prefill_token=1 / 16_000, decode_row=30e-6, context_token=56e-9)
 """Rooflines of two H100 (989 TFLOP/s and 3.35 TB/s each): 64 GFLOP a prompt token at half the peak; 65.6 GB of
-weights and 262 KB of K and V a token at 70 % of the bandwidth; 30 us to sample one row.
-"""
+weights and 262 KB of K and V a token at 70 % of the bandwidth; 30 us to sample one row."""
 
 SEND_DELAY = 2e-3
 """Seconds from an ingress's choice to the replica's queue."""
@@ -67,8 +65,7 @@ Its working set, 1.8 million tokens, is 73 % of eight times 308 thousand, the KV
 """
 
 EQUAL = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000, zipf=0.0)
-"""As published: every system prompt is as popular as any other, at 73 % 8,730 to 14,900 tokens/s with an exact
-index, 4,300 to 7,000 with none."""
+"""As published: every system prompt is as popular as any other."""
 
 REPLICAS = 8
 RATIO = 0.73
@@ -83,11 +80,7 @@ RAMP_FULL = 3
 """How saturation is found: the offered rate, open loop, rises evenly from ``RAMP_FROM`` to ``RAMP_TO`` times
 the saturating rate in ``RAMP_STEPS`` steps, and an arm's capacity is the most tokens per second that it made in
 any ``RAMP_WINDOW`` steps in a row: 60 s, about as long as a request stays. The run ends after ``RAMP_FULL``
-steps in a row at whose ends more requests wait than run.
-
-A rising rate needs no search for the highest rate that is still served, which hangs on what counts as that. A
-backlog without bound would measure something else: how well an arm does when requests wait for minutes, while
-the blocks that they were sent for are long gone.
+steps in a row at whose ends more requests wait than run: beyond that, blocks are gone when their requests come.
 """
 
 SERVED_SHARE = 0.3
