@@ -232,7 +232,10 @@ class IngressOptions(Group):
         live=True,
     )
     admin_routes: bool = option(
-        False, "Serve `POST /admin/reset_prefix_cache`; keep clients from the route", live=True
+        False,
+        "Serve `POST /admin/reset_prefix_cache`, with API keys for those with `admin` only; without keys, keep "
+        "clients from the route",
+        live=True,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from app.api.errors import ApiError
 from app.api.home import page_response
 from app.dashboard.live_feed import MOST_VIEWERS, LiveFeed
 
@@ -21,8 +22,12 @@ async def dashboard(request: Request) -> Response:
 async def events(request: Request) -> Response:
     feed: LiveFeed = request.app.state.get_service().live_feed
     if feed.viewers >= MOST_VIEWERS:
-        message = f"{MOST_VIEWERS} pages are open at this ingress, which is all that it serves; close one"
-        return JSONResponse({"error": {"message": message}}, 503)
+        raise ApiError(
+            503,
+            f"{MOST_VIEWERS} pages are open at this ingress, which is all that it serves; close one",
+            code="unavailable",
+            kind="service_unavailable_error",
+        )
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(feed.events(), headers=headers, media_type="text/event-stream")
 

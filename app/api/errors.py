@@ -169,6 +169,16 @@ def model_not_allowed(name: str, key: str) -> ApiError:
     )
 
 
+def admin_only(key: str) -> ApiError:
+    """403 for an administrator's route."""
+    return ApiError(
+        403,
+        f"the key {key!r} may not use this route; it needs 'admin: true' in its entry in the key file",
+        code="admin_only",
+        kind="permission_error",
+    )
+
+
 def fault_of(error: Exception) -> ApiFault:
     """The answer for ``error``. An unexpected error is logged; the client sees no details."""
     fault = _answer_to(error)

@@ -52,6 +52,9 @@ PROMPT_END_TOKENS = 16
 INLINE_TOKENS = 20_000
 """Prompts of up to this many tokens together are checked on the event loop, in about a millisecond."""
 
+INLINE_DETAILS = 200
+"""Tokens of a response that are described on the event loop: each takes 0.1 ms with 20 others beside it."""
+
 
 class Engines(TokenGenerator, Protocol):
     """The part of ``EngineClient`` that the service uses."""
@@ -68,12 +71,10 @@ class Engines(TokenGenerator, Protocol):
 class OpenAIService:
     """One per ingress replica; runs on its event loop.
 
-    ``options`` may be replaced at any time; each request reads
-    the current ones. Before any engine has answered, requests wait up to ``engine_wait_s`` seconds for one.
-    ``overload`` may
-    refuse requests before anything is done for them; by default it refuses none. ``instance`` names the server.
-    ``gate`` knows the API keys; by default there are none. ``fleet_figures``, which the owner may replace, has
-    what ``/metrics`` says.
+    ``options`` may be replaced at any time; each request reads the current ones. Before any engine has
+    answered, requests wait up to ``engine_wait_s`` seconds for one. ``overload`` may refuse requests before
+    anything is done for them; by default it refuses none. ``instance`` names the server. ``gate`` knows the API
+    keys; by default there are none. ``fleet_figures``, which the owner may replace, has what ``/metrics`` says.
     """
 
     def __init__(
@@ -225,7 +226,9 @@ class OpenAIService:
         with self._admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             owner = caller.tenant, request.options.cache_salt
-            tokens = await self._tokenizer.encode_chat(request.messages, longest, owner, request.tools)
+            tokens = await self._tokenizer.encode_chat(
+                request.messages, longest, owner, request.tools, request.template
+            )
         return JSONResponse({"input_tokens": len(tokens)})
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
@@ -330,10 +333,14 @@ class OpenAIService:
             async with aclosing(self._text_deltas(job, record)) as arriving:
                 async for delta in arriving:
                     answers[delta.index].add(delta)
-        body = reply.body(answers, record.usage)
-        # Half of a surrogate pair becomes its escape, which JSON may have.
-        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        return Response(content, media_type="application/json")
+
+        def content() -> bytes:
+            # Half of a surrogate pair becomes its escape, which JSON may have.
+            body = json.dumps(reply.body(answers, record.usage), ensure_ascii=False)
+            return body.encode("utf-8", "backslashreplace")
+
+        described = job.prompt_tokens + record.usage.completion_tokens if job.detailed else 0
+        return Response(await self._written(described, content), media_type="application/json")
 
     async def _events(
         self, job: GenerationJob, reply: Reply, record: RequestRecord
@@ -341,8 +348,17 @@ class OpenAIService:
         with record.running():
             async with aclosing(self._text_deltas(job, record)) as arriving:
                 async for delta in arriving:
-                    yield reply.delta(delta, record.usage)
+                    of_prompt = None if delta.details is None else delta.details.prompt_logprobs
+                    if of_prompt is None:
+                        yield reply.delta(delta, record.usage)
+                    else:
+                        write = partial(reply.delta, delta, record.usage)
+                        yield await self._written(len(of_prompt), write)
         yield reply.end(record.usage)
+
+    async def _written(self, described: int, write: Callable[[], bytes]) -> bytes:
+        """What ``write`` returns; from a thread if it describes many tokens."""
+        return write() if described <= INLINE_DETAILS else await self.bodies.in_thread(write)
 
     async def _text_deltas(self, job: GenerationJob, record: RequestRecord) -> AsyncGenerator[TextDelta, None]:
         """The deltas of all choices; ``record`` counts what they cost."""

@@ -138,8 +138,14 @@ class PromptTokenizer:
         length = sum(message.chars for message in messages)
         self._check_length(length, max_tokens, "messages")
         work = length + use.chars + MESSAGE_CHARS * len(messages)
+        if work <= INLINE_CHARS:  # so the messages are few; a template may write more than it must
+            texts = [text for message in messages for text in message.texts]
+            texts += [value for _, value in options.variables if isinstance(value, str)]
+            work += sum(map(len, texts)) - length
         self._check_variables(options)
-        return await self._run(work, lambda: self._encode_messages(messages, use.tools, owner, options))
+        return await self._run(
+            work, lambda: self._encode_messages(messages, use.tools, owner, options, max_tokens)
+        )
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each of ``words``, and of each after a space, where they differ."""
@@ -192,13 +198,19 @@ class PromptTokenizer:
         return ids
 
     def _encode_messages(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], owner: Hashable, options: TemplateOptions
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        owner: Hashable,
+        options: TemplateOptions,
+        max_tokens: int,
     ) -> list[int]:
         texts = [text for message in messages for text in message.texts]
         texts += [text for tool in tools for text in tool.texts]
         named = self._special_name
         if named is None or not any(map(named.search, texts)):
             text, first = self._render(messages, tools, options)
+            self._check_length(len(text), max_tokens, "messages")
             return self.prefix_tokens.encode(text, first, owner)
         placeholders = self._placeholders(texts)
 
@@ -207,6 +219,7 @@ class PromptTokenizer:
 
         masked = [message.changed(mask) for message in messages]
         text, _ = self._render(masked, [tool.changed(mask) for tool in tools], options)
+        self._check_length(len(text), max_tokens, "messages")
         return self._encode_masked(text, placeholders)
 
     def _encode(self, text: str) -> list[int]:

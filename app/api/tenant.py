@@ -2,7 +2,7 @@
 
 The tenant comes from the API key and a header that a gateway sets, never from the body. Whoever shares cached
 blocks can learn by timing which prompts others have sent; tenants must not. The client is the tenant. If
-nothing names tenants, it is what the request says of itself: its ``Authorization`` header and ``user``.
+nothing names tenants, it is what the request says of itself: the headers that bear a key, and ``user``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tenant_of(headers: Headers, name: str | None, key: str = "") -> str:
 
 def client_of(headers: Headers, user: str) -> str:
     """The client where nothing names tenants, by what the request says of itself; empty if it says nothing."""
-    values = headers.getlist("authorization")
+    values = [*headers.getlist("authorization"), *headers.getlist("x-api-key")]
     if not values and not user:
         return ""
     # ``user`` is the last one, and the others contain no NUL.

@@ -22,7 +22,10 @@ MAX_UNACKNOWLEDGED = 512
 """Maximum number of unacknowledged frames; beyond it tokens accumulate here, in one record per sequence."""
 
 MAX_WAITING_TOKENS = 2**20
-"""Maximum number of tokens that wait for one ingress, about 40 MB; beyond it its channel and attempts end."""
+"""Maximum number of tokens that wait for one ingress, about 40 MB; beyond it its channel and attempts end.
+
+A token with log probabilities counts as several: itself, and each of the likeliest ones beside it.
+"""
 
 
 class UnknownEpochError(QuireError):
@@ -66,7 +69,7 @@ class EngineChannel:
     acknowledged: int = 0  # frames that the ingress has handled
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)  # with tokens, and not acknowledged
     unsent: dict[int, dict[int, wire.Record]] = field(default_factory=dict)  # by attempt and sequence
-    waiting_tokens: int = 0  # in ``unsent``
+    waiting_tokens: int = 0  # in ``unsent``, see ``MAX_WAITING_TOKENS``
     attempts: dict[int, Attempt] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     closed: str = ""  # the reason, once closed
@@ -87,7 +90,7 @@ class EngineChannel:
 
     def add(self, record: wire.Record) -> None:
         """Queue a record; it joins one of its sequence that waits. A final one comes after all others."""
-        self.waiting_tokens += len(record.token_ids)
+        self.waiting_tokens += _weight(record)
         unsent = self.unsent.setdefault(record.attempt, {})
         waiting = unsent.get(record.sequence)
         if waiting is None:
@@ -106,7 +109,7 @@ class EngineChannel:
     def drop_records(self, attempt: int) -> None:
         """Forget what waits of an attempt."""
         for record in self.unsent.pop(attempt, {}).values():
-            self.waiting_tokens -= len(record.token_ids)
+            self.waiting_tokens -= _weight(record)
 
     def take_frame(self, sequence: int, sections: Sequence[Section] = ()) -> bytes:
         """The next frame: all unsent records. It is kept until the ingress acknowledges it."""
@@ -170,3 +173,12 @@ class EngineChannel:
         if self.kv:
             self.wake.set()
         return sections
+
+
+def _weight(record: wire.Record) -> int:
+    """A record in tokens without log probabilities, by the memory that it takes."""
+    weight = len(record.token_ids)
+    for scores in (record.logprobs, record.prompt_logprobs):
+        if scores:
+            weight += len(scores) * (3 + 2 * len(scores[0].top_ids))  # all have as many
+    return weight

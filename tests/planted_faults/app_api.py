@@ -40,6 +40,34 @@ API: list[Fault] = [
         "a model gets the tokenizer that the same files make in another family",
     ),
     Fault(
+        "app/api/prompt_tokenizer.py",
+        "            work += sum(map(len, texts)) - length\n",
+        "",
+        ("app/api/test_prompt_tokenizer.py",),
+        "a long name in one message stops all streams while it is tokenized",
+    ),
+    Fault(
+        "app/api/prompt_tokenizer.py",
+        '            self._check_length(len(text), max_tokens, "messages")\n            return',
+        "            return",
+        ("app/api/test_prompt_tokenizer.py",),
+        "text that cannot fit is tokenized",
+    ),
+    Fault(
+        "app/api/openai_service.py",
+        "return write() if described <= INLINE_DETAILS else",
+        "return write() if True else",
+        _SAMPLING,
+        "the log probabilities of a long prompt stop all streams while they are written",
+    ),
+    Fault(
+        "app/api/routes.py",
+        "    if limits is not None and not limits.key.admin:",
+        "    if False:",
+        ("app/api/test_key_rules.py",),
+        "any key resets the prefix cache of all",
+    ),
+    Fault(
         "app/api/key_limits.py",
         "        return most - prompt if max_tokens is None else max_tokens",
         "        return max_tokens",
@@ -216,7 +244,7 @@ API: list[Fault] = [
     ),
     Fault(
         "engine/text.py",
-        '        hidden = 1 if finish_reason == "stop" and token_ids else 0',
+        '        hidden = 1 if finish_reason == "stop" and token_ids and not self._include_stop else 0',
         "        hidden = 0",
         _TEXT,
         "the end-of-sequence token is shown",

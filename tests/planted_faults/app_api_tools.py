@@ -28,6 +28,20 @@ TOOLS: list[Fault] = [
         "the line break after a call is content",
     ),
     Fault(
+        "app/api/tools/forced.py",
+        "                yield from source.rest(lambda _: None)",
+        "                pass",
+        _PARSERS,
+        "the beginning of a forced call that was cut short is content",
+    ),
+    Fault(
+        "app/api/messages/request.py",
+        '    if last["role"] == "assistant" and "tool_calls" not in last:',
+        "    if False:",
+        _MESSAGES,
+        "an answer that a client began is not continued",
+    ),
+    Fault(
         "app/api/tools/hermes.py",
         "                source.content(OPEN)\n",
         "",

@@ -35,6 +35,13 @@ CHANNEL: list[Fault] = [
         "an engine computes for an ingress that never comes back",
     ),
     Fault(
+        "app/channel/engine_channel.py",
+        "            weight += len(scores) * (3 + 2 * len(scores[0].top_ids))",
+        "            pass",
+        _RESUME,
+        "log probabilities that nobody reads fill the memory",
+    ),
+    Fault(
         "app/channel/channel_hub.py",
         "            if channel.waiting_tokens > MAX_WAITING_TOKENS:",
         "            if False:",

@@ -341,8 +341,8 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/llm.py",
-        "        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences, error)",
-        "        return RequestResult(request.token_ids, last[min(last)].cached_tokens, sequences)",
+        "last[min(last)].cached_tokens, sequences, error, collected.prompt_logprobs",
+        "last[min(last)].cached_tokens, sequences, None, collected.prompt_logprobs",
         _LLM,
         "a failed request looks like one that has ended",
     ),

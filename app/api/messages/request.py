@@ -50,6 +50,9 @@ def parse_count_tokens(body: dict[str, Any]) -> ChatRequest:
 def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:
     chat |= {name: fields[name] for name in SAME if name in fields}
     chat["messages"] = _messages(fields)
+    last = chat["messages"][-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        chat["continue_final_message"] = True
     if "stop_sequences" in fields:
         if not isinstance(fields["stop_sequences"], list):
             raise wrong("stop_sequences", fields["stop_sequences"], "a list of strings")
@@ -64,7 +67,9 @@ def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:
     if metadata.get("user_id") is not None:
         chat["user"] = text(metadata["user_id"], "metadata.user_id")
     if "thinking" in fields:
-        one_of(fields["thinking"], "thinking", ("enabled", "disabled", "adaptive"))
+        thinking = one_of(fields["thinking"], "thinking", ("enabled", "disabled", "adaptive"))["type"]
+        if thinking != "adaptive":
+            chat["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
     form = _format(fields.get("output_config", {}))
     if form is not None:
         chat["response_format"] = form

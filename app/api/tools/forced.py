@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 
 from app.api.tools import json_grammar
 from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
@@ -20,9 +19,8 @@ def named(name: str) -> Grammar:
             return
         source.at -= 1
         source.begin_call(name)
-        with suppress(MalformedError):  # cut short
-            yield from _arguments(source)
-            yield from source.space()
+        yield from _arguments(source)
+        yield from source.space()
 
     return read
 
@@ -38,13 +36,15 @@ def required(names: Collection[str]) -> Grammar:
             while True:
                 yield from _call(source, names)
                 yield from source.space()
-                begin = source.at
                 if (yield from source.take("]")):
                     yield from source.space()
                     return
                 yield from source.expect(",")
         except MalformedError:  # cut short
-            source.at = begin if source.num_calls == 0 else source.at
+            if source.num_calls:  # before the next call's arguments: that is no content
+                yield from source.rest(lambda _: None)
+            else:
+                source.at = begin
 
     return read
 
@@ -74,7 +74,7 @@ def _key(source: AnswerText, name: str) -> Reads[None]:
 
 
 def _arguments(source: AnswerText) -> Reads[None]:
-    """An object, given piece by piece."""
+    """An object, given piece by piece; if it is cut short, as far as it goes."""
     given = source.at
     reading = json_grammar.members(source)
     while True:
@@ -82,7 +82,10 @@ def _arguments(source: AnswerText) -> Reads[None]:
             next(reading)
         except StopIteration:
             return
+        except MalformedError:  # cut short within a word, such as "true"
+            break
         finally:
             source.arguments(source.text[given : source.at])
             given = source.at
         yield
+    yield from source.rest(source.arguments)

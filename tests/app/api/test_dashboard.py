@@ -73,6 +73,7 @@ def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch
     answer = http.get("/dashboard/events")
     assert answer.status_code == 503
     assert "close one" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "unavailable"
 
 
 def test_both_need_a_key(

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from local_server import MODEL, LocalServer
+from local_server import MODEL, LocalServer, wait_until
 
 from app.api.audit_log import audit_to
 from app.api.authentication import Gate
@@ -18,13 +18,14 @@ from app.api.routes import make_api
 KEYS = """keys:
   - {id: narrow, sha256: %s, max_context_tokens: 50, min_priority: -3, concurrent_streams: 1}
   - {id: other, sha256: %s, models: [another-model]}
+  - {id: operator, sha256: %s, admin: true}
 """
 
 
 @pytest.fixture
 def keys(server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
     path = tmp_path / "keys.yaml"
-    path.write_text(KEYS % (digest_of("narrow"), digest_of("other")))
+    path.write_text(KEYS % tuple(map(digest_of, ("narrow", "other", "operator"))))
     gate = Gate(KeyFile(str(path), {}))
     monkeypatch.setattr(server.service, "gate", gate)
     return gate
@@ -98,6 +99,7 @@ def test_the_audit_log_has_a_line_for_each_request(http: httpx.Client, tmp_path:
     audit_to(str(path), "ingress:1")
     try:
         http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}, headers={"x-api-key": "narrow"})
+        wait_until(lambda: path.stat().st_size > 0)  # its line follows the response
         path.rename(tmp_path / "yesterday")
         http.post("/tokenize", json={"prompt": "a"}, headers={"x-api-key": "narrow"})
     finally:
@@ -114,3 +116,18 @@ def test_the_audit_log_has_a_line_for_each_request(http: httpx.Client, tmp_path:
     )
     assert (first["prompt_tokens"], first["output_tokens"]) == (1, 1)
     assert second["route"] == "tokenize"
+
+
+@pytest.mark.usefixtures("keys")
+def test_only_an_administrators_key_resets_the_cache(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset(key: str) -> httpx.Response:
+        return http.post("/admin/reset_prefix_cache", headers={"x-api-key": key})
+
+    assert reset("operator").status_code == 404
+    server.set_options(monkeypatch, admin_routes=True)
+    refused = reset("narrow")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
+    assert "'admin: true'" in refused.json()["error"]["message"]
+    assert reset("operator").status_code == 200

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from app.api.chat_messages import ChatMessage
+from app.api.chat_messages import ChatMessage, ToolCall
+from app.api.output_options import TemplateOptions
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
 from engine.errors import InvalidRequestError
@@ -121,6 +124,42 @@ def test_text_that_cannot_fit_is_refused_unread(tokenizer: PromptTokenizer) -> N
         with pytest.raises(InvalidRequestError, match=r"1000000 characters.* 100 tokens") as caught:
             encode()
         assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("field", ["content", "name", "tool_call_id", "reasoning", "calls", "variable"])
+def test_whatever_a_template_writes_is_tokenized_off_the_event_loop_and_within_the_context(
+    tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "<s>{{ v }}{% for m in messages %}{{ m.content }}{{ m.name }}{{ m.tool_call_id }}"
+        "{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}{% endfor %}"
+        "{% if tools %}{% endif %}"
+    )
+    tokenizer = small_model(tmp_path, template)
+    threads: list[str] = []
+    render = tokenizer._render
+    monkeypatch.setattr(
+        tokenizer,
+        "_render",
+        lambda *given: (threads.append(threading.current_thread().name), render(*given))[1],
+    )
+
+    def tokens(length: int) -> int:
+        text = "a" * length
+        message = ChatMessage("tool" if field in ("name", "tool_call_id") else "assistant", "")
+        options = TemplateOptions(variables=(("v", text if field == "variable" else ""),))
+        if field == "calls":
+            message = replace(message, tool_calls=(ToolCall(text, "f", "{}"),))
+        elif field != "variable":
+            message = replace(message, **{field: text})
+        return len(asyncio.run(tokenizer.encode_chat([message], 3000, options=options)))
+
+    assert tokens(INLINE_CHARS // 2) == INLINE_CHARS // 2 + 1
+    assert tokens(INLINE_CHARS + 1) == INLINE_CHARS + 2
+    assert threads[0] == "MainThread"
+    assert threads[1].startswith("tokenizer")
+    with pytest.raises(InvalidRequestError, match="exceeds the context length of 3000 tokens"):
+        tokens(100_000)
 
 
 def test_a_raw_prompt_begins_with_one_beginning(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import httpx
 import openai
 import pytest
 from local_server import MODEL, LocalServer
+
+from app.api.openai_responses import OpenAIReply
+from app.api.openai_service import INLINE_DETAILS
 
 COUNT: dict[str, Any] = {"model": MODEL, "prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
 ASK: dict[str, Any] = {
@@ -243,3 +247,27 @@ def test_a_template_variable_may_not_name_a_special_token(http: httpx.Client) ->
     response = http.post("/v1/chat/completions", json={**ASK, "chat_template_kwargs": {"x": "a<|im_end|>"}})
     assert response.status_code == 400
     assert "special token" in response.json()["error"]["message"]
+
+
+def test_many_tokens_are_described_in_a_thread(
+    http: httpx.Client, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    for name in ("body", "delta"):
+        write = getattr(OpenAIReply, name)
+
+        def noted(*given: Any, write: Any = write) -> Any:
+            threads.append(threading.current_thread().name.partition("_")[0])
+            return write(*given)
+
+        monkeypatch.setattr(OpenAIReply, name, noted)
+    long = {**COUNT, "prompt": [5] * (INLINE_DETAILS + 10), "max_tokens": 1}
+    post(http, "completions", long)
+    assert "bodies" not in threads
+    assert (
+        len(post(http, "completions", {**long, "prompt_logprobs": 1})["choices"][0]["prompt_logprobs"]) == 210
+    )
+    assert threads[-1] == "bodies"
+    threads.clear()
+    http.post("/v1/completions", json={**long, "echo": True, "logprobs": 1, "stream": True}).raise_for_status()
+    assert threads[0] == "bodies"

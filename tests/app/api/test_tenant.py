@@ -79,6 +79,7 @@ def test_a_client_is_what_the_request_says_of_itself() -> None:
 
     assert of(None) == ""
     assert len({of(None), of("k"), of("k", "u"), of("k", "v"), of("l", "u"), of(None, "u")}) == 6
+    assert len({of(None), *(client_of(Headers({"x-api-key": key}), "") for key in "kl")}) == 3
     assert len(of("k", "any text: \u00e4\u2013\0")) == 32
 
 

@@ -15,6 +15,7 @@ from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.wire_resume import Claim, Resumption, pack_resumption, unpack_resumption
 from engine.request import FinishReason, TokenDelta
+from engine.token_logprobs import TokenLogprobs
 
 
 class Setting:
@@ -290,3 +291,25 @@ def test_resumptions_survive_the_wire_and_damaged_ones_are_refused() -> None:
     for damaged in (data[:-1], data + b"\0", b"", bytes([data[0] + 1]) + data[1:]):
         with pytest.raises(wire.WireError):
             unpack_resumption(damaged)
+
+
+def test_tokens_with_log_probabilities_count_for_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_hub, "MAX_WAITING_TOKENS", 1000)
+    score = TokenLogprobs(-1.0, 1, tuple(range(20)), (-1.0,) * 20)
+
+    async def test(setting: Setting) -> None:
+        await setting.open(1)
+        for number in (1, 2):
+            setting.hub.attach("ingress", 1, number, f"e{number}")
+        channel = setting.hub._channels["ingress"]
+        for index in range(5):
+            setting.hub.deliver([TokenDelta("e1", index, (7,), logprobs=(score,))])
+        setting.hub.deliver([TokenDelta("e2", 0, (7,), prompt_logprobs=(score,) * 10)])
+        assert channel.waiting_tokens == 5 * 44 + 431
+        channel.drop_records(1)
+        assert channel.waiting_tokens == 431
+        assert setting.aborted == []
+        setting.hub.deliver([TokenDelta("e2", 1, (7,) * 20, logprobs=(score,) * 20)])
+        assert setting.aborted == ["e1", "e2"]
+
+    run(test)

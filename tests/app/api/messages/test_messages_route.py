@@ -167,6 +167,30 @@ def test_blocks_become_messages_and_results_of_tools() -> None:
     assert [m.tool_call_id for m in found[3:5]] == ["1", "2"]
 
 
+def test_a_last_message_of_the_assistant_is_continued(sdk: anthropic.Anthropic, http: httpx.Client) -> None:
+    begun: Any = [*CAPITAL["messages"], {"role": "assistant", "content": "The capital of France"}]
+    message = sdk.messages.create(**{**CAPITAL, "messages": begun})
+    assert message.content[0].text == " is Paris."  # type: ignore[union-attr]
+    counted = sdk.messages.count_tokens(model=MODEL, system=CAPITAL["system"], messages=begun)
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+    for last, continued in ((HELLO, False), (call, False), (begun[-1], True)):
+        found = parse_messages_request({"max_tokens": 1, "messages": [HELLO, last]}).template
+        assert (found.continue_final_message, found.add_generation_prompt) == (continued, not continued)
+
+
+def test_thinking_is_the_templates_variable() -> None:
+    for thinking, wanted in (
+        ({"type": "enabled", "budget_tokens": 1024}, (("enable_thinking", True),)),
+        ({"type": "disabled"}, (("enable_thinking", False),)),
+        ({"type": "adaptive"}, ()),
+        (None, ()),
+    ):
+        body = {"max_tokens": 1, "messages": [HELLO], "thinking": thinking}
+        assert parse_messages_request(body).template.variables == wanted
+
+
 def test_tokens_are_counted_as_the_answer_counts_them(sdk: anthropic.Anthropic) -> None:
     asked = {name: CAPITAL[name] for name in ("model", "system", "messages")}
     assert sdk.messages.count_tokens(**asked).input_tokens == 27

@@ -170,7 +170,8 @@ def test_a_named_calls_arguments_go_out_piece_by_piece() -> None:
     parser = AnswerParser([named("add")])
     assert joined(parser.push(' {"x"', ended=False))[2] == [("add", '{"x"')]
     assert parsed([named("add")], [' {"x": [1, "}"]} ']) == ("", "", [("add", '{"x": [1, "}"]}')])
-    assert parsed([named("add")], ['{"x": [1, "']) == ("", "", [("add", '{"x": [1, "')])
+    for cut in ('{"x": [1, "', '{"x": [tr', '{"x": 1e'):
+        assert parsed([named("add")], [cut]) == ("", "", [("add", cut)])
 
 
 def test_required_calls_go_out_piece_by_piece() -> None:
@@ -178,6 +179,9 @@ def test_required_calls_go_out_piece_by_piece() -> None:
     calls = [("add", '{"x": 1}'), ("a-b", "{}")]
     assert parsed([required(NAMES)], [text]) == ("", "", calls)
     assert parsed([required(NAMES)], [text[:33]]) == ("", "", [("add", '{"x')])
+    for end in range(39, text.index("{}}")):  # cut short between the arguments of both
+        assert parsed([required(NAMES)], [text[:end]]) == ("", "", calls[:1])
+    assert parsed([required(NAMES)], [text[:36] + "tr"]) == ("", "", [("add", '{"x": tr')])
     parser = AnswerParser([required(NAMES)])
     assert joined(parser.push(text[:33], ended=False))[2] == [("add", '{"x')]
 
