@@ -38,6 +38,7 @@ from engine.scheduling.step import StepTiming
 from engine.seeds import request_seed
 from engine.stats import EngineStats
 from engine.structured.compiler import GrammarCompiler
+from engine.structured_output import FORM_FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ class Engine:
         """Bring the grammars of a step up to date; those that became too complex fail their requests."""
         failed: dict[str, str] = {}
         for sequence, reason in self.runner.advance_grammars(chunks):
-            failed[sequence.request_id] = f"the structured output cannot be continued: {reason}"
+            failed[sequence.request_id] = f"{FORM_FAILED}: {reason}"
             if sequence.params.structured_output is not None:
                 self.grammars.forget(sequence.params.structured_output)
         return failed

@@ -10,6 +10,9 @@ from engine.errors import InvalidRequestError, shown
 MAX_CHARS = {"json_object": 0, "json_schema": 1 << 17, "regex": 1 << 14, "choice": 1 << 17, "grammar": 1 << 16}
 """The kinds of structured output, and the most characters that the text of each may have."""
 
+FORM_FAILED = "the structured output cannot be continued"
+"""How the error of a request begins whose form became too complex for the engine amid its output."""
+
 MAX_CHOICES = 4096
 MAX_NESTING = 64
 """Levels of lists and objects in a JSON schema."""

@@ -15,9 +15,10 @@ from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from app.routing.requirement import Requirement
 from app.routing.routing_meta import RoutingMeta
-from engine.errors import QuireError
+from engine.errors import InvalidRequestError, QuireError
 from engine.models.identity import ModelIdentity
 from engine.request import FinishReason
+from engine.structured_output import FORM_FAILED
 
 EXPECTED_TOKENS = 256
 """Output that is booked for a request that may make more, unless outputs here are longer on average."""
@@ -196,7 +197,7 @@ class InFlightRequest:
     def accept(self, record: wire.Record, model: ModelIdentity | None = None) -> None:
         """Apply a record that :meth:`continues` the request; ``model`` has made it."""
         if record.end is FinishReason.ERROR:
-            self.fail(GenerationError(record.message or "the engine failed to compute the request"))
+            self.fail(_error_of(record.message))
             return
         if record.end is FinishReason.ABORT:
             # Nobody here asked for it: the engine is closing the channel.
@@ -244,3 +245,10 @@ class InFlightRequest:
         if error is not None:
             logger.error("request %s failed in the ingress", self.request.request_id, exc_info=error)
         self.fail(GenerationError("an internal error ended this request; see the log"))
+
+
+def _error_of(message: str) -> QuireError:
+    """What an engine's ``message`` about a failed request means for its client."""
+    if message.startswith(FORM_FAILED):  # sent again, it would fail again
+        return InvalidRequestError(message, "structured_output", "invalid_grammar")
+    return GenerationError(message or "the engine failed to compute the request")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.structured_output import StructuredOutput
@@ -19,6 +22,12 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_REASON = 300
 """Characters that an error quotes of what the library says."""
 
+TOKEN_S = 0.002
+"""Processor time that following a grammar may take for each token, in the long run; most take a hundredth."""
+
+BURST_S = 0.1
+"""What all sequences of a grammar together may take beyond that."""
+
 _NOTHING = "no output can match it"
 
 
@@ -29,10 +38,20 @@ class Grammar:
         self._start = start
         self.mask_words = -(-tokenizer.vocab_size // 32)  # of 32 tokens each
         self.end_token_ids = frozenset(tokenizer.eos_tokens)
+        self._left_s = BURST_S
 
     def matcher(self) -> LLMatcher:
         """A matcher at the beginning of an output."""
         return self._start.deep_copy()
+
+    def spend(self, took_s: float, tokens: int) -> bool:
+        """Account for the time of following ``tokens``; whether the sequence may go on.
+
+        Its step waits meanwhile, and so do all other sequences. Only those that take too long themselves pay.
+        """
+        allowed_s = TOKEN_S * max(tokens, 1)
+        self._left_s = min(BURST_S, self._left_s + allowed_s - took_s)
+        return self._left_s >= 0 or took_s <= allowed_s
 
 
 def load_llg_tokenizer(folder: str | Path, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:
@@ -66,7 +85,8 @@ def lowered(form: StructuredOutput) -> str:
                 raise refused(form, _NOTHING)
             return _of_schema("{}" if schema is True else form.text)
         case "choice":
-            return grammar_from("choice", form.text)
+            # As one expression: as many lexemes as texts would be too much for a row of the parser.
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(form.text))))
         case "regex":
             return LLMatcher.grammar_from_regex(form.text)
     try:
@@ -76,7 +96,7 @@ def lowered(form: StructuredOutput) -> str:
 
 
 def build(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) -> Grammar:
-    """Compile ``grammar``, which is ``form`` lowered, and work out what an output may begin with.
+    """Compile ``grammar``, which is ``form`` lowered, work out what an output may begin with, and try a token.
 
     Takes no Python lock. The time that it may take has no bound: see :mod:`engine.structured.checker`.
 
@@ -95,9 +115,16 @@ def build(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) -> Gramm
     )
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        matcher.compute_bitmask()
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     if matcher.is_error():
         raise refused(form, matcher.get_error())
+    tokens = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    first = next((token for token in tokens if token not in tokenizer.eos_tokens), None)
+    if first is not None:
+        after = matcher.deep_copy()
+        after.consume_tokens([first])
+        if after.is_error():
+            raise refused(form, after.get_error())
     return Grammar(matcher, tokenizer)
 
 

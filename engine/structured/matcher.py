@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from time import thread_time
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.structured.grammar import Grammar
+from engine.structured.grammar import TOKEN_S, Grammar
 
 _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 
@@ -19,6 +20,7 @@ class Matcher:
     """
 
     def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
         self._matcher = grammar.matcher()
         self._advanced = 0  # tokens of the output
         self.mask: NDArray[np.int32] = np.empty(grammar.mask_words, dtype=np.int32)
@@ -37,7 +39,7 @@ class Matcher:
         Where something did, the mask holds every token. Otherwise it leaves out ``unwanted`` tokens
         unless nothing else may come next, and has end-of-sequence tokens exactly when the output may end.
         """
-        matcher = self._matcher
+        matcher, began = self._matcher, thread_time()
         if tokens:
             matcher.consume_tokens(tokens if isinstance(tokens, list) else list(tokens))
             self._advanced += len(tokens)
@@ -46,6 +48,9 @@ class Matcher:
         if matcher.is_error():
             self.mask.fill(-1)
             return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+        if not self._grammar.spend(thread_time() - began, len(tokens)):
+            self.mask.fill(-1)
+            return f"following it takes more than {TOKEN_S * 1000:g} ms a token; make it simpler"
         self._leave_out(unwanted)
         return None
 

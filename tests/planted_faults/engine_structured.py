@@ -41,6 +41,27 @@ STRUCTURED: list[Fault] = [
         "a grammar that is used all the time is dropped for its age",
     ),
     Fault(
+        "engine/structured/grammar.py",
+        "        return self._left_s >= 0 or took_s <= allowed_s\n",
+        "        return self._left_s >= 0\n",
+        _GRAMMARS,
+        "a sequence that takes little time fails because others of its form took long",
+    ),
+    Fault(
+        "engine/structured/grammar.py",
+        "        if after.is_error():\n",
+        "        if False:\n",
+        _GRAMMARS,
+        "a form that can never be finished is accepted",
+    ),
+    Fault(
+        "engine/structured/matcher.py",
+        "        if not self._grammar.spend(thread_time() - began, len(tokens)):\n",
+        "        if False:\n",
+        _ENGINE,
+        "a form that takes long to follow holds up everyone's steps",
+    ),
+    Fault(
         "engine/structured/matcher.py",
         "        if not mask.any():\n            mask[:] = before\n",
         "",

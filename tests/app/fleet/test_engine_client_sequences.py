@@ -21,6 +21,7 @@ from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
+from engine.structured_output import FORM_FAILED
 
 
 def request(prompt: list[int], n: int, max_tokens: int = 30, **params: Any) -> GenerateRequest:
@@ -181,6 +182,24 @@ def test_an_error_in_one_sequence_ends_the_request_with_it() -> None:
         )
         with pytest.raises(GenerationError, match="it broke"):
             await job
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+
+
+def test_a_form_that_became_too_complex_is_the_fault_of_its_request() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        job = asyncio.ensure_future(collect_all(client, request([5], 1, 500)))
+        only = await until_busy(handle)
+        (name,) = only.engine.live
+        only.engine.live.clear()
+        message = f"{FORM_FAILED}: too many states"
+        only.hub.deliver([TokenDelta(name, 0, (), FinishReason.ERROR, error=message, final=True)])
+        with pytest.raises(InvalidRequestError, match="too many states") as caught:
+            await job
+        assert caught.value.code == "invalid_grammar"
         await until(lambda: quiet(handle, client))
         await client.stop()
 

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models
 from engine.errors import InvalidRequestError
 from engine.structured.checker import GrammarChecker
 from engine.structured.compiler import KEPT, GrammarCompiler
-from engine.structured.grammar import build, load_llg_tokenizer, lowered
+from engine.structured.grammar import BURST_S, TOKEN_S, build, load_llg_tokenizer, lowered
 from engine.structured.matcher import Matcher
-from engine.structured_output import StructuredOutput
+from engine.structured_output import MAX_CHOICES, StructuredOutput
 
 VOCABULARY = 49152
 END = 2
@@ -41,6 +41,7 @@ def schema(**keywords: Any) -> StructuredOutput:
 
 
 CHOICES = ["yes", 'nó "q"\n', "a\\b", "😀 x", "/x/ | y", "tab\t\x00"]
+MANY = [f"choice {i} " + "x" * 15 for i in range(10_000, 10_000 + MAX_CHOICES)]
 PERSON = schema(type="object", properties={"name": {"type": "string"}}, required=["name"])
 
 
@@ -48,6 +49,8 @@ PERSON = schema(type="object", properties={"name": {"type": "string"}}, required
     ("form", "good", "bad"),
     [
         *((StructuredOutput.of_choices(CHOICES), choice, choice[:-1]) for choice in CHOICES),
+        *((StructuredOutput.of_choices(MANY), choice, choice[:-1]) for choice in (MANY[0], MANY[-1])),
+        (StructuredOutput.of_choices(["a.", "a.b*"]), "a.b*", "a.bb"),
         (StructuredOutput("json_object"), '{"a": [1, "é"]}', "[1]"),
         (StructuredOutput("json_object"), "{" + " " * 40 + "}", "{" + " " * 41 + "}"),
         (PERSON, '{"name": "Zoë", "age": 3}', '{"age": 3}'),
@@ -173,6 +176,34 @@ def test_no_more_are_kept_than_there_is_room_for(bundled_model: Path) -> None:
     assert compiler.compile(forms[1]) is grammars[1]
     assert compiler.compile(forms[0]) is not grammars[0]
     assert compiler.compile(forms[2]) is not grammars[2]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        schema(type="object", properties={f"p{i}": {"type": "string"} for i in range(1000)}),
+        StructuredOutput(
+            "grammar",
+            "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(30)) + '\nr30: "c"',
+        ),
+    ],
+)
+def test_what_would_fail_at_the_second_token_is_refused(tokenizer: LLTokenizer, form: StructuredOutput) -> None:
+    with pytest.raises(InvalidRequestError, match=r"cannot be used: .*items"):
+        build(tokenizer, form, lowered(form))
+
+
+def test_only_what_takes_long_pays_for_it(tokenizer: LLTokenizer) -> None:
+    grammar = build(tokenizer, PERSON, lowered(PERSON))
+    assert grammar.spend(BURST_S + TOKEN_S, 0)  # the whole burst
+    assert grammar.spend(TOKEN_S * 5, 5)  # no more than is allowed
+    assert not grammar.spend(TOKEN_S * 5 + 0.001, 5)
+    assert grammar.spend(TOKEN_S, 1)  # its share, whatever others have taken
+    assert grammar.spend(0, 1)
+    assert grammar.spend(TOKEN_S + 0.0009, 1)  # saved before
+    for _ in range(1000):
+        assert grammar.spend(0, 1)
+    assert not grammar.spend(BURST_S + TOKEN_S + 0.001, 1)  # no more than the burst is saved
 
 
 def test_processes_that_end_are_replaced(bundled_model: Path) -> None:

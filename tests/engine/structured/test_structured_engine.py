@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import re
@@ -218,6 +219,20 @@ def test_a_form_that_becomes_too_complex_fails_its_request_alone(
     assert outputs(deltas["bad"])[0] == ("aaaa", FinishReason.ERROR)
     assert deltas["bad"][-1].error == "the structured output cannot be continued: too many states"
     assert engine.grammars.compile(bad) is not compiled
+
+
+def test_a_form_that_takes_long_to_follow_fails_its_request_alone(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("engine.structured.matcher.thread_time", lambda: next(clock) * 0.004)
+    slow = ask("slow", StructuredOutput("regex", "a{500}"), n=4, max_tokens=100)
+    deltas = run_to_end(make(), slow, ask("free", None))
+    assert outputs(deltas["free"])[0][1] is not FinishReason.ERROR
+    assert deltas["slow"][-1].error == (
+        "the structured output cannot be continued: following it takes more than 2 ms a token; make it simpler"
+    )
+    assert 10 < sum(len(delta.token_ids) for delta in deltas["slow"]) < 100
 
 
 def test_offline_a_form_that_cannot_be_used_is_named_and_nothing_runs(folder: Path) -> None:
