@@ -43,7 +43,7 @@ class EngineOptions:
     weights: WeightsOption = option(
         "auto",
         "How matrices are kept on a CPU: `model`, in `dtype`; `int8`; or `int4`. `auto`: in 4 bits where the "
-        "checkpoint's matrices were made from such codes, so that nothing is lost; otherwise in `dtype`",
+        "checkpoint's matrices were made from such codes, which are then kept exactly; otherwise in `dtype`",
     )
     device: str = option("auto", "`cpu` or `cuda`. `auto`: CUDA if there is a GPU")
     kernels: str = option("auto", "Kernels: `cpu`, `triton`, or `reference`. `auto`: by device")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app import config
+from app.api.keys import KeyFile
 from app.launch import model_store, serving
 from app.launch.access import check_access
 from app.launch.instance import Instance
@@ -35,6 +36,7 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
             f"cannot serve on {host}: Serve's HAProxy reaches replicas over IPv4 only; choose another host"
         )
     args |= check_access(options)
+    keys_required = KeyFile(options.ingress.api_keys_file).required
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.service.model))
     if fit.pool is not None:
@@ -44,7 +46,8 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
             say(line)
     stop = threading.Event()
     initial = options.scaling.initial_replicas
-    say(f"starting Ray and {initial} engine replica(s) with {options.service.model_name} ...")
+    replicas = "1 engine replica" if initial == 1 else f"{initial} engine replicas"
+    say(f"starting Ray and {replicas} with {options.service.model_name} ...")
     instance = Instance(options.ingress.instance)
     server = LocalServer(options.launch, instance)
     failed = False
@@ -55,8 +58,9 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         _on_interrupt(stop)
         server.deploy(args, options, stop, say)
         if not stop.is_set():
-            announce(server.url, server.proxy(), server.dashboard, options, fit, say)
-            say(f"  metrics endpoints and Ray's logs, until it stops: {instance.ray_folder}")
+            announce(server.url, server.proxy(), server.dashboard, options, fit, keys_required, say)
+            say(f"  Ray's logs, until it stops: {instance.ray_folder}")
+            say("  stop with Ctrl-C")
         watch = ReplicaWatch(initial, say)
         while not stop.wait(WATCH_EVERY_S):
             watch.update(server.ready())

@@ -78,25 +78,35 @@ def shared_cores(options: ScalingOptions, cores: int) -> list[str]:
     ]
 
 
-def announce(url: str, proxy: str, dashboard: str, options: AppConfig, fit: Fit, say: Say) -> None:
-    """Say where the server answers, with what, and how to try it."""
+def announce(
+    url: str, proxy: str, dashboard: str, options: AppConfig, fit: Fit, keys_required: bool, say: Say
+) -> None:
+    """Say where the server answers, with what, and how to try it.
+
+    ``dashboard`` is the address of Ray's; empty without one.
+    """
     name = options.service.model_name
     say(f"Quire serves {name} at {url}/v1 through {proxy}")
     ingresses = options.ingress.ingress_replicas
     say(f"  engine replicas {replicas_line(options.scaling)}, ingress replicas {ingresses}")
     pool = fit.pool
-    kv = f", KV of about {pool.tokens:,} tokens ({pool.num_blocks:,} blocks) in each replica" if pool else ""
-    say(f"  weights and KV in {fit.dtype}{kv}")
-    if pool and pool.tokens < fit.context_length:
-        say(
-            f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the context "
-            f"length of {fit.context_length:,}; raise kv_memory"
-        )
+    if pool is None:
+        say(f"  weights and KV in {fit.dtype}")
+    else:  # what the weights are in, each engine logs: `weights=auto` depends on them
+        blocks = f"{pool.num_blocks:,} blocks"
+        say(f"  KV in {fit.dtype}, about {pool.tokens:,} tokens ({blocks}) in each replica")
+        if pool.tokens < fit.context_length:
+            say(
+                f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the "
+                f"context length of {fit.context_length:,}; raise kv_memory"
+            )
+    say(f"  in a browser: {url}/ to chat, {url}/dashboard for the fleet, {url}/docs for the API")
     if dashboard:
-        say(f"  dashboard http://{dashboard}")
+        say(f"  Ray's dashboard http://{dashboard}")
+    key = " -H 'authorization: Bearer KEY'" if keys_required else ""
     say(
-        f"  try: curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d "
-        f'\'{{"model": "{name}", "stream": true, "messages": '
-        '[{"role": "user", "content": "What is the capital of France?"}]}\''
+        f"  try: curl -N {url}/v1/chat/completions{key} -H 'content-type: application/json' -d "
+        f'\'{{"model": "{name}", "stream": true, "temperature": 0, "messages": '
+        '[{"role": "system", "content": "You are a helpful assistant."}, '
+        '{"role": "user", "content": "What is the capital of France?"}]}\''
     )
-    say("  stop with Ctrl-C")

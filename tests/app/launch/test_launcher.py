@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from app.launch import local_server, preflight, serving, terminal
 from app.launch.instance import Instance
 from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
+from engine.kv.pool_size import PoolSize
 
 
 @pytest.fixture
@@ -317,6 +319,25 @@ def test_progress_is_told_every_few_seconds() -> None:
         "waiting for engine replicas: 1 of 2 ready after 5 s",
         "waiting for proxy, ingress, and channels",
     ]
+
+
+@pytest.mark.parametrize("keys_required", [False, True])
+def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
+    said: list[str] = []
+    url = "http://127.0.0.1:8001"
+    fit = preflight.Fit("bfloat16", PoolSize(100, 16, 1), 4096)
+    options = config.load({}, {})
+    terminal.announce(url, "HAProxy", "127.0.0.1:8266", options, fit, keys_required, said.append)
+    text = "\n".join(said)
+    assert f"{url}/ to chat, {url}/dashboard for the fleet, {url}/docs" in text
+    assert "Ray's dashboard http://127.0.0.1:8266" in text
+    assert "KV in bfloat16, about 1,600 tokens (100 blocks) in each replica" in text
+    assert "limited to the 1,600 tokens of the KV pool" in text
+    words = shlex.split(said[-1].partition("try: ")[2])
+    assert ("authorization: Bearer KEY" in words) == keys_required
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == options.service.model_name
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
