@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from app.api.errors import show
@@ -9,6 +10,23 @@ from engine.errors import InvalidRequestError
 
 _AT_ONCE = 1 << 16
 """Entries of a list that are checked before other threads may run again: in about a millisecond."""
+
+
+def known_fields(
+    body: dict[str, Any], known: Collection[str], refused: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The fields of ``body`` that are not ``null``.
+
+    Raises:
+        InvalidRequestError: one is not ``known``, or ``refused`` with the reason given there.
+    """
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if refused is not None and name in refused and value not in (False, [], {}):
+            raise InvalidRequestError(f"{name}: {refused[name]}", name, "unsupported_parameter")
+        if name not in known and (refused is None or name not in refused):
+            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
+    return fields
 
 
 def text(value: object, name: str, param: str | None = None) -> str:

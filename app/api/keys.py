@@ -48,6 +48,9 @@ MAX_FILE_BYTES = 4 * 1024 * 1024
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of a thousand keys: in 0.2 s instead of 1 s
 
+_UNREADABLE = (OSError, ValueError, LookupError, AttributeError, yaml.YAMLError, RecursionError)
+"""What a file may raise; PyYAML lets through what Python says of a date or a number that is none."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -160,7 +163,7 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"the key file {path} exceeds {MAX_FILE_BYTES} bytes")
         content = _parsed(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"the key file {path} cannot be read: {_one_line(error)}") from error
     try:
         return _KeyList.model_validate(content).keys
@@ -174,7 +177,7 @@ def _parsed(text: str) -> object:
     """YAML, or JSON, which is YAML, too, but read a hundred times as fast.
 
     Raises:
-        YAMLError, RecursionError: it is neither.
+        any of ``_UNREADABLE``: it is neither.
     """
     try:
         return json.loads(text)

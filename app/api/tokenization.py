@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.api.chat_messages import ChatMessage, parse_messages
-from app.api.errors import show
-from app.api.json_fields import boolean, integers, text, wrong
+from app.api.json_fields import boolean, integers, known_fields, text, wrong
 from engine.errors import InvalidRequestError
 
 
@@ -32,7 +31,7 @@ class DetokenizeRequest:
 
 def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
-    fields = _fields(body, {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
+    fields = known_fields(body, {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
     if ("prompt" in fields) == ("messages" in fields):
         raise InvalidRequestError("give either prompt or messages", "prompt")
     prompt = text(fields["prompt"], "prompt") if "prompt" in fields else None
@@ -47,17 +46,10 @@ def parse_tokenize(body: dict[str, Any]) -> TokenizeRequest:
 
 def parse_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
-    fields = _fields(body, {"model", "tokens"})
+    fields = known_fields(body, {"model", "tokens"})
     if "tokens" not in fields:
         raise wrong("tokens", None, "a list of token ids")
     return DetokenizeRequest(_model(fields), integers(fields["tokens"], "tokens"))
-
-
-def _fields(body: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    for name in body:
-        if name not in known:
-            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def _model(fields: dict[str, Any]) -> str | None:

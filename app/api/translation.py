@@ -10,23 +10,6 @@ from app.api.openai_types import ChatRequest, parse_chat
 from engine.errors import InvalidRequestError
 
 
-def known_fields(
-    body: dict[str, Any], known: Collection[str], refused: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The fields of ``body`` that are not ``null``.
-
-    Raises:
-        InvalidRequestError: one is not ``known``, or ``refused`` with the reason given there.
-    """
-    fields = {name: value for name, value in body.items() if value is not None}
-    for name, value in fields.items():
-        if refused is not None and name in refused and value not in (False, [], {}):
-            raise InvalidRequestError(f"{name}: {refused[name]}", name, "unsupported_parameter")
-        if name not in known and (refused is None or name not in refused):
-            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
-    return fields
-
-
 def chat_request(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
     """The chat request ``body``; its errors blame the fields that ``names`` gives for those of ``body``."""
     try:

@@ -63,6 +63,8 @@ class RayExport:
         for series in self._series(samples):
             labels = [_RENAMED.get(label, label) for label in series.labels]
             for key, value in series.values.items():
+                if series.kind is Kind.COUNTER and value == self._last.get((series.name, key), 0.0):
+                    continue  # of thousands of keys, few have been used since
                 tags = {**self._tags, **dict(zip(labels, key, strict=True))}
                 if isinstance(value, HistogramTotals):
                     self._histogram(series, tags, value)

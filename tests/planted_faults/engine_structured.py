@@ -21,7 +21,7 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/structured/grammar.py",
-        "    if not matcher.is_error():\n        matcher.compute_bitmask()\n",
+        "    if matcher.is_error():\n        raise refused(form, matcher.get_error())\n",
         "",
         _GRAMMARS,
         "a schema that no output can match is found out only when the request runs",

@@ -10,9 +10,9 @@ from typing import Any
 
 from app.api.chat_messages import MAX_MESSAGES
 from app.api.errors import show
-from app.api.json_fields import integer, text, wrong
+from app.api.json_fields import integer, known_fields, text, wrong
 from app.api.openai_types import ChatRequest
-from app.api.translation import chat_request, known_fields, one_of
+from app.api.translation import chat_request, one_of
 from engine.errors import InvalidRequestError
 
 SAME = (

@@ -115,6 +115,10 @@ def test_without_a_file_there_is_nothing_to_watch() -> None:
         (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: a, sha256: '{'1' * 64}'}}]", "the same id, a"),
         (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: b, sha256: '{'0' * 64}'}}]", "the same sha256"),
         ("[" * 5000, "cannot be read"),
+        ("keys: [{id: 2026-13-45}]", "cannot be read: month must be in 1..12"),
+        ("keys: !!timestamp x", "cannot be read"),
+        ("keys: !!bool x", "cannot be read"),
+        ('{"keys": ' + "9" * 5000 + "}", "cannot be read"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from importlib import metadata
 from pathlib import Path
 
@@ -140,6 +141,26 @@ def test_the_options_origins_are_allowed_and_can_change(
     exposed = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
     assert {"x-request-id", "x-quire-instance", "retry-after"} < exposed
     assert {f"x-ratelimit-{what}-tokens" for what in ("limit", "remaining", "reset")} < exposed
+
+
+def test_a_page_of_another_origin_makes_the_server_do_nothing_unasked(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1})
+    simple = {"content-type": "text/plain", "origin": "https://a.example"}
+
+    def ask(headers: dict[str, str]) -> int:
+        return http.post("/v1/completions", content=body, headers=headers).status_code
+
+    assert ask(simple) == 200  # of no browser
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        assert ask({**simple, "sec-fetch-site": site}) == status
+    # Whoever answered the preflight, perhaps a gateway, has allowed these:
+    for asked in ({"content-type": "application/json"}, {"authorization": "Bearer a"}, {"x-api-key": "a"}):
+        assert ask({**simple, "sec-fetch-site": "cross-site", **asked}) == 200
+    server.set_options(monkeypatch, cors_origins="https://a.example")
+    assert ask({**simple, "sec-fetch-site": "cross-site"}) == 200
+    assert ask({**simple, "sec-fetch-site": "cross-site", "origin": "https://b.example"}) == 403
 
 
 def test_the_api_starts_before_there_is_a_service() -> None:
