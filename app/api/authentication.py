@@ -111,7 +111,7 @@ def _unauthorized(path: str, presented: bool, person: bool) -> ASGIApp:
     message = (
         "the API key is not valid"
         if presented
-        else "this server needs an API key; send one, as 'Authorization: Bearer KEY'"
+        else "this server needs an API key; send just one, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
     )
     response = ApiFault(401, message, "invalid_request_error", code="invalid_api_key").to_response(path)
     response.headers["www-authenticate"] = 'Basic realm="Quire", charset="UTF-8"' if person else "Bearer"

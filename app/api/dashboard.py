@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 from starlette.requests import Request
@@ -29,7 +31,18 @@ async def events(request: Request) -> Response:
             kind="service_unavailable_error",
         )
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(feed.events(), headers=headers, media_type="text/event-stream")
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type="text/event-stream")
+    stream = feed.events()
+    first = await anext(stream)  # from here on this viewer counts
+    return StreamingResponse(_joined(first, stream), headers=headers, media_type="text/event-stream")
+
+
+async def _joined(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(stream):
+        yield first
+        async for event in stream:
+            yield event
 
 
 DASHBOARD_ROUTES = (Route("/dashboard", dashboard), Route("/dashboard/events", events))

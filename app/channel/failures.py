@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from engine.errors import QuireError
+
+logger = logging.getLogger(__name__)
 
 _EXPECTED = (QuireError, OSError, asyncio.CancelledError, RayError, RayServeException)
 """``OSError`` includes ``TimeoutError`` and ``ConnectionError``."""
@@ -29,6 +32,15 @@ def describe(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of the error's message; empty if there is none."""
     return next(iter(str(error).splitlines()), "")
+
+
+def cancel_call(response: Any) -> None:
+    """Cancel a Serve call. Where it could not be sent, ``response.cancel`` raises why, and nothing runs."""
+    try:
+        response.cancel()
+    except Exception as error:
+        if is_defect(error):
+            logger.exception("a call could not be canceled")
 
 
 async def answer_of(response: Any) -> Any:

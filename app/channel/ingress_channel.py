@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from app.background import Background
 from app.channel import wire
 from app.channel.engine_channel import UnknownEpochError
-from app.channel.failures import describe, is_defect
+from app.channel.failures import cancel_call, describe, is_defect
 from app.channel.silence import Silence
 from app.channel.wire_resume import Claim, pack_resumption
 from app.channel.wire_sections import Figures, KvSection, SnapshotSlice
@@ -301,7 +301,7 @@ class IngressChannel:
     def _end(self, reason: str, fault: bool, resumable: bool) -> None:
         """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
         if self._generator is not None:
-            self._generator.cancel()
+            cancel_call(self._generator)
             self._generator = None
         self.state = ChannelState.CLOSED
         route, self._route = self._route, None
@@ -447,7 +447,7 @@ class IngressChannel:
             else:
                 logger.info("a beat to %s failed: %s", self.replica, describe(error))
             if response is not None:
-                response.cancel()
+                cancel_call(response)
             if resync:
                 self._next_resync = 0.0  # the next beat asks again
             return

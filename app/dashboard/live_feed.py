@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 from app.background import start_task
 from app.dashboard.fleet_view import Moment, view
@@ -48,7 +48,7 @@ class LiveFeed:
         self._task: asyncio.Task[None] | None = None
         self.viewers = 0
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events for one viewer: the history, then the fleet about once a second.
 
         A viewer that reads slowly misses some.

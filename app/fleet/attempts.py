@@ -12,7 +12,7 @@ from typing import Any
 
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
-from app.channel.failures import answer_of, describe, is_defect
+from app.channel.failures import answer_of, cancel_call, describe, is_defect
 from app.channel.kv_feed import KvFeed
 from app.channel.silence import Silence
 from app.fleet.faults import Faults
@@ -263,4 +263,4 @@ class AttemptRunner:
 def _cancel(answer: asyncio.Future[Any], response: Any) -> None:
     """The task first: awaiting a canceled response raises."""
     answer.cancel()
-    response.cancel()
+    cancel_call(response)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from app.background import Background
-from app.channel.failures import answer_of, describe
+from app.channel.failures import answer_of, cancel_call, describe
 
 RETRY_S = 1.0
 """Pause after a wake-up call has ended, before the next one; there is one only while requests wait."""
@@ -109,4 +109,4 @@ async def _call(handle: Any) -> None:
     finally:
         if not answer.done():
             answer.cancel()
-            response.cancel()
+            cancel_call(response)

@@ -150,6 +150,8 @@ class LoopbackResponse(Awaitable[Any]):
         return self._task.result()
 
     def cancel(self) -> None:
+        if self._task.done() and not self._task.cancelled():
+            self._task.result()  # as with Serve, which raises why a call could not be sent
         self._task.cancel()
 
 
@@ -160,6 +162,7 @@ class LoopbackStream:
         self.queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self._handle = handle
         self.task: asyncio.Task[Any] | None = None
+        self.unsent: Exception | None = None  # why the call could not be sent
 
     async def pump(self, stream: AsyncIterator[bytes]) -> None:
         try:
@@ -187,6 +190,8 @@ class LoopbackStream:
         return item
 
     def cancel(self) -> None:
+        if self.unsent is not None:
+            raise self.unsent
         if self.task is not None:
             self.task.cancel()
 
@@ -231,7 +236,8 @@ class LoopbackHandle:
     def _channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> LoopbackStream:
         stream, replica = LoopbackStream(self), self.replicas[target]
         if replica.dead:
-            stream.queue.put_nowait(ConnectionError("the replica is unavailable"))
+            stream.unsent = ConnectionError("the replica is unavailable")
+            stream.queue.put_nowait(stream.unsent)
         else:
             stream.task = replica.run(stream.pump(replica.hub.stream(cid, epoch, resumption)))
         return stream

@@ -126,6 +126,23 @@ def broken_after(calls: int) -> Callable[[], float]:
     return clock
 
 
+def test_an_engine_that_dies_leaves_the_ingress_healthy() -> None:
+    async def test() -> None:
+        handle, client = await started(2)
+        await until(lambda: client.status()["routable"] == 2)
+        first = next(iter(handle.replicas.values()))
+        channel = client._parts.channels._channels[first.name]
+        epoch = channel._epoch
+        first.kill()  # Serve goes on to name it for a while
+        await until(lambda: channel._epoch >= epoch + 3 or bool(client._background._failure))
+        client._background.check()
+        async with stepping(handle):
+            assert await collect(client, request([5], 3)) == expected_tokens([5], 3)
+        await client.stop()
+
+    run(test)
+
+
 @pytest.mark.parametrize("part", ["drain", "channel"])
 def test_parts_of_the_engine_client_that_fail_are_noticed(part: str) -> None:
     async def test() -> None:

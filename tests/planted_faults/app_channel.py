@@ -225,6 +225,13 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
+        "            cancel_call(self._generator)\n",
+        "            self._generator.cancel()\n",
+        ("app/test_background.py",),
+        "an engine that dies takes its ingresses with it",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
         "        if frame.epoch != epoch or frame.sequence != self._frames:",
         "        if frame.epoch != epoch:",
         _KV,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_stats import SCALING
-from local_server import LocalServer
+from local_server import LocalServer, wait_until
 
 from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
@@ -74,6 +75,32 @@ def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch
     assert answer.status_code == 503
     assert "close one" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "unavailable"
+
+
+def test_viewers_that_come_together_are_limited_too(
+    fleet: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.dashboard.MOST_VIEWERS", 2)
+    wait_until(lambda: fleet.service.live_feed.viewers == 0)
+
+    async def status(http: httpx.AsyncClient, everyone: asyncio.Barrier) -> int:
+        async with http.stream("GET", "/dashboard/events") as response:
+            await everyone.wait()
+            return response.status_code
+
+    async def test() -> list[int]:
+        everyone = asyncio.Barrier(12)
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as http:
+            return await asyncio.gather(*(status(http, everyone) for _ in range(12)))
+
+    assert sorted(asyncio.run(test())) == [200] * 2 + [503] * 10
+
+
+def test_whoever_asks_for_the_headers_alone_gets_them_at_once(fleet: LocalServer, http: httpx.Client) -> None:
+    before = fleet.service.live_feed.viewers
+    answer = http.head("/dashboard/events", timeout=live_feed.STREAM_S / 2)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert fleet.service.live_feed.viewers <= before
 
 
 def test_both_need_a_key(

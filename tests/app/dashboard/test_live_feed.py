@@ -42,7 +42,7 @@ def parsed(event: bytes) -> tuple[str, Any]:
 async def read(feed: LiveFeed, count: int) -> list[tuple[str, Any]]:
     stream = feed.events()
     found = [parsed(await anext(stream)) for _ in range(count)]
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     return found
 
 
