@@ -20,7 +20,7 @@ from engine import LLM, SamplingParams
 PEER_BATCH = 32
 PEER_DTYPES = ("bfloat16", "float32")
 TOKEN_RANGE = (100, 40_000)  # ordinary tokens: neither special nor the rare tail
-OURS, TRANSFORMERS = "ours", "transformers"
+OURS, OURS_INT4, TRANSFORMERS = "ours", "ours in int4", "transformers"
 Prompts = list[list[int]]
 
 

@@ -1,8 +1,9 @@
 """Our engine beside its rivals, or beside itself behind HTTP, in one run.
 
 ``python -m loadtests.throughput``: each round runs every workload on every side with the same fresh random
-prompts, and the medians over the rounds are compared (``docs/benchmarks.md``). ``--http``: 32 streams of token
-ids through HAProxy, ingress and channel of ``python -m app``, and the same offline.
+prompts, and the medians over the rounds are compared (``docs/benchmarks.md``): our bfloat16 with the rivals',
+our int4 with llama.cpp's Q4_1. ``--http``: 32 streams of token ids through HAProxy, ingress and channel of
+``python -m app``, and the same offline.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from loadtests.cluster import application
 from loadtests.experiments.peers.process import LLAMA_CPP, peer_processes
 from loadtests.experiments.rivals import (
     OURS,
+    OURS_INT4,
     PEER_DTYPES,
     TRANSFORMERS,
     WORKLOADS,
@@ -53,10 +55,12 @@ def compare(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(THREADS)
     folder = str(resolve(MODEL))
     workloads = [w for w in WORKLOADS if w.key in arguments.workloads]
-    llm = LLM(folder, dtype=DTYPE, num_threads=THREADS)
+    llm = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="model")
+    small = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="int4")
     peer = Transformers(folder, arguments.peer_dtypes)
     sides: dict[str, Side] = {
         OURS: lambda workload, prompts: run_ours(llm, prompts, workload.output),
+        OURS_INT4: lambda workload, prompts: run_ours(small, prompts, workload.output),
         TRANSFORMERS: peer,
     }
     logs = Path(tempfile.mkdtemp(prefix="quire-peers-"))
@@ -78,7 +82,9 @@ def compare(arguments: argparse.Namespace) -> None:
                 if name == TRANSFORMERS:
                     title, bar = f"{name} {peer.chosen[workload.key]}", workload.bar
                 figures.append(Figure(f"{workload.title} {title}", median(theirs), " tokens/s"))
-                figures.append(Figure(f"{workload.title} {OURS} / {title}", ratio(ours, theirs), "x", bar))
+                of_like_weights = OURS_INT4 if name == LLAMA_CPP else OURS
+                over = ratio(rates[workload.key][of_like_weights], theirs)
+                figures.append(Figure(f"{workload.title} {of_like_weights} / {title}", over, "x", bar))
     print_figures(f"{DTYPE}, output, median of {arguments.rounds}", figures)
     finish("loadtests.throughput", figures, arguments, tokens_per_second=rates, threads=THREADS)
 
