@@ -37,7 +37,7 @@ class MemoryPlan:
     """What fits on each of ``tp`` devices; all sizes are bytes of one device."""
 
     model: str
-    dtype: str
+    dtype: str  # and the form of matrices in fewer bits
     tp: int
     block_size: int  # tokens
     max_model_len: int  # tokens
@@ -85,6 +85,7 @@ def plan(
     device_memory: int | None = None,
     memory_fraction: float = 0.9,
     dtype: torch.dtype = torch.bfloat16,
+    weights: WeightsOption = "model",
     tp: int = 1,
     block_size: int = 16,
     max_model_len: int | None = None,
@@ -95,6 +96,7 @@ def plan(
         model: a name for the result.
         kv_memory: bytes of the pool on each device; or give
         device_memory: bytes of each device, of which ``memory_fraction`` holds weights and pool together.
+        weights: how matrices are kept, as the engine's option of that name.
         max_model_len: longest sequence in tokens; ``None`` takes the model's.
 
     Raises:
@@ -103,15 +105,15 @@ def plan(
     if block_size < 1:
         raise ConfigError(f"block_size is {block_size} but must be at least 1")
     per_token = kv_bytes_per_token(config, dtype, tp)
-    weights = -(-config.num_parameters * dtype.itemsize // tp)
+    own_weights = -(-weight_bytes(config, dtype, weights) // tp)
     if kv_memory is None:
         if device_memory is None:
             raise ConfigError("give the memory of the KV pool (--memory) or of the device (--device-memory)")
-        kv_memory = int(device_memory * memory_fraction) - weights
+        kv_memory = int(device_memory * memory_fraction) - own_weights
         if kv_memory <= 0:
             raise ConfigError(
-                f"the weights take {format_bytes(weights)} of each device, more than {memory_fraction:.0%} of "
-                f"{format_bytes(device_memory)}; raise tp or the device's memory"
+                f"the weights take {format_bytes(own_weights)} of each device, more than {memory_fraction:.0%} "
+                f"of {format_bytes(device_memory)}; raise tp or the device's memory"
             )
     length = config.max_position_embeddings if max_model_len is None else max_model_len
     if not 1 <= length <= config.max_position_embeddings:
@@ -128,12 +130,12 @@ def plan(
     blocks_per_sequence = -(-length // block_size)
     return MemoryPlan(
         model=model,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=", ".join([str(dtype).removeprefix("torch."), *([weights] if weights in _CODED_BYTES else [])]),
         tp=tp,
         block_size=block_size,
         max_model_len=length,
         kv_memory=kv_memory,
-        weights=weights,
+        weights=own_weights,
         bytes_per_token=per_token,
         bytes_per_sequence=blocks_per_sequence * block_size * per_token,
         num_blocks=num_blocks,
@@ -185,6 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory-fraction", type=float, default=0.9, help="of --device-memory to use (0.9)")
     parser.add_argument("--tp", type=int, default=1, help="devices that share the model's heads (1)")
     parser.add_argument("--dtype", choices=list(_DTYPES), default="bfloat16", help="of weights and KV")
+    parser.add_argument(
+        "--weights", choices=["model", *_CODED_BYTES], default="model", help="matrices in fewer bits, on a CPU"
+    )
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
     parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens (the model's own)")
     parser.add_argument("--json", metavar="OUT", type=Path, help="also write the figures to this file")
@@ -197,6 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
             device_memory=parse_bytes(options.device_memory) if options.device_memory else None,
             memory_fraction=options.memory_fraction,
             dtype=_DTYPES[options.dtype],
+            weights=options.weights,
             tp=options.tp,
             block_size=options.block_size,
             max_model_len=options.max_model_len,

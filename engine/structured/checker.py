@@ -17,7 +17,7 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.errors import InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.structured.grammar import build, load_llg_tokenizer, lowered, refused
 from engine.structured_output import StructuredOutput
 
@@ -32,24 +32,33 @@ WALL_LIMIT_S = 30.0
 
 
 class GrammarChecker:
-    """One process, started at first use and again after a grammar has ended it. For one thread at a time."""
+    """One process, started at first use and again after a grammar has ended it.
+
+    One thread at a time may ask; any may close it, also while it is asked.
+    """
 
     def __init__(self, folder: str | Path, vocab_size: int, end_token_ids: list[int]) -> None:
         self._arguments = [str(folder), str(vocab_size), *map(str, end_token_ids)]
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # guards both
 
     def check(self, form: StructuredOutput) -> str:
         """The grammar of ``form`` in the library's notation, once it has been compiled within the limits.
 
         Raises:
             InvalidRequestError: it cannot be compiled, or takes too much time or memory.
+            EngineDeadError: the checker is closed.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._started()
-        answer = self._ask(self._process, json.dumps(asdict(form)))
+        with self._lock:
+            self._check_open()
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+            process = self._process
+        answer = self._ask(process, json.dumps(asdict(form)))
         if answer is None:
-            code = self._process.wait()
-            self._process = None
+            code = process.wait()
+            self._check_open()
             if code == -signal.SIGPROF:
                 reason = f"more than {CPU_LIMIT_S} s of processor time"
             elif code == -signal.SIGKILL:
@@ -62,12 +71,18 @@ class GrammarChecker:
         return str(answer["grammar"])
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
+        """End the process, and start no other."""
+        with self._lock:
+            self._closed = True
+            process, self._process = self._process, None
+        if process is not None:
             with contextlib.suppress(OSError):
-                self._process.kill()
-            self._process.wait()
-            self._process = None
+                process.kill()
+            process.wait()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine has stopped")
 
     def _started(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

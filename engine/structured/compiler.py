@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError, InvalidRequestError
+from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.structured.checker import GrammarChecker
 from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
 from engine.structured_output import StructuredOutput
@@ -42,17 +42,26 @@ class GrammarCompiler:
         self._loading = threading.Lock()  # guards the tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._workers: ThreadPoolExecutor | None = None
-        self._checkers: SimpleQueue[GrammarChecker] = SimpleQueue()  # the idle ones
+        self._checkers: list[GrammarChecker] = []
+        self._idle: SimpleQueue[GrammarChecker] = SimpleQueue()
         if checked:
             self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="quire-grammar")
             for _ in range(WORKERS):
-                self._checkers.put(GrammarChecker(folder, vocab_size, self._end_token_ids))
+                self._checkers.append(GrammarChecker(folder, vocab_size, self._end_token_ids))
+                self._idle.put(self._checkers[-1])
 
     def submit(self, form: StructuredOutput) -> Future[Grammar]:
-        """Compile in a thread of its own; the result raises as :meth:`compile` does."""
+        """Compile in a thread of its own; the result raises as :meth:`compile` does.
+
+        Raises:
+            EngineDeadError: the compiler is closed.
+        """
         kept = self._found(form)
         if kept is None and self._workers is not None:
-            return self._workers.submit(self.compile, form)
+            try:
+                return self._workers.submit(self.compile, form)
+            except RuntimeError as error:
+                raise EngineDeadError("the engine has stopped") from error
         done: Future[Grammar] = Future()
         try:
             done.set_result(self.compile(form))
@@ -65,6 +74,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequestError: it cannot be compiled, is too large, or the model cannot be held to any form.
+            EngineDeadError: the compiler is closed.
         """
         kept = self._found(form)
         if kept is None:
@@ -86,11 +96,11 @@ class GrammarCompiler:
             self._kept.pop(form, None)
 
     def close(self) -> None:
-        """End the processes; later calls may fail."""
+        """End the processes. What is being compiled or waits for it fails at once, as do later calls."""
+        for checker in self._checkers:
+            checker.close()
         if self._workers is not None:
-            self._workers.shutdown(wait=False, cancel_futures=True)
-        while not self._checkers.empty():
-            self._checkers.get().close()
+            self._workers.shutdown(wait=False)
 
     def _found(self, form: StructuredOutput) -> Grammar | InvalidRequestError | None:
         with self._lock:
@@ -102,11 +112,11 @@ class GrammarCompiler:
         tokenizer = self._loaded()
         if self._workers is None:
             return build(tokenizer, form, lowered(form))
-        checker = self._checkers.get()
+        checker = self._idle.get()
         try:
             grammar = checker.check(form)
         finally:
-            self._checkers.put(checker)
+            self._idle.put(checker)
         return build(tokenizer, form, grammar)
 
     def _loaded(self) -> LLTokenizer:

@@ -95,8 +95,8 @@ RowGroup code_group(const X* x, int64_t count, int8_t* codes) {
     store_bytes(code, codes + i * kLanes);
     sums += code;
   }
-  const int32_t sum = static_cast<int32_t>(total(sums));
-  return {scale, scale * static_cast<float>(sum), -kCodeOffset * sum};
+  const uint32_t sum = total(sums);  // unsigned: where x is not finite, the codes are anything
+  return {scale, scale * static_cast<float>(static_cast<int32_t>(sum)), static_cast<int32_t>(0u - kCodeOffset * sum)};
 }
 
 template <class X>
@@ -242,7 +242,7 @@ float as_half(float x) {
 void encode_four(const float* wide, int8_t* codes, float& scale, float& minimum) {
   float low = wide[0], high = wide[0], sum = 0.0f;
   for (int i = 0; i < kGroup; ++i) low = std::min(low, wide[i]), high = std::max(high, wide[i]), sum += wide[i];
-  const float step = high > low ? (high - low) / 15.0f : 1.0f;
+  const float fifteenth = (high - low) / 15.0f, step = fifteenth > 0.0f ? fifteenth : 1.0f;  // it may underflow
   float code[kGroup], code_sum = 0.0f;
   for (int i = 0; i < kGroup; ++i) code[i] = nearest((wide[i] - low) / step), code_sum += code[i];
   const float mean = sum / kGroup, code_mean = code_sum / kGroup;

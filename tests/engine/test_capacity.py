@@ -121,6 +121,16 @@ def test_command_says_what_is_wrong_in_one_line(capsys: pytest.CaptureFixture[st
     assert len(lines) == 2
 
 
+def test_command_with_weights_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    command = ["--model", "smollm2-135m", "--device-memory", "1GiB", "--weights", "int4", "--json", str(out)]
+    assert main(command) == 0
+    assert "smollm2-135m, bfloat16, int4, on one device" in capsys.readouterr().out
+    figures = json.loads(out.read_text())
+    assert figures["weights"] == weight_bytes(SHAPES["smollm2-135m"], torch.bfloat16, "int4")
+    assert figures["kv_memory"] == int(GIB * 0.9) - figures["weights"]
+
+
 @pytest.mark.parametrize(("weights", "bytes_of_32"), [("int8", 34), ("int4", 20)])
 @pytest.mark.parametrize("name", ["smollm2-135m", "llama-3-8b"])
 def test_weights_in_few_bits(name: str, weights: WeightsOption, bytes_of_32: int) -> None:

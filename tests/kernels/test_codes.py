@@ -213,6 +213,16 @@ def test_smallest_and_no_values(cpu: CpuKernels, bits: int) -> None:
     assert cpu.linear(torch.ones(0, 70), packed).shape == (0, 9)
 
 
+@both
+def test_weights_too_near_for_a_step_of_float32(cpu: CpuKernels, bits: int) -> None:
+    weight = torch.full((2, 40), 0.5)
+    weight[1] = 0.0
+    weight[1, 3] = 2.0**-149
+    for kernels in (cpu, ReferenceKernels()):
+        y = kernels.linear(torch.ones(1, 40), kernels.pack_codes(weight, bits, None))
+        torch.testing.assert_close(y, torch.tensor([[20.0, 0.0]]), rtol=1e-3, atol=0.0)
+
+
 class NarrowLibrary:
     """The product alone, compiled for a CPU with fewer instructions than this one."""
 

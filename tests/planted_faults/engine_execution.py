@@ -26,10 +26,17 @@ _PACKER = ("engine/models/test_models_packer.py",)
 EXECUTION: list[Fault] = [
     Fault(
         "kernels/cpu/gemm_codes.cpp",
-        "  return {scale, scale * static_cast<float>(sum), -kCodeOffset * sum};\n",
-        "  return {scale, scale * static_cast<float>(sum), 0};\n",
+        "static_cast<int32_t>(0u - kCodeOffset * sum)};\n",
+        "0};\n",
         _CODES,
         "8-bit codes of a weight stay shifted",
+    ),
+    Fault(
+        "kernels/cpu/gemm_codes.cpp",
+        "step = fifteenth > 0.0f ? fifteenth : 1.0f;",
+        "step = fifteenth;",
+        _CODES,
+        "a group whose weights all but agree is refused as too large",
     ),
     Fault(
         "kernels/codes.py",

@@ -34,6 +34,13 @@ STRUCTURED: list[Fault] = [
         "a schema that takes hours to compile holds up all others",
     ),
     Fault(
+        "engine/structured/checker.py",
+        "            code = process.wait()\n            self._check_open()\n",
+        "            code = process.wait()\n",
+        _GRAMMARS,
+        "a grammar that is being compiled when the engine stops is refused, not tried elsewhere",
+    ),
+    Fault(
         "engine/structured/compiler.py",
         "                self._kept.move_to_end(form)\n",
         "                pass\n",

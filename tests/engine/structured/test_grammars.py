@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from subprocess import PIPE
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from engine.errors import InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.structured.checker import GrammarChecker
-from engine.structured.compiler import KEPT, GrammarCompiler
+from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
 from engine.structured.grammar import BURST_S, TOKEN_S, build, load_llg_tokenizer, lowered
 from engine.structured.matcher import Matcher
 from engine.structured_output import MAX_CHOICES, StructuredOutput
@@ -231,6 +232,30 @@ def test_a_process_that_dies_is_a_refusal(
     with pytest.raises(InvalidRequestError, match=words):
         checker.check(PERSON)
     checker.close()
+
+
+def test_closing_ends_what_is_being_compiled_and_what_waits(
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+
+    def start(checker: GrammarChecker) -> subprocess.Popen[bytes]:
+        silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        started.put(process := subprocess.Popen(silent, stdin=PIPE, stdout=PIPE))
+        return process
+
+    monkeypatch.setattr(GrammarChecker, "_started", start)
+    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=True)
+    waiting = [compiler.submit(StructuredOutput("regex", f"a{{{i}}}")) for i in range(1, WORKERS + 2)]
+    processes = [started.get(timeout=60) for _ in range(WORKERS)]
+    compiler.close()
+    assert all(process.poll() is not None for process in processes)
+    assert all(isinstance(future.exception(60), EngineDeadError) for future in waiting)
+    with pytest.raises(EngineDeadError):
+        compiler.submit(PERSON)
+    with pytest.raises(EngineDeadError):
+        compiler.compile(PERSON)
+    assert started.empty()
 
 
 def test_schemas_may_not_set_options_of_the_library_wrongly(tokenizer: LLTokenizer) -> None:
