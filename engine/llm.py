@@ -187,6 +187,8 @@ class LLM:
             Exception: the engine itself failed; it must not be used any more.
         """
         stops = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
+        if wrong := [text for text in stops if not isinstance(text, str)]:
+            raise InvalidRequestError(f"stop has {shown(wrong[0])} but must be a text, or texts", "stop")
         requests = self._requests(prompts, params, CacheNamespace() if namespace is None else namespace)
         if not stops:
             collected = {request.request_id: _Collected(request) for request in requests}

@@ -60,6 +60,8 @@ def test_the_best_to_a_stop_string_are_returned(llm: LLM) -> None:
     assert all(q.logprobs is None for q in best)
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         llm.generate([COUNT], SamplingParams(temperature=0, use_beam_search=True, n=2), stop="e")
+    with pytest.raises(InvalidRequestError, match="stop has 5 but must be a text"):
+        llm.generate([COUNT], stop=["e", 5])  # type: ignore[list-item]
 
 
 def test_log_probabilities_come_with_the_results(llm: LLM) -> None:
