@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -13,12 +15,19 @@ from app.launch.port_block import PortBlock
 from engine.errors import ConfigError
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("", port))
+        return True
+    return False
+
+
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that has room for two servers."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        first = probe.getsockname()[1]
+    """A host that has room for two servers, where no outgoing connection or other block gets a port."""
+    starts = list(range(port_block.LAST, 32_768 - 8, 8))
+    random.shuffle(starts)
+    first = next(start for start in starts if all(map(is_free, range(start, start + 8))))
     monkeypatch.setattr(port_block, "SIZE", 4)
     monkeypatch.setattr(port_block, "FIRST", first)
     monkeypatch.setattr(port_block, "LAST", first + 8)
