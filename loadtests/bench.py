@@ -37,7 +37,7 @@ COMMANDS = {
     "routing_live": Command("loadtests.routing --live", 3, seeds=True),
     "autoscale_live": Command("loadtests.autoscale_live", 5.5),
     "throughput": Command("loadtests.throughput --rounds 1", 3.5),
-    "perplexity": Command("loadtests.perplexity", 5),
+    "perplexity": Command("loadtests.perplexity", 1.5),
     "memory": Command("loadtests.memory", 2.5),
     "autoscaling": Command("loadtests.autoscaling", 5, seeds=True),
     "routing": Command("loadtests.routing", 10, seeds=True),

@@ -91,4 +91,4 @@ def main() -> None:
         more = 100 * math.expm1(total / counted - base)
         figures.append(Figure(f"{weights}: above {options.weights[0]}", more, " %", BARS[weights], True))
     print_figures("perplexity", figures)
-    finish("perplexity", figures, options)
+    finish("loadtests.perplexity", figures, options)
