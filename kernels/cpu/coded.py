@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from kernels.codes import NOT_FINITE, TOO_LARGE
 from kernels.cpu.calls import DTYPE_CODES, Calls
+from kernels.cpu.panels import aligned_buffer, padded_bias, panel_columns
 from kernels.interface import PackedLinear
-
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
 class _Descriptor(ctypes.Structure):
@@ -40,16 +38,10 @@ class CodedLinear(PackedLinear):
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         self.out_features, self.in_features = weight.shape
-        self._bias: Tensor | None = None
-        if bias is not None:
-            width: int = calls("quire_linear_width")
-            self._bias = torch.zeros(-(-self.out_features // width) * width, dtype=torch.float32)
-            self._bias[: self.out_features] = bias.detach()
-        bias_address = None if self._bias is None else self._bias.data_ptr()
+        self._bias, bias_address = padded_bias(bias, panel_columns(calls, self.out_features))
         self._descriptor = _Descriptor(None, bias_address, self.in_features, self.out_features, bits)
         self.address = ctypes.addressof(self._descriptor)
-        self._buffer = torch.empty(calls("quire_codes_bytes", self.address) + _ALIGNMENT, dtype=torch.uint8)
-        self._descriptor.panels = -(-self._buffer.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._buffer, self._descriptor.panels = aligned_buffer(calls("quire_codes_bytes", self.address))
         failed = calls(
             "quire_codes_pack",
             *(self.address, DTYPE_CODES[weight.dtype], weight.data_ptr(), weight.stride(0), num_threads),

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from kernels.cpu.calls import DTYPE_CODES, Calls
 from kernels.cpu.coded import CodedLinear
+from kernels.cpu.panels import aligned_buffer, padded_bias, panel_columns
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _ONEDNN_MIN_ROWS = 4  # with fewer rows it takes another path, whose bits differ
 
 
@@ -50,23 +50,14 @@ class PanelLinear(PackedLinear):
             weight = weight.contiguous()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        width: int = calls("quire_linear_width")
-        columns = -(-self.out_features // width) * width
+        columns = panel_columns(calls, self.out_features)
         depth = self.in_features
         if self.dtype == torch.bfloat16 and calls("quire_linear_bf16_in_pairs"):
             depth += depth % 2  # two neighbors of k lie together
-        self._buffer = torch.empty(columns * depth * weight.itemsize + _ALIGNMENT, dtype=torch.uint8)
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(columns, dtype=torch.float32)
-            self._bias[: self.out_features] = bias.detach()
-        self._descriptor = _Descriptor(
-            -(-self._buffer.data_ptr() // _ALIGNMENT) * _ALIGNMENT,
-            None if self._bias is None else self._bias.data_ptr(),
-            self.in_features,
-            self.out_features,
-            DTYPE_CODES[self.dtype],
-        )
+        self._buffer, panels = aligned_buffer(columns * depth * weight.itemsize)
+        self._bias, bias_address = padded_bias(bias, columns)
+        dtype = DTYPE_CODES[self.dtype]
+        self._descriptor = _Descriptor(panels, bias_address, self.in_features, self.out_features, dtype)
         self.address = ctypes.addressof(self._descriptor)
         calls("quire_linear_pack", self.address, weight.data_ptr(), weight.stride(0), num_threads)
 
