@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.errors import show
-from app.api.json_fields import text, wrong
+from app.api.json_fields import one_of, text, wrong
 from engine.errors import InvalidRequestError
 
 MAX_MESSAGES = 10_000
@@ -24,6 +23,11 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 _OF_ROLE = {"assistant": OUTPUT_ONLY | {"tool_calls"}, "tool": frozenset({"tool_call_id"})}
 """Fields besides those that every message may have."""
+
+_MAY_BE_EMPTY = ("assistant", "tool")
+
+TEXT_PART = {"text": "text"}
+"""The type of a part that is text, with the field that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,46 @@ class ChatMessage:
 
 def parse_messages(messages: object) -> list[ChatMessage]:
     """Check the field ``messages``; raises ``InvalidRequestError`` that names the part that is wrong."""
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list of at least 1")
-    if len(messages) > MAX_MESSAGES:
+    return [_message(message, i) for i, message in enumerate(listed(messages, "messages"))]
+
+
+def listed(given: object, name: str, must_be: str = "a list of at least 1") -> list[Any]:
+    """The field ``name``, which has the messages of a request, as a list of 1 to ``MAX_MESSAGES`` entries.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    if not isinstance(given, list) or not given:
+        raise wrong(name, given, must_be)
+    if len(given) > MAX_MESSAGES:
         raise InvalidRequestError(
-            f"messages has {len(messages)} entries but at most {MAX_MESSAGES} are allowed", "messages"
+            f"{name} has {len(given)} entries but at most {MAX_MESSAGES} are allowed", name
         )
-    return [_message(message, i) for i, message in enumerate(messages)]
+    return given
+
+
+def joined_text(
+    content: object, name: str, kinds: Mapping[str, str] = TEXT_PART, *, param: str | None = None
+) -> str:
+    """Content as text: a string, or parts of ``kinds``, joined by newlines.
+
+    Args:
+        kinds: the types that a part may have, each with the field that has its text.
+        param: the field to blame, if it is not the part.
+
+    Raises:
+        InvalidRequestError: it is neither; names the part.
+    """
+    if isinstance(content, str):
+        return text(content, name, param)
+    if not isinstance(content, list):
+        raise wrong(name, content, "a string or a list of text parts", param)
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        found = one_of(part, f"{name}[{i}]", kinds)
+        key = kinds[found["type"]]
+        texts.append(text(found.get(key), f"{name}[{i}].{key}", param))
+    return "\n".join(texts)
 
 
 def _message(message: object, index: int) -> ChatMessage:
@@ -100,11 +137,11 @@ def _message(message: object, index: int) -> ChatMessage:
     if message.get("name") is not None:
         text(message["name"], f"{name}.name")
     content = message.get("content")
-    if role == "assistant" and content in (None, []):  # of an answer that was all calls, refusal, or reasoning
+    if role == "assistant" and content is None:  # of an answer that was all calls, refusal, or reasoning
         content = ""
-    if role == "tool" and content == []:
-        content = ""
-    found = ChatMessage(ROLES[role], _content(content, f"{name}.content"))
+    if content == [] and role not in _MAY_BE_EMPTY:
+        raise wrong(f"{name}.content", content, "a string or a list of text parts")
+    found = ChatMessage(ROLES[role], joined_text(content, f"{name}.content"))
     if role == "tool":
         call = text(message.get("tool_call_id"), f"{name}.tool_call_id")
         return replace(found, tool_call_id=call, name=message.get("name") or "")
@@ -116,22 +153,6 @@ def _message(message: object, index: int) -> ChatMessage:
             reasoning=text(reasoning, f"{name}.reasoning_content") if isinstance(reasoning, str) else "",
         )
     return found
-
-
-def _content(content: object, name: str) -> str:
-    if isinstance(content, str):
-        return text(content, name)
-    if not isinstance(content, list) or not content:
-        raise wrong(name, content, "a string or a list of text parts")
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequestError(
-                f"{name}[{i}] is {show(kind)} but only parts of type 'text' are supported", name
-            )
-        texts.append(text(part.get("text"), f"{name}[{i}].text"))
-    return "\n".join(texts)
 
 
 def _tool_calls(calls: object, name: str) -> tuple[ToolCall, ...]:

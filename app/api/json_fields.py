@@ -82,6 +82,22 @@ def boolean(fields: dict[str, Any], name: str, prefix: str = "") -> bool:
     return bool(value)
 
 
+def one_of(value: object, name: str, kinds: Collection[str]) -> dict[str, Any]:
+    """``value`` as an object whose ``type`` is one of ``kinds``.
+
+    Raises:
+        InvalidRequestError: it is not; the message names both.
+    """
+    kind = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
+        raise InvalidRequestError(
+            f"{name} is {show(kind)} but only the types {', '.join(kinds)} are supported",
+            name,
+            "unsupported_parameter" if isinstance(kind, str) else "invalid_value",
+        )
+    return value
+
+
 def wrong(name: str, value: object, must_be: str, param: str | None = None) -> InvalidRequestError:
     """The error for a field of the wrong type or range."""
     return InvalidRequestError(f"{name} is {show(value)} but must be {must_be}", param or name)

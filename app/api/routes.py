@@ -5,8 +5,9 @@ Serve itself answers with the caller's ``x-request-id``, or a new one; see ``app
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib import metadata
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +27,7 @@ from app.api.instance import InstanceHeader
 from app.api.key_limits import KeyLimits
 from app.api.messages.request import parse_count_tokens, parse_messages_request
 from app.api.openai_service import OpenAIService
-from app.api.openai_types import parse_chat, parse_completion
+from app.api.openai_types import GenerationOptions, parse_chat, parse_completion
 from app.api.openapi import openapi
 from app.api.request_id import request_id_of
 from app.api.responses.request import parse_responses
@@ -37,45 +38,47 @@ from app.api.tokenization import parse_detokenize, parse_tokenize
 async def health(request: Request) -> Response:
     service = _service(request)
     known = not service.gate.keys.required or request.state.key_limits is not None
-    return service.health() if known else service.brief_health()
+    return service.state.health() if known else service.state.brief_health()
 
 
 async def list_models(request: Request) -> Response:
-    return _service(request).models(request.state.key_limits)
+    return _service(request).state.models(request.state.key_limits)
 
 
 async def get_model(request: Request) -> Response:
     return _service(request).model(request.path_params["name"], request.state.key_limits)
 
 
-async def completions(request: Request) -> ASGIApp:
-    service = _service(request)
-    asked = await service.bodies.read(request, parse_completion)
-    return await service.completions(asked, _caller(request, asked.options.user))
+class _Asked(Protocol):
+    """What every generating route's parser makes of a body."""
+
+    @property
+    def options(self) -> GenerationOptions: ...
 
 
-async def chat_completions(request: Request) -> ASGIApp:
-    service = _service(request)
-    asked = await service.bodies.read(request, parse_chat)
-    return await service.chat(asked, _caller(request, asked.options.user))
+A = TypeVar("A", bound=_Asked)
 
 
-async def responses(request: Request) -> ASGIApp:
-    service = _service(request)
-    asked = await service.bodies.read(request, parse_responses)
-    return await service.responses(asked, _caller(request, asked.chat.options.user))
+def _generating(
+    parse: Callable[[dict[str, Any]], A], answer: Callable[[OpenAIService, A, Caller], Awaitable[ASGIApp]]
+) -> Callable[[Request], Awaitable[ASGIApp]]:
+    """A route that reads its body with ``parse`` and has the service ``answer``."""
+
+    async def route(request: Request) -> ASGIApp:
+        service = _service(request)
+        asked = await service.bodies.read(request, parse)
+        return await answer(service, asked, _caller(request, asked.options.user))
+
+    return route
 
 
-async def messages(request: Request) -> ASGIApp:
-    service = _service(request)
-    asked = await service.bodies.read(request, parse_messages_request)
-    return await service.messages(asked, _caller(request, asked.options.user))
-
-
-async def count_tokens(request: Request) -> Response:
-    service = _service(request)
-    asked = await service.bodies.read(request, parse_count_tokens)
-    return await service.count_tokens(asked, _caller(request, asked.options.user))
+GENERATING = {
+    "/v1/completions": _generating(parse_completion, OpenAIService.completions),
+    "/v1/chat/completions": _generating(parse_chat, OpenAIService.chat),
+    "/v1/responses": _generating(parse_responses, OpenAIService.responses),
+    "/v1/messages": _generating(parse_messages_request, OpenAIService.messages),
+    "/v1/messages/count_tokens": _generating(parse_count_tokens, OpenAIService.count_tokens),
+}
 
 
 async def no_embeddings(request: Request) -> Response:
@@ -110,7 +113,7 @@ async def detokenize(request: Request) -> Response:
 
 async def ping(request: Request) -> Response:
     """What SageMaker and some load balancers ask."""
-    return _service(request).ping()
+    return _service(request).state.ping()
 
 
 async def version(request: Request) -> Response:
@@ -144,11 +147,7 @@ ROUTES = [
     *DASHBOARD_ROUTES,
     Route("/v1/models", list_models),
     Route("/v1/models/{name:path}", get_model),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/responses", responses, methods=["POST"]),
-    Route("/v1/messages", messages, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    *(Route(path, route, methods=["POST"]) for path, route in GENERATING.items()),
     Route("/v1/embeddings", no_embeddings, methods=["POST"]),
     Route("/v1/score", no_embeddings, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),

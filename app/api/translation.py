@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from app.api.errors import show
 from app.api.openai_types import ChatRequest, parse_chat
 from engine.errors import InvalidRequestError
 
@@ -19,19 +18,3 @@ def chat_request(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
             raise
         ours = names[error.param]
         raise InvalidRequestError(error.message.replace(error.param, ours, 1), ours, error.code) from error
-
-
-def one_of(value: object, name: str, kinds: Collection[str]) -> dict[str, Any]:
-    """``value`` as an object whose ``type`` is one of ``kinds``.
-
-    Raises:
-        InvalidRequestError: it is not; the message names both.
-    """
-    kind = value.get("type") if isinstance(value, dict) else value
-    if not isinstance(value, dict) or kind not in kinds:
-        raise InvalidRequestError(
-            f"{name} is {show(kind)} but only the types {', '.join(kinds)} are supported",
-            name,
-            "unsupported_parameter" if isinstance(kind, str) else "invalid_value",
-        )
-    return value

@@ -202,7 +202,7 @@ def test_more_requests_than_allowed_are_put_off(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_until(lambda: server.service.num_live == 0)
-    monkeypatch.setattr(server.service._live, "count", 1)
+    monkeypatch.setattr(server.service.admission.live, "count", 1)
     server.set_options(monkeypatch, max_live_choices=1)
     response = http.post("/v1/completions", json=COUNT)
     assert response.status_code == 503

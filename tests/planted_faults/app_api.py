@@ -68,7 +68,7 @@ API: list[Fault] = [
         "text that cannot fit is tokenized",
     ),
     Fault(
-        "app/api/openai_service.py",
+        "app/api/generated_response.py",
         "return write() if described <= INLINE_DETAILS else",
         "return write() if True else",
         _SAMPLING,
@@ -96,7 +96,7 @@ API: list[Fault] = [
         "streams of a key are counted for ever",
     ),
     Fault(
-        "app/api/openai_service.py",
+        "app/api/admission.py",
         "        if key is not None and not key.may_use(self._model):",
         "        if False:",
         ("app/api/test_key_rules.py",),
@@ -343,15 +343,15 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/chat_messages.py",
-        "    if len(messages) > MAX_MESSAGES:",
-        "    if len(messages) > 10 * MAX_MESSAGES:",
+        "    if len(given) > MAX_MESSAGES:",
+        "    if len(given) > 10 * MAX_MESSAGES:",
         _BODY,
         "ten times as many messages are rendered",
     ),
     Fault(
         "app/api/chat_messages.py",
-        '    if role == "assistant" and content in (None, []):',
-        "    if content in (None, []):",
+        '    if role == "assistant" and content is None:',
+        "    if content is None:",
         _TYPES,
         "a user's message may have no content",
     ),
@@ -391,7 +391,7 @@ API: list[Fault] = [
         "what a client has had counts for ever",
     ),
     Fault(
-        "app/api/openai_service.py",
+        "app/api/admission.py",
         "        if options.priority < best:",
         "        if False:",
         _LIVE,

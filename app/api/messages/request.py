@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from app.api.chat_messages import MAX_MESSAGES
-from app.api.json_fields import integer, known_fields, text, wrong
+from app.api.chat_messages import joined_text, listed
+from app.api.json_fields import integer, known_fields, one_of, text, wrong
 from app.api.openai_types import ChatRequest
-from app.api.translation import chat_request, one_of
-from engine.errors import InvalidRequestError
+from app.api.translation import chat_request
 
 SAME = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "cache_salt", "priority")
 """Fields that are those of the chat route."""
@@ -79,15 +78,8 @@ def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:
 def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if "system" in fields:
-        messages.append({"role": "system", "content": _text(fields["system"], "system")})
-    given = fields.get("messages")
-    if not isinstance(given, list) or not given:
-        raise wrong("messages", given, "a list of at least 1")
-    if len(given) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages has {len(given)} entries but at most {MAX_MESSAGES} are allowed", "messages"
-        )
-    for i, message in enumerate(given):
+        messages.append({"role": "system", "content": joined_text(fields["system"], "system")})
+    for i, message in enumerate(listed(fields.get("messages"), "messages")):
         name = f"messages[{i}]"
         if not isinstance(message, dict):
             raise wrong(name, message, "an object with role and content")
@@ -104,7 +96,7 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
 def _user(role: str, content: object, name: str) -> list[dict[str, Any]]:
     """One message for each result of a tool, and one for the text before or after."""
     if not isinstance(content, list):
-        return [{"role": role, "content": _text(content, name)}]
+        return [{"role": role, "content": joined_text(content, name)}]
     if not content:
         raise wrong(name, content, "a string or a list of blocks")
     messages: list[dict[str, Any]] = []
@@ -118,14 +110,14 @@ def _user(role: str, content: object, name: str) -> list[dict[str, Any]]:
                 messages.append({"role": role, "content": part})
             continue
         call_id = text(found.get("tool_use_id"), f"{name}[{i}].tool_use_id")
-        result = _text(found.get("content") or "", f"{name}[{i}].content")
+        result = joined_text(found.get("content") or "", f"{name}[{i}].content")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
     return messages
 
 
 def _assistant(content: object, name: str) -> dict[str, Any]:
     if not isinstance(content, list):
-        return {"role": "assistant", "content": _text(content, name)}
+        return {"role": "assistant", "content": joined_text(content, name)}
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -155,18 +147,6 @@ def _call(block: dict[str, Any], name: str) -> dict[str, Any]:
         "arguments": text(json.dumps(arguments, ensure_ascii=False), f"{name}.input"),
     }
     return {"id": text(block.get("id"), f"{name}.id"), "function": function}
-
-
-def _text(content: object, name: str) -> str:
-    """A string, or blocks of text joined by newlines."""
-    if isinstance(content, str):
-        return text(content, name)
-    if not isinstance(content, list):
-        raise wrong(name, content, "a string or a list of text blocks")
-    return "\n".join(
-        text(one_of(block, f"{name}[{i}]", ("text",)).get("text"), f"{name}[{i}].text")
-        for i, block in enumerate(content)
-    )
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:

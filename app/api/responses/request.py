@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.chat_messages import MAX_MESSAGES
+from app.api.chat_messages import joined_text, listed
 from app.api.errors import show
-from app.api.json_fields import integer, known_fields, text, wrong
-from app.api.openai_types import ChatRequest
-from app.api.translation import chat_request, one_of
+from app.api.json_fields import integer, known_fields, one_of, text, wrong
+from app.api.openai_types import ChatRequest, GenerationOptions
+from app.api.translation import chat_request
 from engine.errors import InvalidRequestError
 
 SAME = (
@@ -40,7 +40,10 @@ REFUSED = {
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of this route by those of the chat route that they become."""
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""The types of parts that are text, with the field that has it."""
+
+_REASONING_PART = {"reasoning_text": "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,11 @@ class ResponsesRequest:
 
     chat: ChatRequest
     echo: dict[str, Any]
+
+    @property
+    def options(self) -> GenerationOptions:
+        """Those of the chat request."""
+        return self.chat.options
 
 
 def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
@@ -112,13 +120,7 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
     given = fields.get("input")
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": text(given, "input")}]
-    if not isinstance(given, list) or not given:
-        raise wrong("input", given, "a string or a list of at least 1 item")
-    if len(given) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"input has {len(given)} items but at most {MAX_MESSAGES} are allowed", "input"
-        )
-    for i, item in enumerate(given):
+    for i, item in enumerate(listed(given, "input", "a string or a list of at least 1 item")):
         _add_item(messages, item, f"input[{i}]")
     return messages
 
@@ -133,7 +135,7 @@ def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
         role = found.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise wrong(f"{name}.role", role, "one of user, assistant, system, developer", "input")
-        content = _content(found.get("content"), f"{name}.content")
+        content = joined_text(found.get("content"), f"{name}.content", _PARTS, param="input")
         if role == "assistant":
             turn = _turn(messages)
             turn["content"] = f"{turn['content']}\n{content}" if turn["content"] else content
@@ -145,7 +147,7 @@ def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
         _turn(messages).setdefault("tool_calls", []).append({"id": call_id, "function": call})
     elif kind == "function_call_output":
         call_id = text(found.get("call_id"), f"{name}.call_id", "input")
-        output = _content(found.get("output"), f"{name}.output")
+        output = joined_text(found.get("output"), f"{name}.output", _PARTS, param="input")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     else:
         _add_reasoning(messages, found, name)
@@ -159,28 +161,9 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: dict[str, Any], name: str) -> None:
-    content = item.get("content") or []
-    if not isinstance(content, list):
-        raise wrong(f"{name}.content", content, "a list of parts", "input")
-    texts = [
-        text(one_of(part, f"{name}.content[{i}]", ("reasoning_text",)).get("text"), f"{name}.content[{i}].text")
-        for i, part in enumerate(content)
-    ]
-    if texts:
-        messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)})
-
-
-def _content(content: object, name: str) -> str:
-    if isinstance(content, str):
-        return text(content, name, "input")
-    if not isinstance(content, list):
-        raise wrong(name, content, "a string or a list of text parts", "input")
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        found = one_of(part, f"{name}[{i}]", (*_TEXT_PARTS, "refusal"))
-        key = "refusal" if found["type"] == "refusal" else "text"
-        texts.append(text(found.get(key), f"{name}[{i}].{key}", "input"))
-    return "\n".join(texts)
+    thoughts = joined_text(item.get("content") or [], f"{name}.content", _REASONING_PART, param="input")
+    if thoughts:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:

@@ -168,8 +168,8 @@ def test_more_choices_than_slots_are_put_off(
     never = http.post(COMPLETIONS, json={**COUNT, "n": 4})
     assert never.status_code == 400
     assert "4 choices but at most 3 may be live" in never.json()["error"]["message"]
-    monkeypatch.setattr(server.service._live, "count", 1)
+    monkeypatch.setattr(server.service.admission.live, "count", 1)
     assert http.post(COMPLETIONS, json={**COUNT, "n": 3}).status_code == 503
-    monkeypatch.setattr(server.service._live, "count", 0)
+    monkeypatch.setattr(server.service.admission.live, "count", 0)
     assert http.post(COMPLETIONS, json={**COUNT, "n": 3, "priority": -5}).status_code == 200
     wait_until(lambda: server.service.num_live == 0)

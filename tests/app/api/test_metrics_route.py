@@ -118,7 +118,7 @@ def test_what_is_refused_is_counted_by_its_reason(
     def refuse(*_: object) -> None:
         raise ApiError(429, "wait", code="overloaded")
 
-    monkeypatch.setattr(fleet.service._live, "admit", refuse)
+    monkeypatch.setattr(fleet.service.admission.live, "admit", refuse)
     for _ in range(2):
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 429
     assert fleet.service.figures.refused["overloaded"] == 2

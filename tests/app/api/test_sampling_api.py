@@ -12,8 +12,8 @@ import openai
 import pytest
 from local_server import MODEL, LocalServer
 
+from app.api.generated_response import INLINE_DETAILS
 from app.api.openai_responses import OpenAIReply
-from app.api.openai_service import INLINE_DETAILS
 
 COUNT: dict[str, Any] = {"model": MODEL, "prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
 ASK: dict[str, Any] = {

@@ -118,7 +118,7 @@ def test_too_many_live_requests_are_told_when_to_come_again(
     while server.service.num_live:  # a request of another test, whose answer its client has had already
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    monkeypatch.setattr(server.service._live, "count", 1)
+    monkeypatch.setattr(server.service.admission.live, "count", 1)
     server.set_options(monkeypatch, max_live_choices=1)
     unlimited = OverloadControl(lambda: ExpectedWait(20.0, 1))
     for overload, least, most in ((unlimited, 20, 30), (OverloadControl(), 1, 2)):

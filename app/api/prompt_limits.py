@@ -1,0 +1,65 @@
+"""What the prompts of one response must keep to, once they are tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.api.choices import GenerationJob
+from app.api.key_limits import KeyLimits
+from app.api.openai_types import GenerationOptions
+from app.fleet.fleet_limits import FleetLimits
+from engine.errors import InvalidRequestError, shown
+
+
+def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits) -> list[int]:
+    """The end of ``prompt`` that ``truncate_prompt_tokens`` keeps."""
+    keep = options.output.keep_last
+    if keep is None:
+        return prompt
+    if keep < 0:
+        wanted = options.params.max_tokens
+        keep = max(limits.max_tokens - (1 if wanted is None else wanted), 1)
+    return prompt[-keep:]
+
+
+def within_context(job: GenerationJob, key: KeyLimits) -> GenerationJob:
+    """The job with no more output than the key's longest context allows.
+
+    Raises:
+        InvalidRequestError: it asks for more.
+    """
+    params = job.options.params
+    most = key.context(max(map(len, job.prompts)), params.max_tokens)
+    if most == params.max_tokens:
+        return job
+    return replace(job, options=replace(job.options, params=replace(params, max_tokens=most)))
+
+
+def check_prompts(job: GenerationJob, limits: FleetLimits) -> None:
+    """Refuse what the engine would refuse, while the response can still have an error status."""
+    for prompt in job.prompts:
+        _check_prompt(prompt, job, limits)
+
+
+def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) -> None:
+    param = "messages" if job.chat else "prompt"
+    if len(prompt) > limits.max_model_len:  # before the tokens themselves are looked at
+        raise InvalidRequestError(
+            f"{param} of {len(prompt)} tokens exceeds the context length of {limits.max_model_len} tokens",
+            param,
+            "context_length_exceeded",
+        )
+    params = job.options.params
+    try:
+        longest = limits.validate(prompt, params)
+    except InvalidRequestError as error:
+        if job.chat and error.param == "prompt":
+            raise InvalidRequestError(error.message, param, error.code) from error
+        raise
+    if params.min_tokens > longest - len(prompt):
+        raise InvalidRequestError(
+            f"min_tokens is {shown(params.min_tokens)} but after a prompt of {len(prompt)} tokens at most "
+            f"{longest - len(prompt)} more can be generated",
+            "min_tokens",
+            "context_length_exceeded",
+        )
