@@ -15,18 +15,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from engine.config import WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, read_model_config
+from engine.models.dtypes import BYTES
 from engine.models.folders import local_folder
 from engine.models.registry import SHAPES
 from engine.sizes import format_bytes, parse_bytes
-from kernels.interface import SUPPORTED_DTYPES
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SUPPORTED_DTYPES}
-
 
 _CODED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}
 """Of a weight, with its share of the scale and minimum of its group."""
@@ -50,8 +45,8 @@ class MemoryPlan:
     max_length_sequences: float
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
-    """Bytes of KV cache for one token on one of ``tp`` devices: 2 × bytes × layers × kv_heads × head_dim / tp.
+def kv_bytes_per_token(config: ModelConfig, item_bytes: int, tp: int = 1) -> int:
+    """Bytes of KV cache for one token on one of ``tp`` devices, of ``item_bytes`` a number.
 
     Raises:
         ConfigError: ``tp`` does not divide the KV heads.
@@ -62,19 +57,19 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> 
             f"tp is {tp}, which does not divide the model's {config.num_kv_heads} KV heads; "
             f"choose one of {', '.join(divisors)}"
         )
-    return 2 * dtype.itemsize * config.num_layers * (config.num_kv_heads // tp) * config.head_dim
+    return 2 * item_bytes * config.num_layers * (config.num_kv_heads // tp) * config.head_dim
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, weights: WeightsOption) -> int:
-    """Bytes of a model's weights; with ``auto`` the most that they may be.
+def weight_bytes(config: ModelConfig, item_bytes: int, weights: WeightsOption) -> int:
+    """Bytes of a model's weights of ``item_bytes`` each; with ``auto`` the most that they may be.
 
-    In few bits, the embedding table is there in ``dtype``, too, and the output head has 8 bits.
+    In few bits, the embedding table is there as in the file, too, and the output head has 8 bits.
     """
     if weights not in _CODED_BYTES:
-        return config.num_parameters * dtype.itemsize
+        return config.num_parameters * item_bytes
     table = config.vocab_size * config.hidden_size
     layers = config.num_parameters - table * (1 if config.tie_word_embeddings else 2)
-    return int(table * (dtype.itemsize + _CODED_BYTES["int8"]) + layers * _CODED_BYTES[weights])
+    return int(table * (item_bytes + _CODED_BYTES["int8"]) + layers * _CODED_BYTES[weights])
 
 
 def plan(
@@ -84,7 +79,7 @@ def plan(
     kv_memory: int | None = None,
     device_memory: int | None = None,
     memory_fraction: float = 0.9,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: str = "bfloat16",
     weights: WeightsOption = "model",
     tp: int = 1,
     block_size: int = 16,
@@ -104,8 +99,8 @@ def plan(
     """
     if block_size < 1:
         raise ConfigError(f"block_size is {block_size} but must be at least 1")
-    per_token = kv_bytes_per_token(config, dtype, tp)
-    own_weights = -(-weight_bytes(config, dtype, weights) // tp)
+    per_token = kv_bytes_per_token(config, BYTES[dtype], tp)
+    own_weights = -(-weight_bytes(config, BYTES[dtype], weights) // tp)
     if kv_memory is None:
         if device_memory is None:
             raise ConfigError("give the memory of the KV pool (--memory) or of the device (--device-memory)")
@@ -130,7 +125,7 @@ def plan(
     blocks_per_sequence = -(-length // block_size)
     return MemoryPlan(
         model=model,
-        dtype=", ".join([str(dtype).removeprefix("torch."), *([weights] if weights in _CODED_BYTES else [])]),
+        dtype=", ".join([dtype, *([weights] if weights in _CODED_BYTES else [])]),
         tp=tp,
         block_size=block_size,
         max_model_len=length,
@@ -186,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     memory.add_argument("--device-memory", help="of each device, for weights and pool together")
     parser.add_argument("--memory-fraction", type=float, default=0.9, help="of --device-memory to use (0.9)")
     parser.add_argument("--tp", type=int, default=1, help="devices that share the model's heads (1)")
-    parser.add_argument("--dtype", choices=list(_DTYPES), default="bfloat16", help="of weights and KV")
+    parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16", help="of weights and KV")
     parser.add_argument(
         "--weights", choices=["model", *_CODED_BYTES], default="model", help="matrices in fewer bits, on a CPU"
     )
@@ -201,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
             kv_memory=parse_bytes(options.memory) if options.memory else None,
             device_memory=parse_bytes(options.device_memory) if options.device_memory else None,
             memory_fraction=options.memory_fraction,
-            dtype=_DTYPES[options.dtype],
+            dtype=options.dtype,
             weights=options.weights,
             tp=options.tp,
             block_size=options.block_size,

@@ -15,6 +15,7 @@ from app.launch.instance import Instance
 from app.launch.local_server import LocalServer
 from app.launch.preflight import check_memory, check_port
 from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
+from engine.devices import usable_cores
 from engine.errors import ConfigError
 
 WATCH_EVERY_S = 1.0
@@ -40,8 +41,6 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
     check_port(host, port)
     fit = check_memory(options, model_store.resolve(options.service.model))
     if fit.pool is not None:
-        from engine.execution.model_runner import usable_cores
-
         for line in shared_cores(options.scaling, usable_cores()):
             say(line)
     stop = threading.Event()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from app.config import AppConfig
+from engine.capacity import kv_bytes_per_token, weight_bytes
+from engine.devices import on_cpu
 from engine.errors import ConfigError
+from engine.kv.pool_size import PoolSize, free_ram, plan_pool
+from engine.models.config import context_length, read_model_config
+from engine.models.dtypes import BYTES, dtype_name
+from engine.models.tensor_files import TensorFiles
 from engine.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from engine.kv.pool_size import PoolSize
 
 PROCESS_BYTES = 600 * 2**20
 """Memory of an engine replica's process before weights and KV: interpreter, torch, Ray."""
@@ -61,23 +63,14 @@ def check_memory(
     Raises:
         ConfigError: they do not fit, or the model cannot be read.
     """
-    import torch
-
-    from engine.capacity import kv_bytes_per_token, weight_bytes
-    from engine.execution.model_runner import resolve_device, resolve_max_model_len
-    from engine.kv.pool_size import available_memory, plan_pool
-    from engine.models.config import read_model_config
-    from engine.models.loader import Checkpoint, resolve_dtype
-
     model = read_model_config(folder)
-    with Checkpoint(folder, model) as checkpoint:
-        dtype = resolve_dtype(options.engine.dtype, model, checkpoint)
-    name = str(dtype).removeprefix("torch.")
-    length = resolve_max_model_len(options.engine.max_model_len, model.max_position_embeddings)
-    gpu = resolve_device(options.engine.device).type != "cpu"
-    each = PROCESS_BYTES + (0 if gpu else weight_bytes(model, dtype, options.engine.weights))
+    with TensorFiles(folder) as files:
+        dtype = dtype_name(options.engine.dtype, model, files)
+    length = context_length(options.engine.max_model_len, model)
+    gpu = not on_cpu(options.engine.device)
+    each = PROCESS_BYTES + (0 if gpu else weight_bytes(model, BYTES[dtype], options.engine.weights))
     if available is None:
-        available = available_memory(torch.device("cpu"), options.engine.memory_fraction)
+        available = free_ram()
     most = replicas or options.scaling.upper_limit
     left = available - each * most
     if left <= 0:
@@ -87,6 +80,7 @@ def check_memory(
             f"{options.scaling.limiting_option}, or choose a smaller model"
         )
     if gpu:
-        return Fit(name, None, length)
+        return Fit(dtype, None, length)
     engine = options.engine_config(str(folder), 1, most)
-    return Fit(name, plan_pool(engine, "cpu", kv_bytes_per_token(model, dtype), length, left), length)
+    token_bytes = kv_bytes_per_token(model, BYTES[dtype])
+    return Fit(dtype, plan_pool(engine, "cpu", token_bytes, length, left), length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 from collections import abc
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,14 +14,15 @@ from torch import Tensor
 
 from engine.capacity import kv_bytes_per_token
 from engine.config import EngineConfig
+from engine.devices import resolve_device, usable_cores
 from engine.errors import ConfigError
 from engine.execution.batch import Batch, build_batch
 from engine.execution.recorded_steps import RecordedSteps
 from engine.execution.sampler import Sampler, SampleRow, edit_after
 from engine.kv.kv_cache import KVCache
-from engine.kv.pool_size import available_memory, plan_pool
+from engine.kv.pool_size import available_memory, free_ram, plan_pool
 from engine.kv.transfers import Transfers
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, context_length
 from engine.models.folders import local_folder
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
 from engine.models.loader import load_model
@@ -74,18 +74,17 @@ class ModelRunner:
         self._one_torch_thread = self.device.type == "cpu" and kernels.own_threads
         self.model: ModelConfig = self.decoder.config
         self.dtype: torch.dtype = self.decoder.dtype
-        self.max_model_len = resolve_max_model_len(config.max_model_len, self.model.max_position_embeddings)
+        self.max_model_len = context_length(config.max_model_len, self.model)
         types = ", ".join(filter(None, (str(self.dtype), self.decoder.weight_form)))
         self.identity = ModelIdentity(model_revision(folder), types, tokenizer_digest(folder))
         self.model_key = (self.identity.revision, self.identity.dtype, config.block_size)
         """What the KV of a block depends on besides its tokens and namespace."""
 
-        self.bytes_per_token = kv_bytes_per_token(self.model, self.dtype)
+        self.bytes_per_token = kv_bytes_per_token(self.model, self.dtype.itemsize)
         reserve = self._step_bytes(config.token_budget or 2048, config.max_num_seqs)
         available = available_memory(self.device, config.memory_fraction, reserve)
-        ram = available_memory(torch.device("cpu"), config.memory_fraction)
         self.memory = plan_pool(
-            config, self.device.type, self.bytes_per_token, self.max_model_len, available, ram
+            config, self.device.type, self.bytes_per_token, self.max_model_len, available, free_ram()
         )
         self.kv_cache = KVCache(
             self.model,
@@ -345,35 +344,3 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def resolve_device(device: str) -> torch.device:
-    """The device called ``device``; ``auto`` takes CUDA (or ROCm) where there is one.
-
-    Raises:
-        ConfigError: no such device here.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is unknown; choose auto, cpu or cuda") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r} is not supported; choose auto, cpu or cuda")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r} but torch finds no GPU here; set device to cpu")
-    return chosen
-
-
-def resolve_max_model_len(wanted: int | None, longest: int) -> int:
-    """The context length in tokens to serve; ``longest`` is the model's own."""
-    if wanted is not None and wanted > longest:
-        raise ConfigError(f"max_model_len is {wanted} but the model's context is {longest} tokens; lower it")
-    return wanted or longest
-
-
-def usable_cores() -> int:
-    """Processors that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.sizes import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_SHARE = 0.25
 """Share of the free memory that the pool takes by default on a CPU ..."""
@@ -155,9 +158,16 @@ def available_memory(device: torch.device, memory_fraction: float, reserve: int 
     On a GPU: what ``memory_fraction`` of the whole leaves beside everything allocated now.
     """
     if device.type == "cuda":
+        import torch
+
         free, total = torch.cuda.mem_get_info(device)
         return max(int(total * memory_fraction) - (total - free) - reserve, 0)
-    return max(min(psutil.virtual_memory().available, cgroup_available()) - reserve, 0)
+    return max(free_ram() - reserve, 0)
+
+
+def free_ram() -> int:
+    """Bytes of RAM that this process may still take."""
+    return max(min(psutil.virtual_memory().available, cgroup_available()), 0)
 
 
 def cgroup_available(root: Path = Path("/")) -> int:

@@ -230,6 +230,18 @@ class ModelConfig:
         return embeddings + self.num_layers * layer + self.hidden_size
 
 
+def context_length(wanted: int | None, config: ModelConfig) -> int:
+    """The context in tokens to serve: ``wanted``, by default the model's own.
+
+    Raises:
+        ConfigError: the model's is shorter.
+    """
+    longest = config.max_position_embeddings
+    if wanted is not None and wanted > longest:
+        raise ConfigError(f"max_model_len is {wanted} but the model's context is {longest} tokens; lower it")
+    return wanted or longest
+
+
 def read_model_config(folder: str | Path) -> ModelConfig:
     """Read ``config.json``, and the end tokens of ``generation_config.json`` where there is one.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.config import WeightsOption
-from engine.execution.model_runner import usable_cores
+from engine.devices import usable_cores
 from engine.kv.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.models.folders import BUNDLED_NAME, local_folder

@@ -9,7 +9,7 @@ WITHOUT_ENGINES = """
 import importlib, sys
 
 def check(step):
-    found = [name for name in ("torch", "transformers", "triton", "safetensors") if name in sys.modules]
+    found = [name for name in ("torch", "transformers", "triton") if name in sys.modules]
     if found:
         sys.exit(f"{step} loads {found}")
 
@@ -22,8 +22,15 @@ from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
 from app.launch.model_store import resolve
 
-PromptTokenizer(TokenizerParts.read(resolve("smollm2-135m-instruct")))
+from app import config
+from app.launch.preflight import check_memory
+
+folder = resolve("smollm2-135m-instruct")
+PromptTokenizer(TokenizerParts.read(folder))
 check("the tokenizer")
+
+fit = check_memory(config.load({"device": "cpu"}, {}), folder, 8 << 30)
+check("planning of memory")
 """
 
 
