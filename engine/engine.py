@@ -102,7 +102,7 @@ class Engine:
         """
         form = request.params.structured_output
         if form is not None and request.grammar is None:
-            request = replace(request, grammar=self.grammars.compile(form))
+            request = replace(request, grammar=self.grammars.compile(form, request.client))
         seed = request.params.seed
         if seed is None:
             seed = request_seed(self.config.seed, request.request_id)
@@ -171,6 +171,7 @@ class Engine:
             prefill_rate=self._prefill_rate,
             steps=self._steps,
             step_seconds=self._step_seconds,
+            grammar_faults=self.grammars.faults,
         )
 
     def _run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:

@@ -124,13 +124,13 @@ class EngineThread:
         """Tokens that any layer sees at most, if each has a sliding window."""
         return self._running().window
 
-    def compile(self, form: StructuredOutput) -> Future[Grammar]:
-        """Compile the grammar of a request in a thread of its own, or find it compiled.
+    def compile(self, form: StructuredOutput, client: str = "") -> Future[Grammar]:
+        """Compile the grammar of a request of ``client`` in a thread of its own, or find it compiled.
 
         Raises:
             EngineDeadError: the engine has stopped.
         """
-        return self._running().grammars.submit(form)
+        return self._running().grammars.submit(form, client)
 
     @property
     def num_live(self) -> int:
@@ -150,7 +150,7 @@ class EngineThread:
         check(request, engine.limits)
         form = request.params.structured_output
         if form is not None and request.grammar is None:
-            request = replace(request, grammar=engine.grammars.compile(form))
+            request = replace(request, grammar=engine.grammars.compile(form, request.client))
         with self._lock:
             if request.request_id in self._live:
                 raise InvalidRequestError(f"request id {request.request_id!r} is already running", "request_id")

@@ -34,6 +34,10 @@ class EngineDeadError(QuireError):
     """The engine thread has ended; its replica is about to be replaced."""
 
 
+class GrammarFault(QuireError):
+    """A grammar could not be had now, though there is nothing wrong with it; the request may be sent again."""
+
+
 def shown(value: object) -> str:
     """A caller's value for an error message: short and on one line, whatever it is."""
     if isinstance(value, str):

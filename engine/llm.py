@@ -186,6 +186,8 @@ class LLM:
             InvalidRequestError: a prompt can never run; nothing has run then.
             Exception: the engine itself failed; it must not be used any more.
         """
+        if not isinstance(stop, Iterable):
+            raise InvalidRequestError(f"stop is {shown(stop)} but must be a text, or texts", "stop")
         stops = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
         if wrong := [text for text in stops if not isinstance(text, str)]:
             raise InvalidRequestError(f"stop has {shown(wrong[0])} but must be a text, or texts", "stop")
@@ -232,6 +234,10 @@ class LLM:
         ``messages`` are dicts with ``role`` and ``content``. ``chat_template_kwargs`` are variables of the
         template, such as ``enable_thinking``. All else is as in :meth:`generate`.
         """
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequestError(
+                f"messages is {shown(messages)} but must be a list of messages, or of conversations", "messages"
+            )
         several = bool(messages) and not isinstance(messages[0], dict)
         prompts: list[list[int]] = []
         for place, chat in enumerate(messages if several else [messages]):

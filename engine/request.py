@@ -19,6 +19,10 @@ MAX_PRIORITY = 2**31
 """Magnitude of a request's priority."""
 
 
+MAX_PROMPT_SCORES = 2**19
+"""Log probabilities of prompt tokens that one request may ask for."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended; the first two are OpenAI's words."""
 
@@ -163,12 +167,32 @@ def validate(
     return check_size(len(token_ids) - generated_before, params, limits)
 
 
+def check_prompt_scores(prompt: int, params: SamplingParams) -> None:
+    """Whether so many log probabilities of ``prompt`` tokens may be returned; each takes about 70 bytes.
+
+    Raises:
+        InvalidRequestError: they are too many.
+    """
+    if params.prompt_logprobs is None:
+        return
+    scores = prompt * (params.prompt_logprobs + 1)
+    if scores > MAX_PROMPT_SCORES:
+        raise InvalidRequestError(
+            f"{prompt} prompt tokens with {params.prompt_logprobs} alternatives each are {scores} log "
+            f"probabilities of the prompt, but at most {MAX_PROMPT_SCORES} are returned; ask for fewer "
+            "alternatives, or send a shorter prompt",
+            "prompt_logprobs",
+        )
+
+
 def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
     """The part of :func:`validate` that depends on the length of the prompt, in tokens, but not on its tokens.
 
     Raises:
-        InvalidRequestError: prompt and output exceed the context length or the pool.
+        InvalidRequestError: prompt and output exceed the context length or the pool, or too much is asked of
+            the prompt's tokens.
     """
+    check_prompt_scores(prompt, params)
     wanted = params.max_tokens
     total = prompt + (1 if wanted is None else wanted)
     if total > limits.max_model_len:

@@ -18,3 +18,4 @@ class EngineStats:
     prefill_rate: float  # tokens per second, measured at start; 0 if not measured
     steps: int  # steps run since start
     step_seconds: float  # duration of the last step
+    grammar_faults: int = 0  # forms that could not be tried, for no fault of their own

@@ -20,6 +20,7 @@ class Block:
     kind: Kind
     id: str = ""  # of a call
     name: str = ""
+    details: list[TokenDetails] = field(default_factory=list)  # of the tokens of a text, if known
     _pieces: list[str] = field(default_factory=list)
 
     @property
@@ -34,11 +35,12 @@ class Block:
 class Answer:
     """One choice of a response: its blocks in the order of the model's text."""
 
-    __slots__ = ("_details", "blocks", "fingerprint", "finish_reason", "stop")
+    __slots__ = ("_details", "_without_text", "blocks", "fingerprint", "finish_reason", "stop")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._details: list[TokenDetails] = []
+        self._without_text: list[TokenDetails] = []  # of tokens whose text is still to come
         self.finish_reason = ""
         self.fingerprint = ""
         self.stop: str | None = None  # the stop string that ended it
@@ -70,16 +72,30 @@ class Answer:
 
     def add(self, delta: TextDelta) -> str:
         """The next delta of the choice; returns what it adds to the last block."""
-        if delta.details is not None:
-            self._details.append(delta.details)
         self.fingerprint = delta.fingerprint
         self.finish_reason = delta.finish_reason or ""
         self.stop = delta.stop
         if delta.call is not None:
             if delta.call.name:
                 self.blocks.append(Block("call", delta.call.id, delta.call.name))
-            return self._add("call", delta.call.arguments)
-        return self._add("reasoning", delta.reasoning) or self._add("text", delta.text)
+            piece = self._add("call", delta.call.arguments)
+        else:
+            piece = self._add("reasoning", delta.reasoning) or self._add("text", delta.text)
+        if delta.details is not None:
+            self._details.append(delta.details)
+            self._place(delta.details, piece)
+        return piece
+
+    def _place(self, details: TokenDetails, piece: str) -> None:
+        """Give ``details`` to the text that ``piece``, or the next one, belongs to."""
+        block = self.blocks[-1] if self.blocks else None
+        if block is not None and block.kind != "text":
+            self._without_text.clear()
+            return
+        self._without_text.append(details)
+        if block is not None and piece:
+            block.details += self._without_text
+            self._without_text.clear()
 
     def _add(self, kind: Kind, piece: str) -> str:
         if piece:

@@ -1,11 +1,18 @@
-"""The audit log: who did what, one JSON object for each request that was admitted, in a file of its own."""
+"""The audit log: who did what, in a file of its own.
+
+A JSON object for each request that was admitted, and for each administrator's action.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import WatchedFileHandler
 from typing import Any
 
+from app.api.caller import Caller
+from app.api.errors import fault_code
 from app.logs import FIELDS, JsonFormatter
 from engine.errors import ConfigError
 
@@ -30,6 +37,28 @@ def audit_to(path: str | None, process: str) -> None:
     if handler is not None:
         handler.setFormatter(JsonFormatter(process))
         _logger.addHandler(handler)
+
+
+@contextmanager
+def audited(caller: Caller, action: str) -> Iterator[dict[str, Any]]:
+    """Around what an administrator asks for; yields what else is to be written of it."""
+    key = {} if caller.limits is None else {"key": caller.limits.key.id}
+    fields: dict[str, Any] = {
+        "request_id": caller.request_id,
+        **key,
+        "route": action,
+        "outcome": "disconnected",
+    }
+    try:
+        yield fields
+    except Exception as error:
+        fields["outcome"] = fault_code(error)
+        raise
+    else:
+        if fields["outcome"] == "disconnected":
+            fields["outcome"] = "ok"
+    finally:
+        audit(fields, caller.address)
 
 
 def audit(fields: dict[str, Any], address: str) -> None:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiFault
 from app.api.key_limits import KeyLimits
-from app.api.keys import ApiKey, KeyFile
+from app.api.keys import ApiKey, KeyFile, KeyRing
 
 OPEN_PATHS = ("/health", "/ping")
 """Load balancers and orchestrators ask these without a key."""
@@ -30,9 +30,15 @@ class Gate:
     keys: KeyFile
     replicas: int = 1
     _limits: dict[str, KeyLimits] = field(default_factory=dict)
+    _ring: KeyRing | None = None  # that the limits are of
 
     def limits_of(self, key: ApiKey) -> KeyLimits:
         """The state of ``key``, which outlives a changed file as long as its entry is the same."""
+        ring = self.keys.ring()
+        if ring is not self._ring:
+            self._ring = ring
+            listed = {entry.id for entry in ring.by_digest.values()}
+            self._limits = {name: limits for name, limits in self._limits.items() if name in listed}
         found = self._limits.get(key.id)
         if found is None or found.key != key:
             found = self._limits[key.id] = KeyLimits(key, 1.0 / self.replicas)
@@ -82,14 +88,15 @@ class Authentication:
 
 
 def presented_key(headers: Headers) -> str | None:
-    """The key that a request presents; ``None`` without exactly one that can be read and may count."""
-    authorization = headers.getlist("authorization")
-    others = headers.getlist("x-api-key")
-    if len(authorization) + len(others) != 1:
-        return None
-    if others:
-        return others[0] if len(others[0]) <= MAX_KEY_CHARS else None
-    scheme, _, credentials = authorization[0].partition(" ")
+    """The key that a request presents, in one header or several; ``None`` if one has none or they differ."""
+    found: set[str | None] = {_credential(value, headers) for value in headers.getlist("authorization")}
+    found |= {key if len(key) <= MAX_KEY_CHARS else None for key in headers.getlist("x-api-key")}
+    return found.pop() if len(found) == 1 else None
+
+
+def _credential(authorization: str, headers: Headers) -> str | None:
+    """The key in a header ``Authorization``, if it can be read and may count."""
+    scheme, _, credentials = authorization.partition(" ")
     credentials = credentials.strip()
     if len(credentials) > MAX_KEY_CHARS:
         return None
@@ -111,7 +118,8 @@ def _unauthorized(path: str, presented: bool, person: bool) -> ASGIApp:
     message = (
         "the API key is not valid"
         if presented
-        else "this server needs an API key; send just one, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        else "this server needs an API key; send one, and no other beside it, as "
+        "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
     )
     response = ApiFault(401, message, "invalid_request_error", code="invalid_api_key").to_response(path)
     response.headers["www-authenticate"] = 'Basic realm="Quire", charset="UTF-8"' if person else "Bearer"

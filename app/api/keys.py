@@ -68,7 +68,7 @@ class ApiKey(BaseModel):
     max_context_tokens: int | None = Field(default=None, ge=1)  # of prompt and output together
     min_priority: int | None = Field(default=None, ge=-1000, le=1000)  # in place of the option of this name
     models: tuple[str, ...] | None = None  # that it may use
-    admin: bool = False  # whether it may use the routes of ``admin_routes``
+    admin: bool = False  # may use the routes of ``admin_routes``, and sees what others have used
 
 
 class _KeyList(BaseModel):

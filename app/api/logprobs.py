@@ -47,20 +47,23 @@ class TokenReport:
         options = self._job.options
         fields: dict[str, Any] = {"logprobs": None}
         if options.params.logprobs is not None:
-            content = [
-                {
-                    **self._token(token, score.logprob),
-                    "top_logprobs": [
-                        self._token(other, value)
-                        for other, value in zip(score.top_ids, score.top_logprobs, strict=True)
-                    ],
-                }
-                for token, score in zip(details.token_ids, details.logprobs, strict=True)
-            ]
-            fields["logprobs"] = {"content": content, "refusal": None}
+            fields["logprobs"] = {"content": self.of_tokens(details), "refusal": None}
         if options.output.token_ids:
             fields["token_ids"] = details.token_ids
         return fields
+
+    def of_tokens(self, details: TokenDetails) -> list[dict[str, Any]]:
+        """An entry for each token of a chat's answer."""
+        return [
+            {
+                **self._token(token, score.logprob),
+                "top_logprobs": [
+                    self._token(other, value)
+                    for other, value in zip(score.top_ids, score.top_logprobs, strict=True)
+                ],
+            }
+            for token, score in zip(details.token_ids, details.logprobs, strict=True)
+        ]
 
     def of_prompt(self, prompt: int, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
         """vLLM's ``prompt_logprobs``: by token id, the prompt's own token and the likeliest ones."""

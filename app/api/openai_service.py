@@ -12,13 +12,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from app.api.admission import Admission, Admitted
+from app.api.audit_log import audited
 from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TokenGenerator
-from app.api.errors import ApiFault
+from app.api.errors import ApiFault, admin_only
 from app.api.generated_response import ResponseMaker
 from app.api.key_limits import KeyLimits
 from app.api.keys import KeyFile
+from app.api.logprobs import TokenReport
 from app.api.messages.reply import MessagesReply
 from app.api.openai_responses import Envelope, OpenAIReply
 from app.api.openai_types import ChatRequest, CompletionRequest, GenerationOptions
@@ -174,8 +176,12 @@ class OpenAIService:
 
     async def responses(self, request: ResponsesRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/responses``; raises as :meth:`completions` does."""
-        reply = ResponsesReply(caller.request_id, self._model, request.echo)
-        return await self.chat(request.chat, caller, lambda job: reply, "responses")
+
+        def reply_to(job: GenerationJob) -> Reply:
+            report = TokenReport(job, self._tokenizer.decoder) if job.detailed else None
+            return ResponsesReply(caller.request_id, self._model, request.echo, report)
+
+        return await self.chat(request.chat, caller, reply_to, "responses")
 
     async def messages(self, request: ChatRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/messages``; raises as :meth:`completions` does."""
@@ -216,18 +222,29 @@ class OpenAIService:
             text = await self._tokenizer.decode(request.tokens, longest)
         return JSONResponse({"prompt": text})
 
-    async def metrics(self) -> Response:
-        """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format."""
-        return Response(await self.fleet_figures.text(), media_type=CONTENT_TYPE)
+    async def metrics(self, key: KeyLimits | None) -> Response:
+        """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format.
 
-    async def reset_prefix_cache(self) -> Response:
+        Only an administrator's key sees what others have used.
+        """
+        only = None if key is None or key.key.admin else key.key.id
+        return Response(await self.fleet_figures.text(only), media_type=CONTENT_TYPE)
+
+    async def reset_prefix_cache(self, caller: Caller) -> Response:
         """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.
 
         Raises:
+            ApiError: 403 without an administrator's key.
             UnavailableError: no engine replica is routable.
         """
-        reset = await self._engines.reset_prefix_cache()
-        replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
+        with audited(caller, "reset_prefix_cache") as said:
+            if caller.limits is not None and not caller.limits.key.admin:
+                raise admin_only(caller.limits.key.id)
+            reset = await self._engines.reset_prefix_cache()
+            replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
+            said |= {"replicas": replicas, "freed_blocks": freed}
+            if reset.failures:
+                said["outcome"] = "reset_failed"
         if reset.failures:
             causes = "; ".join(f"{replica}: {why}" for replica, why in reset.failures.items())
             message = f"{replicas} replicas freed {freed} blocks, {len(reset.failures)} failed: {causes}"

@@ -144,7 +144,10 @@ RESPONSES_PARAMETERS: dict[str, Schema] = {
     "text": _described(_OBJECT, "`format`: text, json_object, or json_schema."),
     "store": _described({"const": False}, "Nothing is stored."),
     "truncation": {"const": "disabled"},
-    "top_logprobs": {"const": 0},
+    "include": _list({"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}),
+    "top_logprobs": _described(
+        {"type": "integer"}, f"With `message.output_text.logprobs` in `include`: up to {MAX_LOGPROBS}."
+    ),
     "reasoning": _OBJECT,
 }
 

@@ -9,6 +9,7 @@ from app.api.key_limits import KeyLimits
 from app.api.openai_types import GenerationOptions
 from app.fleet.fleet_limits import FleetLimits
 from engine.errors import InvalidRequestError, shown
+from engine.request import check_prompt_scores
 
 
 def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits) -> list[int]:
@@ -37,6 +38,7 @@ def within_context(job: GenerationJob, key: KeyLimits) -> GenerationJob:
 
 def check_prompts(job: GenerationJob, limits: FleetLimits) -> None:
     """Refuse what the engine would refuse, while the response can still have an error status."""
+    check_prompt_scores(job.prompt_tokens, job.options.params)  # of all together
     for prompt in job.prompts:
         _check_prompt(prompt, job, limits)
 

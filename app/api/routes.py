@@ -21,7 +21,7 @@ from app.api.authentication import Authentication
 from app.api.caller import Caller
 from app.api.cors import CrossOrigin
 from app.api.dashboard import DASHBOARD_ROUTES
-from app.api.errors import ERROR_HANDLERS, ApiError, admin_only
+from app.api.errors import ERROR_HANDLERS, ApiError
 from app.api.home import docs_page, home_page
 from app.api.instance import InstanceHeader
 from app.api.key_limits import KeyLimits
@@ -95,10 +95,7 @@ async def reset_prefix_cache(request: Request) -> Response:
         raise HTTPException(404)  # for any method: the route does not exist
     if request.method != "POST":
         raise HTTPException(405)
-    limits: KeyLimits | None = request.state.key_limits
-    if limits is not None and not limits.key.admin:
-        raise admin_only(limits.key.id)
-    return await _service(request).reset_prefix_cache()
+    return await _service(request).reset_prefix_cache(_caller(request))
 
 
 async def tokenize(request: Request) -> Response:
@@ -121,7 +118,7 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    return await _service(request).metrics()
+    return await _service(request).metrics(request.state.key_limits)
 
 
 async def home(request: Request) -> Response:

@@ -233,6 +233,9 @@ class AttemptRunner:
         if "invalid" in outcome:
             request.fail(InvalidRequestError(*outcome["invalid"]))
             return None
+        if "failed" in outcome:
+            request.fail(UnavailableError(str(outcome["failed"])))
+            return None
         if "refused" in outcome:
             refused = AttemptFailure(str(outcome["refused"]), fault=False)
             return await self._unless_lost(request, interrupted, refused)

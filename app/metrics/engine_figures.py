@@ -32,6 +32,7 @@ def engine_samples(stats: EngineStats, scaling: ReplicaStats, lost_leases: int) 
         "preemptions": scheduler.preemptions,
         "recovery_fallbacks": recovery.fallbacks,
         "lost_leases": lost_leases,
+        "grammar_faults": stats.grammar_faults,
     }
     by_recovery: dict[str, Mapping[Recovery, float]] = {
         "recovery_decisions": recovery.decisions,

@@ -16,14 +16,18 @@ from engine.histogram import HistogramTotals
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+OF_KEYS = tuple(metric for metric in TABLE if metric.labels == ("key",))
+"""The metrics that tell what each API key has used."""
+
+
 def render(model: str, processes: Sequence[Process]) -> bytes:
-    """All figures, each with the labels ``model_name`` and ``replica``."""
-    named = [
-        (_label("model_name", model) + "," + _label("replica", process.name), process) for process in processes
-    ]
+    """All figures but those of keys, each with the labels ``model_name`` and ``replica``."""
+    named = _named(model, processes)
     whole = _label("model_name", model)
     lines: list[str] = []
     for metric in TABLE:
+        if metric in OF_KEYS:
+            continue
         scaling = metric.source is Source.SCALING
         lines += _head(metric.full_name, metric.kind, metric.meaning)
         for prefix, process in named:
@@ -41,6 +45,26 @@ def render(model: str, processes: Sequence[Process]) -> bytes:
                 name, alias.kind, metric.bounds, prefix, alias.labels, alias.samples(process.samples)
             )
     return ("\n".join(lines) + "\n").encode()
+
+
+def render_keys(model: str, processes: Sequence[Process], key: str | None) -> bytes:
+    """The figures of one ``key``, or of all, with the same labels."""
+    lines: list[str] = []
+    for metric in OF_KEYS:
+        lines += _head(metric.full_name, metric.kind, metric.meaning)
+        for prefix, process in _named(model, processes):
+            found = process.samples.get(metric.name, {})
+            if key is not None:
+                found = {(key,): found[key,]} if (key,) in found else {}
+            lines += _samples(metric.full_name, metric.kind, (), prefix, metric.labels, found.items())
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _named(model: str, processes: Sequence[Process]) -> list[tuple[str, Process]]:
+    """Each process with the labels that all its figures have."""
+    return [
+        (_label("model_name", model) + "," + _label("replica", process.name), process) for process in processes
+    ]
 
 
 def _head(name: str, kind: Kind, meaning: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from app.metrics.exposition import render
+from app.metrics.exposition import render, render_keys
 from app.metrics.samples import Process, Samples, unpack
 
 KEPT_S = 1.0
@@ -46,8 +46,10 @@ class FleetFigures:
         self._scaling = scaling
         self._clock = clock
         self._lock = asyncio.Lock()
+        self._seen: list[Process] = []
         self._text = b""
         self._text_at = -KEPT_S
+        self._of_keys: dict[str | None, bytes] = {}  # as asked for since then
 
     async def processes(self) -> list[Process]:
         """Every process of the fleet, this one first."""
@@ -57,13 +59,22 @@ class FleetFigures:
         siblings = [process for process in others if process.name != own.name]
         return [own, *siblings, *engines, *([Process("", scaling)] if scaling else [])]
 
-    async def text(self) -> bytes:
-        """In Prometheus's format. It is made in a thread: with many replicas that takes a while."""
+    async def text(self, key: str | None = None) -> bytes:
+        """In Prometheus's format; of what is counted by API key, that of ``key`` alone, or without it, all.
+
+        It is made in a thread: with many replicas, or keys, that takes a while.
+        """
         async with self._lock:
             if self._clock() - self._text_at >= KEPT_S:
-                self._text = await asyncio.to_thread(render, self._model, await self.processes())
+                self._seen = await self.processes()
+                self._text = await asyncio.to_thread(render, self._model, self._seen)
+                self._of_keys.clear()
                 self._text_at = self._clock()
-            return self._text
+            found = self._of_keys.get(key)
+            if found is None:
+                found = await asyncio.to_thread(render_keys, self._model, self._seen, key)
+                self._of_keys[key] = found
+            return self._text + found
 
 
 def _unpacked(engines: Mapping[str, Sequence[float]]) -> list[Process]:

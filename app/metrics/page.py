@@ -13,8 +13,8 @@ This page is generated from the code: `python -m app.metrics.page > docs/metrics
 
 Two endpoints serve the same figures in Prometheus's text format:
 
-- **`GET /metrics` of the server**, with a key if the server has keys. One scrape has the whole fleet, whichever
-  ingress answers it, so scrape one address:
+- **`GET /metrics` of the server**, with a key if the server has keys; only an `admin` key sees what other keys
+  have used. One scrape has the whole fleet, whichever ingress answers it, so scrape one address:
 
   ```yaml
   scrape_configs:

@@ -193,6 +193,7 @@ TABLE: tuple[Metric, ...] = (
         *_RECOVERIES,
     ),
     _counter(_E, "recovery_seconds", "Actual time of finished recoveries by kind.", "recovery", *_RECOVERIES),
+    _counter(_E, "grammar_faults", "Structured outputs that could not be tried: the process for it failed."),
     _counter(_E, "lost_leases", "Times an ingress sent no beat for 5 s, and its tokens were kept back."),
     # The scaling policy, in Serve's controller.
     _gauge(_S, "scaling_target", "Replicas that the policy asks for; in shadow mode, would ask for."),

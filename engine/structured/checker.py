@@ -17,7 +17,7 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError, GrammarFault, InvalidRequestError
 from engine.structured.grammar import build, load_llg_tokenizer, lowered, refused
 from engine.structured_output import StructuredOutput
 
@@ -27,8 +27,14 @@ CPU_LIMIT_S = 0.75
 MEMORY_LIMIT = 512 << 20
 """Bytes that compiling a grammar may add to its process."""
 
-WALL_LIMIT_S = 30.0
-"""Time after which a process that has not answered is given up, however busy the machine is."""
+WALL_LIMIT_S = 120.0
+"""Time after which a process that has not answered is given up. On a busy machine it may get little of it."""
+
+_GRAMMARS_FAULT = {
+    -signal.SIGPROF: f"more than {CPU_LIMIT_S} s of processor time",
+    **dict.fromkeys((-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS), "too much memory"),
+}
+"""How a process ends for which the grammar is to blame."""
 
 
 class GrammarChecker:
@@ -48,24 +54,28 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: it cannot be compiled, or takes too much time or memory.
+            GrammarFault: the process could not be started, or ended although the grammar did nothing wrong.
             EngineDeadError: the checker is closed.
         """
-        with self._lock:
+        try:
+            with self._lock:
+                self._check_open()
+                if self._process is None or self._process.poll() is not None:
+                    self._process = self._started()
+                process = self._process
+            answer = self._ask(process, json.dumps(asdict(form)))
+        except OSError as error:
+            self._end_process()
             self._check_open()
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._started()
-            process = self._process
-        answer = self._ask(process, json.dumps(asdict(form)))
+            raise _fault(str(error)) from error
         if answer is None:
             code = process.wait()
             self._check_open()
-            if code == -signal.SIGPROF:
-                reason = f"more than {CPU_LIMIT_S} s of processor time"
-            elif code == -signal.SIGKILL:
-                reason = f"more than {WALL_LIMIT_S:.0f} s"
-            else:
-                reason = "too much memory"
-            raise refused(form, f"compiling it takes {reason}; make it smaller or simpler")
+            if code in _GRAMMARS_FAULT:
+                reason = _GRAMMARS_FAULT[code]
+                raise refused(form, f"compiling it takes {reason}; make it smaller or simpler")
+            ended = f"with code {code}" if code >= 0 else f"by signal {-code}"
+            raise _fault(f"its process ended {ended}, or did not answer within {WALL_LIMIT_S:.0f} s")
         if "error" in answer:
             raise InvalidRequestError(answer["error"], "structured_output", "invalid_grammar")
         return str(answer["grammar"])
@@ -74,6 +84,10 @@ class GrammarChecker:
         """End the process, and start no other."""
         with self._lock:
             self._closed = True
+        self._end_process()
+
+    def _end_process(self) -> None:
+        with self._lock:
             process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(OSError):
@@ -112,6 +126,12 @@ class GrammarChecker:
         return answer
 
 
+def _fault(reason: str) -> GrammarFault:
+    return GrammarFault(
+        f"the structured output could not be tried, for no fault of its own: {reason}; send the request again"
+    )
+
+
 def main(folder: str, vocab_size: int, end_token_ids: list[int]) -> None:
     """Answer questions from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the server, which ends this
@@ -126,6 +146,8 @@ def main(folder: str, vocab_size: int, end_token_ids: list[int]) -> None:
             answer = {"grammar": grammar}
         except InvalidRequestError as error:
             answer = {"error": error.message}
+        except MemoryError:
+            os.abort()
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")

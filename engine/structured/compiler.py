@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.errors import ConfigError, EngineDeadError, GrammarFault, InvalidRequestError
+from engine.structured.budget import FollowBudgets
 from engine.structured.checker import GrammarChecker
 from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
+from engine.structured.turns import Turns
 from engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -22,6 +27,16 @@ WORKERS = 2
 
 KEPT = 64
 """Grammars and refusals that are kept."""
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    form: StructuredOutput
+    client: str
+    done: Future[Grammar] = field(default_factory=Future)
 
 
 class GrammarCompiler:
@@ -41,39 +56,55 @@ class GrammarCompiler:
         self._kept: OrderedDict[StructuredOutput, Grammar | InvalidRequestError] = OrderedDict()
         self._loading = threading.Lock()  # guards the tokenizer
         self._tokenizer: LLTokenizer | None = None
-        self._workers: ThreadPoolExecutor | None = None
-        self._checkers: list[GrammarChecker] = []
+        self._budgets = FollowBudgets()
+        self._checked = checked
+        self._turns: Turns[_Job] = Turns()
+        self._threads = 0
+        self._checkers = [GrammarChecker(folder, vocab_size, self._end_token_ids) for _ in range(WORKERS)]
         self._idle: SimpleQueue[GrammarChecker] = SimpleQueue()
-        if checked:
-            self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="quire-grammar")
-            for _ in range(WORKERS):
-                self._checkers.append(GrammarChecker(folder, vocab_size, self._end_token_ids))
-                self._idle.put(self._checkers[-1])
+        for checker in self._checkers:
+            self._idle.put(checker)
+        self.faults = 0
+        """Grammars that could not be compiled for no fault of their own."""
 
-    def submit(self, form: StructuredOutput) -> Future[Grammar]:
-        """Compile in a thread of its own; the result raises as :meth:`compile` does.
+    def submit(self, form: StructuredOutput, client: str = "") -> Future[Grammar]:
+        """Compile in a thread of its own, in which clients take turns; the result raises as :meth:`compile`.
 
         Raises:
             EngineDeadError: the compiler is closed.
         """
-        kept = self._found(form)
-        if kept is None and self._workers is not None:
-            try:
-                return self._workers.submit(self.compile, form)
-            except RuntimeError as error:
-                raise EngineDeadError("the engine has stopped") from error
-        done: Future[Grammar] = Future()
-        try:
-            done.set_result(self.compile(form))
-        except InvalidRequestError as error:
-            done.set_exception(error)
-        return done
+        job = _Job(form, client)
+        if not self._checked or self._found(form) is not None:
+            self._run(job)
+            return job.done
+        self._start_threads()
+        if not self._turns.put(client, job):
+            raise EngineDeadError("the engine has stopped")
+        return job.done
 
-    def compile(self, form: StructuredOutput) -> Grammar:
-        """The grammar of ``form``; may take seconds.
+    def _start_threads(self) -> None:
+        with self._lock:
+            while self._threads < WORKERS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="quire-grammar", daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._turns.get()) is not None:
+            if job.done.set_running_or_notify_cancel():
+                self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        try:
+            job.done.set_result(self.compile(job.form, job.client))
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is read
+            job.done.set_exception(error)
+
+    def compile(self, form: StructuredOutput, client: str = "") -> Grammar:
+        """The grammar of ``form`` for the requests of ``client``; may take seconds.
 
         Raises:
             InvalidRequestError: it cannot be compiled, is too large, or the model cannot be held to any form.
+            GrammarFault: it could not be tried, for no fault of its own.
             EngineDeadError: the compiler is closed.
         """
         kept = self._found(form)
@@ -88,7 +119,14 @@ class GrammarCompiler:
                     self._kept.popitem(last=False)
         if isinstance(kept, InvalidRequestError):
             raise InvalidRequestError(kept.message, kept.param, kept.code)
-        return kept
+        with self._lock:
+            budget = self._budgets.of(client)
+        if self._checked and (owed_s := budget.owed_s()):
+            raise GrammarFault(
+                "following this client's structured outputs took more time than it may; send the request again "
+                f"in {math.ceil(owed_s)} s, with a simpler form"
+            )
+        return kept.within(budget)
 
     def forget(self, form: StructuredOutput) -> None:
         """Compile ``form`` anew when it is next asked for: what a grammar has learned from outputs is full."""
@@ -99,8 +137,9 @@ class GrammarCompiler:
         """End the processes. What is being compiled or waits for it fails at once, as do later calls."""
         for checker in self._checkers:
             checker.close()
-        if self._workers is not None:
-            self._workers.shutdown(wait=False)
+        for job in self._turns.close():
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_exception(EngineDeadError("the engine has stopped"))
 
     def _found(self, form: StructuredOutput) -> Grammar | InvalidRequestError | None:
         with self._lock:
@@ -110,11 +149,16 @@ class GrammarCompiler:
 
     def _compiled(self, form: StructuredOutput) -> Grammar:
         tokenizer = self._loaded()
-        if self._workers is None:
+        if not self._checked:
             return build(tokenizer, form, lowered(form))
         checker = self._idle.get()
         try:
             grammar = checker.check(form)
+        except GrammarFault as error:
+            with self._lock:
+                self.faults += 1
+            logger.error("%s", error)
+            raise
         finally:
             self._idle.put(checker)
         return build(tokenizer, form, grammar)

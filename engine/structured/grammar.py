@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.errors import InvalidRequestError
+from engine.structured.budget import FollowBudget
 from engine.structured_output import StructuredOutput
 from engine.tokenizer import load_tokenizer
 
@@ -22,36 +24,30 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_REASON = 300
 """Characters that an error quotes of what the library says."""
 
-TOKEN_S = 0.002
-"""Processor time that following a grammar may take for each token, in the long run; most take a hundredth."""
-
-BURST_S = 0.1
-"""What all sequences of a grammar together may take beyond that."""
-
 _NOTHING = "no output can match it"
 
 
 class Grammar:
-    """A compiled grammar. Its matchers share it; only the engine's thread advances them."""
+    """A compiled grammar. Its matchers share it; only the engine's thread advances them.
+
+    ``budget`` bounds the time of following them: that of the client whose requests it holds.
+    """
 
     def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._start = start
         self.mask_words = -(-tokenizer.vocab_size // 32)  # of 32 tokens each
         self.end_token_ids = frozenset(tokenizer.eos_tokens)
-        self._left_s = BURST_S
+        self.budget = FollowBudget()
+
+    def within(self, budget: FollowBudget) -> Grammar:
+        """The same grammar for another client."""
+        found = copy.copy(self)
+        found.budget = budget
+        return found
 
     def matcher(self) -> LLMatcher:
         """A matcher at the beginning of an output."""
         return self._start.deep_copy()
-
-    def spend(self, took_s: float, tokens: int) -> bool:
-        """Account for the time of following ``tokens``; whether the sequence may go on.
-
-        Its step waits meanwhile, and so do all other sequences. Only those that take too long themselves pay.
-        """
-        allowed_s = TOKEN_S * max(tokens, 1)
-        self._left_s = min(BURST_S, self._left_s + allowed_s - took_s)
-        return self._left_s >= 0 or took_s <= allowed_s
 
 
 def load_llg_tokenizer(folder: str | Path, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:

@@ -8,7 +8,8 @@ from time import thread_time
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.structured.grammar import TOKEN_S, Grammar
+from engine.structured.budget import TOKEN_S
+from engine.structured.grammar import Grammar
 
 _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 
@@ -48,7 +49,7 @@ class Matcher:
         if matcher.is_error():
             self.mask.fill(-1)
             return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-        if not self._grammar.spend(thread_time() - began, len(tokens)):
+        if not self._grammar.budget.spend(thread_time() - began, len(tokens)):
             self.mask.fill(-1)
             return f"following it takes more than {TOKEN_S * 1000:g} ms a token; make it simpler"
         self._leave_out(unwanted)

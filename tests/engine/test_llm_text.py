@@ -62,6 +62,11 @@ def test_the_best_to_a_stop_string_are_returned(llm: LLM) -> None:
         llm.generate([COUNT], SamplingParams(temperature=0, use_beam_search=True, n=2), stop="e")
     with pytest.raises(InvalidRequestError, match="stop has 5 but must be a text"):
         llm.generate([COUNT], stop=["e", 5])  # type: ignore[list-item]
+    with pytest.raises(InvalidRequestError, match="stop is 5 but must be a text"):
+        llm.generate([COUNT], stop=5)  # type: ignore[arg-type]
+    for messages in (5, None, {"role": "user"}):
+        with pytest.raises(InvalidRequestError, match=r"messages is .* but must be a list of messages"):
+            llm.chat(messages)  # type: ignore[arg-type]
 
 
 def test_log_probabilities_come_with_the_results(llm: LLM) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequestError, shown
-from engine.request import ModelLimits, Request, check
+from engine.request import MAX_PROMPT_SCORES, ModelLimits, Request, check, check_size
 from engine.sampling_params import SamplingParams
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64, num_blocks=16, block_size=4)
@@ -37,6 +37,19 @@ def test_a_good_one_passes() -> None:
     continued = replace(GOOD, generated_before=2, arrival=-3.5, priority=-7)
     assert check(continued, LIMITS) == 6
     assert check(replace(GOOD, outputs=((1,), None, ())), LIMITS) == 8
+
+
+def test_so_many_log_probabilities_of_a_prompt_and_no_more() -> None:
+    limits = ModelLimits(vocab_size=100, max_model_len=2**20, num_blocks=2**20, block_size=4)
+    for top, most in ((0, MAX_PROMPT_SCORES), (20, MAX_PROMPT_SCORES // 21)):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=top)
+        assert check_size(most, params, limits) == most + 1
+        with pytest.raises(
+            InvalidRequestError, match=f"but at most {MAX_PROMPT_SCORES} are returned"
+        ) as caught:
+            check_size(most + 1, params, limits)
+        assert caught.value.param == "prompt_logprobs"
+    assert check_size(most + 1, SamplingParams(max_tokens=1), limits) == most + 2
 
 
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(np.int64(3))

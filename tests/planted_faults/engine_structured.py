@@ -41,6 +41,27 @@ STRUCTURED: list[Fault] = [
         "a grammar that is being compiled when the engine stops is refused, not tried elsewhere",
     ),
     Fault(
+        "engine/structured/turns.py",
+        "                self._waiting[client] = items  # after all others\n",
+        "                self._waiting[client] = items\n                self._waiting.move_to_end(client, last=False)\n",
+        _GRAMMARS,
+        "one client's forms are compiled before everyone else's",
+    ),
+    Fault(
+        "engine/structured/compiler.py",
+        "        if self._checked and (owed_s := budget.owed_s()):",
+        "        if False:",
+        _GRAMMARS,
+        "a client that sends slow forms anew each time holds up everyone's steps",
+    ),
+    Fault(
+        "engine/structured/checker.py",
+        "            if code in _GRAMMARS_FAULT:\n                reason = _GRAMMARS_FAULT[code]\n",
+        '            if True:\n                reason = _GRAMMARS_FAULT.get(code, "too much memory")\n',
+        _GRAMMARS,
+        "a form is refused for ever because a process was killed",
+    ),
+    Fault(
         "engine/structured/compiler.py",
         "                self._kept.move_to_end(form)\n",
         "                pass\n",
@@ -48,7 +69,7 @@ STRUCTURED: list[Fault] = [
         "a grammar that is used all the time is dropped for its age",
     ),
     Fault(
-        "engine/structured/grammar.py",
+        "engine/structured/budget.py",
         "        return self._left_s >= 0 or took_s <= allowed_s\n",
         "        return self._left_s >= 0\n",
         _GRAMMARS,
@@ -63,7 +84,7 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/structured/matcher.py",
-        "        if not self._grammar.spend(thread_time() - began, len(tokens)):\n",
+        "        if not self._grammar.budget.spend(thread_time() - began, len(tokens)):\n",
         "        if False:\n",
         _ENGINE,
         "a form that takes long to follow holds up everyone's steps",

@@ -9,6 +9,7 @@ from typing import Any
 from app.api.answers import Answer, Block
 from app.api.choices import TextDelta
 from app.api.errors import ApiFault
+from app.api.logprobs import TokenReport
 from app.api.sse_event import named_event
 from app.api.usage import Usage
 
@@ -21,9 +22,16 @@ _DELTAS = {
 
 
 class ResponsesReply:
-    """Writes one response; ``echo`` has the fields that repeat the request."""
+    """Writes one response; ``echo`` has the fields that repeat the request.
 
-    def __init__(self, request_id: str, model: str, echo: dict[str, Any]) -> None:
+    ``report`` describes the tokens of its texts, if the request asks for it.
+    """
+
+    def __init__(
+        self, request_id: str, model: str, echo: dict[str, Any], report: TokenReport | None = None
+    ) -> None:
+        self._report = report
+        self._told = 0  # details of the last block that are sent
         self._id = request_id
         self._model = model
         self._echo = echo
@@ -44,6 +52,7 @@ class ResponsesReply:
         known = len(blocks)
         piece = self._answer.add(delta)
         if len(blocks) > known:
+            self._told = 0
             if known:
                 events += self._done(known - 1)
             events += self._added(known)
@@ -102,7 +111,7 @@ class ResponsesReply:
         if block.kind == "call":
             called = {"call_id": block.id, "name": block.name, "arguments": block.text if begun else ""}
             return {**item, "type": "function_call", **called}
-        content = [_part(block, block.text)] if begun else []
+        content = [self._part(block)] if begun else []
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
@@ -113,13 +122,16 @@ class ResponsesReply:
         events = [self._event("response.output_item.added", output_index=index, item=item)]
         if block.kind != "call":
             where = self._where(index)
-            events.append(self._event("response.content_part.added", **where, part=_part(block, "")))
+            events.append(self._event("response.content_part.added", **where, part=_part(block.kind, "", [])))
         return events
 
     def _delta(self, index: int, piece: str) -> bytes:
-        kind = self._answer.blocks[index].kind
-        more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
-        return self._event(_DELTAS[kind], **self._where(index), delta=piece, **more)
+        block = self._answer.blocks[index]
+        more: dict[str, Any] = {}
+        if block.kind == "text":
+            more = {"logprobs": self._logprobs(block, self._told)}
+            self._told = len(block.details)
+        return self._event(_DELTAS[block.kind], **self._where(index), delta=piece, **more)
 
     def _done(self, index: int) -> list[bytes]:
         block = self._answer.blocks[index]
@@ -128,24 +140,33 @@ class ResponsesReply:
             kind = "response.function_call_arguments.done"
             events = [self._event(kind, **where, name=block.name, arguments=block.text)]
         else:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": self._logprobs(block)} if block.kind == "text" else {}
             done = _DELTAS[block.kind].removesuffix("delta") + "done"
             events = [
                 self._event(done, **where, text=block.text, **more),
-                self._event("response.content_part.done", **where, part=_part(block, block.text)),
+                self._event("response.content_part.done", **where, part=self._part(block)),
             ]
         item = self._item(index, "completed")
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        return _part(block.kind, block.text, self._logprobs(block) if block.kind == "text" else [])
+
+    def _logprobs(self, block: Block, first: int = 0) -> list[dict[str, Any]]:
+        """Entries for the tokens of a text, from the details at ``first`` on."""
+        if self._report is None:
+            return []
+        return [entry for details in block.details[first:] for entry in self._report.of_tokens(details)]
 
     def _where(self, index: int) -> dict[str, Any]:
         where = {"item_id": self._item_id(index), "output_index": index}
         return where if self._answer.blocks[index].kind == "call" else {**where, "content_index": 0}
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
-    if block.kind == "reasoning":
+def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -37,6 +37,10 @@ REFUSED = {
 }
 """Fields with the reason why they are refused."""
 
+_LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
+"""Has no effect: reasoning comes as text, and may be sent back as it came."""
+
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of this route by those of the chat route that they become."""
 
@@ -68,17 +72,19 @@ def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
             "store",
             "unsupported_parameter",
         )
-    for name, off in (("truncation", "disabled"), ("top_logprobs", 0)):
-        if fields.get(name, off) != off:
-            raise InvalidRequestError(
-                f"{name} is {show(fields[name])} but only {show(off)} is supported",
-                name,
-                "unsupported_parameter",
-            )
+    if fields.get("truncation", "disabled") != "disabled":
+        raise InvalidRequestError(
+            f"truncation is {show(fields['truncation'])} but only 'disabled' is supported",
+            "truncation",
+            "unsupported_parameter",
+        )
     chat: dict[str, Any] = {name: fields[name] for name in SAME if name in fields}
     chat["messages"] = _messages(fields)
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = integer(fields, "max_output_tokens", 1)
+    _add_logprobs(chat, fields)
+    if "stream_options" in fields:
+        chat["stream_options"] = _stream_options(fields["stream_options"])
     if "tools" in fields:
         chat["tools"] = _tools(fields["tools"])
     if "tool_choice" in fields:
@@ -107,10 +113,48 @@ def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
         "text": {"format": form},
         "tool_choice": fields.get("tool_choice", "auto"),
         "tools": fields.get("tools", []),
+        "top_logprobs": fields.get("top_logprobs", 0),
         "top_p": fields.get("top_p", 1.0),
         "truncation": "disabled",
         "user": fields.get("user"),
     }
+
+
+def _add_logprobs(chat: dict[str, Any], fields: dict[str, Any]) -> None:
+    include = fields.get("include", [])
+    if not isinstance(include, list):
+        raise wrong("include", include, "a list of strings")
+    for name in include:
+        if name not in (_LOGPROBS, _ENCRYPTED):
+            raise InvalidRequestError(
+                f"include has {show(name)} but only {_LOGPROBS!r} is supported; what other values name, this "
+                "server's output never has",
+                "include",
+                "unsupported_parameter",
+            )
+    chat["logprobs"] = _LOGPROBS in include
+    if "top_logprobs" in fields:
+        most = integer(fields, "top_logprobs", 0)
+        if most and _LOGPROBS not in include:
+            raise InvalidRequestError(
+                f"top_logprobs is {most} but include does not have {_LOGPROBS!r}; add it, or leave "
+                "top_logprobs out",
+                "top_logprobs",
+            )
+        chat["top_logprobs"] = most
+
+
+def _stream_options(options: object) -> dict[str, Any]:
+    """As on the chat route, apart from what events of this route have no place for; the last has the usage."""
+    if not isinstance(options, dict):
+        raise wrong("stream_options", options, "an object")
+    if options.get("continuous_usage_stats"):
+        raise InvalidRequestError(
+            "stream_options.continuous_usage_stats is not supported here; the last event has the usage",
+            "stream_options.continuous_usage_stats",
+            "unsupported_parameter",
+        )
+    return options
 
 
 def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:

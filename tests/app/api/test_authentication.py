@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -59,6 +61,7 @@ def test_only_health_and_ping_are_open(client: TestClient) -> None:
         ({"authorization": "Bearer key-a"}, "alice"),
         ({"authorization": "bearer  key-b "}, "bob"),
         ({"x-api-key": "key-b"}, "bob"),
+        ({"authorization": "Bearer key-a", "x-api-key": "key-a"}, "alice"),
     ],
 )
 def test_a_valid_key_names_its_owner(client: TestClient, headers: dict[str, str], name: str) -> None:
@@ -73,7 +76,9 @@ def test_a_valid_key_names_its_owner(client: TestClient, headers: dict[str, str]
         {"authorization": "Bearer"},
         {"authorization": "key-a"},
         {"authorization": f"Bearer {digest_of('key-a')}"},
-        {"authorization": "Bearer key-a", "x-api-key": "key-a"},
+        {"authorization": "Bearer key-a", "x-api-key": "key-b"},
+        {"authorization": "Bearer key-a", "x-api-key": ""},
+        {"authorization": "Basic a2V5LWE=", "x-api-key": "key-a"},
         {"x-api-key": ""},
         {"x-api-key": "k" * (MAX_KEY_CHARS + 1)},
         {"authorization": "Bearer \xe9"},
@@ -102,6 +107,25 @@ def test_broken_basic_credentials_are_no_key() -> None:
     for credentials in ("%%%", base64.b64encode(b"\xff:\xff").decode(), "YQ"):
         headers = Headers({"authorization": f"Basic {credentials}", "sec-fetch-site": "none"})
         assert presented_key(headers) is None
+
+
+def test_what_a_removed_key_has_used_is_forgotten(tmp_path: Path) -> None:
+    def listed(*names: str) -> None:
+        entries = [{"id": name, "sha256": digest_of(name)} for name in names]
+        path.write_text(json.dumps({"keys": entries}))
+
+    path = tmp_path / "keys.json"
+    listed("alice", "bob")
+    gate = Gate(KeyFile(str(path), {}))
+    keys = gate.keys.ring().by_digest
+    alice, bob = keys[digest_of("alice")], keys[digest_of("bob")]
+    kept = gate.limits_of(bob)
+    gate.limits_of(alice)
+    assert set(gate._limits) == {"alice", "bob"}
+    listed("bob")
+    gate.keys.reread()
+    assert gate.limits_of(bob) is kept
+    assert set(gate._limits) == {"bob"}
 
 
 def test_limits_are_told_with_every_answer_and_belong_to_the_key() -> None:

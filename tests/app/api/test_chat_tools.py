@@ -165,13 +165,16 @@ def test_reasoning_is_a_field_of_its_own(
     scripted(monkeypatch, server, f"<think>\nHm.\n</think>\n\nYes.{CALL}")
     server.set_options(monkeypatch, reasoning_parser="think")
     body = {**ASK, "tools": [WEATHER]}
-    message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    answer = http.post("/v1/chat/completions", json=body).json()
+    message, usage = answer["choices"][0]["message"], answer["usage"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
     assert len(message["tool_calls"]) == 1
     lines = http.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")[:-2]
     deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    thoughts = sum("reasoning_content" in delta for delta in deltas)  # of one token each
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": thoughts}
 
 
 def test_markers_count_even_if_they_are_special_tokens(

@@ -75,6 +75,7 @@ def test_cached_tokens_count_once_for_each_prompt(http: httpx.Client, stream: bo
         "completion_tokens": 6,
         "total_tokens": 46,
         "prompt_tokens_details": {"cached_tokens": 32},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

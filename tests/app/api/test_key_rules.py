@@ -14,6 +14,9 @@ from app.api.audit_log import audit_to
 from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.api.routes import make_api
+from app.metrics.fleet_figures import FleetFigures
+from app.metrics.request_figures import RequestFigures
+from app.metrics.samples import Process
 
 KEYS = """keys:
   - {id: narrow, sha256: %s, max_context_tokens: 50, min_priority: -3, concurrent_streams: 1}
@@ -120,14 +123,42 @@ def test_the_audit_log_has_a_line_for_each_request(http: httpx.Client, tmp_path:
 
 @pytest.mark.usefixtures("keys")
 def test_only_an_administrators_key_resets_the_cache(
-    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def reset(key: str) -> httpx.Response:
         return http.post("/admin/reset_prefix_cache", headers={"x-api-key": key})
 
     assert reset("operator").status_code == 404
     server.set_options(monkeypatch, admin_routes=True)
-    refused = reset("narrow")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
-    assert "'admin: true'" in refused.json()["error"]["message"]
-    assert reset("operator").status_code == 200
+    audit_to(str(tmp_path / "audit"), "ingress:1")
+    try:
+        refused = reset("narrow")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
+        assert "'admin: true'" in refused.json()["error"]["message"]
+        freed = reset("operator").json()["freed_blocks"]
+    finally:
+        audit_to(None, "")
+    first, second = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert (first["key"], first["route"], first["outcome"]) == ("narrow", "reset_prefix_cache", "admin_only")
+    assert (second["key"], second["outcome"], second["address"]) == ("operator", "ok", "127.0.0.1")
+    assert (second["replicas"], second["freed_blocks"]) == (1, freed)
+
+
+@pytest.mark.usefixtures("keys")
+def test_only_an_administrators_key_sees_what_others_have_used(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = RequestFigures()
+    figures.key_requests.update({"narrow": 2, "other": 3})
+    fleet = FleetFigures("m", lambda: Process("i", figures.samples()))
+    monkeypatch.setattr(server.service, "fleet_figures", fleet)
+
+    def seen(key: str) -> set[str]:
+        text = http.get("/metrics", headers={"x-api-key": key}).text
+        assert "quire_ended_requests_total" in text
+        return {line for line in text.splitlines() if line.startswith("quire_key_requests_total{")}
+
+    line = 'quire_key_requests_total{{model_name="m",replica="i",key="{}"}} {}'.format
+    assert seen("narrow") == {line("narrow", 2)}
+    assert seen("other") == {line("other", 3)}
+    assert seen("operator") == {line("narrow", 2), line("other", 3)}

@@ -18,7 +18,7 @@ from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
-from engine.errors import InvalidRequestError
+from engine.errors import GrammarFault, InvalidRequestError
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
@@ -364,7 +364,7 @@ class CompilingEngine(CountingEngine):
         super().__init__()
         self.compiling: Future[Any] = Future()
 
-    def compile(self, form: StructuredOutput) -> Future[Any]:
+    def compile(self, form: StructuredOutput, client: str) -> Future[Any]:
         return self.compiling
 
 
@@ -376,7 +376,12 @@ def test_an_attempt_waits_for_its_grammar() -> None:
         params = SamplingParams(max_tokens=3, structured_output=StructuredOutput("json_object"))
         payload = wire.pack_submission(wire.Submission("r", 7, [1, 2], params))
         grammar = object()
-        for outcome in (grammar, InvalidRequestError("no", "structured_output", "invalid_grammar"), None):
+        refusal = InvalidRequestError("no", "structured_output", "invalid_grammar")
+        answers: dict[Exception, dict[str, Any]] = {
+            refusal: {"invalid": (refusal.message, refusal.param, refusal.code)},
+            GrammarFault("later"): {"failed": "later"},
+        }
+        for outcome in (grammar, *answers, None):
             engine = CompilingEngine()
             engine.hub = setting.hub
             call = asyncio.ensure_future(run_attempt(setting.hub, engine, "ingress", 1, payload))
@@ -390,9 +395,9 @@ def test_an_attempt_waits_for_its_grammar() -> None:
                 for _ in range(3):
                     engine.step()
                 assert await call == {"generated": 3}
-            elif outcome is not None:
+            elif isinstance(outcome, Exception):
                 engine.compiling.set_exception(outcome)
-                assert await call == {"invalid": ("no", "structured_output", "invalid_grammar")}
+                assert await call == answers[outcome]
             else:
                 call.cancel()
                 await asyncio.wait({call})

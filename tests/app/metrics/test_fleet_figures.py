@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.metrics.aliases import ALIASES
 from app.metrics.engine_figures import engine_samples
-from app.metrics.exposition import render
+from app.metrics.exposition import render, render_keys
 from app.metrics.fleet_figures import FleetFigures
 from app.metrics.ingress_figures import ingress_samples
 from app.metrics.page import page
@@ -100,7 +100,7 @@ def test_an_engines_figures_are_the_same_after_the_way_over_the_channel() -> Non
 
 def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
     fleet = [Process("i", ingress(5)), Process("e", engine(90)), Process("", scaling_samples(DECISION))]
-    found = parsed(render("m", fleet))
+    found = parsed(render("m", fleet) + render_keys("m", fleet, None))
     wanted = [name for metric in TABLE for name in names(metric.full_name, metric.kind)]
     wanted += [name for alias in ALIASES for name in names(f"vllm:{alias.name}", alias.kind)]
     assert [name for name in wanted if not found.get(name)] == []
@@ -120,7 +120,8 @@ def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ä {}=,"])
 def test_names_may_have_any_characters(name: str) -> None:
-    text = render(name, [Process(name, ingress(5))]).decode()
+    fleet = [Process(name, ingress(5))]
+    text = (render(name, fleet) + render_keys(name, fleet, None)).decode()
     labels = {
         (sample.labels["model_name"], sample.labels["replica"])
         for family in text_string_to_metric_families(text)
@@ -167,6 +168,30 @@ def test_frequent_scrapes_share_an_answer() -> None:
 
     asyncio.run(scrape())
     assert made == [0.0, 1.0]
+
+
+def test_a_key_sees_its_own_figures_among_those_of_all_ingresses() -> None:
+    def used(*keys: str) -> Samples:
+        figures = RequestFigures()
+        figures.key_requests.update(keys)
+        return figures.samples()
+
+    everyone = [Process("i", used("alice", "bob", 'a"b')), Process("j", used("bob", "bob", "carol"))]
+
+    async def others() -> list[Process]:
+        return everyone
+
+    async def seen(key: str | None) -> dict[str, float]:
+        return parsed(await fleet.text(key)).get("quire_key_requests_total", {})
+
+    async def scrape() -> list[dict[str, float]]:
+        return [await seen(key) for key in (None, "bob", "carol", "nobody", "bob")]
+
+    fleet = FleetFigures("m", lambda: everyone[0], others=others, clock=lambda: 0.0)
+    every, bob, carol, nobody, again = asyncio.run(scrape())
+    assert every == {"i,alice": 1, "i,bob": 1, 'i,a"b': 1, "j,bob": 2, "j,carol": 1}
+    assert bob == again == {"i,bob": 1, "j,bob": 2}
+    assert (carol, nobody) == ({"j,carol": 1}, {})
 
 
 @pytest.mark.parametrize(

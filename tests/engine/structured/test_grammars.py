@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import PIPE
@@ -15,11 +15,13 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from engine.errors import EngineDeadError, InvalidRequestError
+from engine.errors import EngineDeadError, GrammarFault, InvalidRequestError
+from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget
 from engine.structured.checker import GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
-from engine.structured.grammar import BURST_S, TOKEN_S, build, load_llg_tokenizer, lowered
+from engine.structured.grammar import build, load_llg_tokenizer, lowered
 from engine.structured.matcher import Matcher
+from engine.structured.turns import Turns
 from engine.structured_output import MAX_CHOICES, StructuredOutput
 
 VOCABULARY = 49152
@@ -159,12 +161,14 @@ def test_what_was_compiled_or_refused_is_kept(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = schema(uniqueItems=True)
-    first = compiler.compile(PERSON)
+    first = compiler.compile(PERSON, "alice")
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
         compiler.compile(bad)
     monkeypatch.setattr(GrammarChecker, "check", lambda self, form: pytest.fail("asked again"))
-    assert compiler.compile(PERSON) is first
-    assert compiler.submit(PERSON).result() is first
+    for again in (compiler.compile(PERSON, "bob"), compiler.submit(PERSON).result()):
+        assert again._start is first._start
+        assert again.budget is not first.budget  # each client has its own
+    assert compiler.compile(PERSON, "alice").budget is first.budget
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
         compiler.submit(bad).result()
 
@@ -173,10 +177,8 @@ def test_no_more_are_kept_than_there_is_room_for(bundled_model: Path) -> None:
     compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=False)
     forms = [StructuredOutput("regex", f"a{{{i}}}") for i in range(1, KEPT + 2)]
     grammars = [compiler.compile(form) for form in forms]
-    assert compiler.compile(forms[-1]) is grammars[-1]
-    assert compiler.compile(forms[1]) is grammars[1]
-    assert compiler.compile(forms[0]) is not grammars[0]
-    assert compiler.compile(forms[2]) is not grammars[2]
+    kept = [compiler.compile(forms[i])._start is grammars[i]._start for i in (-1, 1, 0, 2)]
+    assert kept == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +196,9 @@ def test_what_would_fail_at_the_second_token_is_refused(tokenizer: LLTokenizer, 
         build(tokenizer, form, lowered(form))
 
 
-def test_only_what_takes_long_pays_for_it(tokenizer: LLTokenizer) -> None:
-    grammar = build(tokenizer, PERSON, lowered(PERSON))
+def test_only_what_takes_long_pays_for_it() -> None:
+    now = [0.0]
+    grammar = FollowBudget(lambda: now[0])
     assert grammar.spend(BURST_S + TOKEN_S, 0)  # the whole burst
     assert grammar.spend(TOKEN_S * 5, 5)  # no more than is allowed
     assert not grammar.spend(TOKEN_S * 5 + 0.001, 5)
@@ -204,7 +207,35 @@ def test_only_what_takes_long_pays_for_it(tokenizer: LLTokenizer) -> None:
     assert grammar.spend(TOKEN_S + 0.0009, 1)  # saved before
     for _ in range(1000):
         assert grammar.spend(0, 1)
+    assert grammar.owed_s() == 0
     assert not grammar.spend(BURST_S + TOKEN_S + 0.001, 1)  # no more than the burst is saved
+    assert grammar.owed_s() == pytest.approx(0.001 / SHARE)
+    now[0] += 0.001 / SHARE
+    assert grammar.owed_s() == pytest.approx(0)
+    now[0] += 1
+    assert grammar.spend(SHARE, 0)  # what a second gives
+    assert not grammar.spend(SHARE, 0)
+
+
+def test_a_client_that_owes_time_gets_no_new_form(compiler: GrammarCompiler) -> None:
+    compiler.compile(PERSON, "slow").budget.spend(2 * BURST_S, 1)
+    for ask in (compiler.compile, lambda *of: compiler.submit(*of).result()):
+        with pytest.raises(GrammarFault, match=r"again in [12] s, with a simpler form"):
+            ask(PERSON, "slow")
+        ask(PERSON, "quick")
+
+
+def test_clients_take_turns() -> None:
+    turns: Turns[str] = Turns()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        assert turns.put(item[0], item)
+    assert [turns.get() for _ in range(2)] == ["a1", "b1"]
+    turns.put("d", "d1")
+    turns.put("a", "a4")
+    assert [turns.get() for _ in range(5)] == ["c1", "a2", "b2", "d1", "a3"]
+    assert turns.close() == ["a4"]
+    assert turns.get() is None
+    assert not turns.put("a", "a5")
 
 
 def test_processes_that_end_are_replaced(bundled_model: Path) -> None:
@@ -220,18 +251,42 @@ def test_processes_that_end_are_replaced(bundled_model: Path) -> None:
     checker.close()
 
 
-@pytest.mark.parametrize(("code", "words"), [(27, "processor time"), (9, "more than 30 s"), (6, "memory")])
-def test_a_process_that_dies_is_a_refusal(
+def dying(code: int) -> Callable[[GrammarChecker], subprocess.Popen[bytes]]:
+    """Starts a process that ends itself by signal ``code`` when it is asked, or with 1."""
+    end = f"kill -{code} $$" if code else "exit 1"
+    return lambda checker: subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=PIPE, stdout=PIPE)
+
+
+@pytest.mark.parametrize(("code", "words"), [(27, "processor time"), (6, "memory"), (11, "memory")])
+def test_a_process_that_its_grammar_ends_is_a_refusal(
     code: int, words: str, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dying = [sys.executable, "-c", f"import os; input(); os.kill(os.getpid(), {code})"]
-    monkeypatch.setattr(
-        GrammarChecker, "_started", lambda self: subprocess.Popen(dying, stdin=PIPE, stdout=PIPE)
-    )
+    monkeypatch.setattr(GrammarChecker, "_started", dying(code))
     checker = GrammarChecker(bundled_model, VOCABULARY, [END])
     with pytest.raises(InvalidRequestError, match=words):
         checker.check(PERSON)
     checker.close()
+
+
+def test_what_is_no_fault_of_the_grammar_is_counted_and_not_kept(
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is killed, ends, or cannot be started; the next one answers."""
+
+    def refuse(checker: GrammarChecker) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=True)
+    form = StructuredOutput("regex", "[ab]{7}")
+    cases = {"ended by signal 9": dying(9), "ended with code 1": dying(0), "temporarily unavailable": refuse}
+    for words, start in cases.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(GrammarChecker, "_started", start)
+            with pytest.raises(GrammarFault, match=f"no fault of its own: .*{words}.*; send the request again"):
+                compiler.submit(form).result(60)
+    assert compiler.faults == len(cases)
+    assert compiler.submit(form).result(60).mask_words
+    compiler.close()
 
 
 def test_closing_ends_what_is_being_compiled_and_what_waits(

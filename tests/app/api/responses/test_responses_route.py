@@ -14,7 +14,10 @@ import pytest
 from local_server import MODEL, LocalServer, wait_until
 from scripted import scripted
 
+from app.api.answers import Answer
+from app.api.choices import TextDelta, TokenDetails
 from app.api.responses.request import parse_responses
+from app.api.tools.parts import CallDelta
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.errors import InvalidRequestError
 
@@ -149,6 +152,55 @@ def test_a_whole_exchange_may_be_sent_back(
     assert again.status in ("incomplete", "completed")
 
 
+def test_each_text_has_the_log_probabilities_of_its_tokens(sdk: openai.OpenAI) -> None:
+    asked: Any = {**CAPITAL, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = sdk.responses.create(**asked)
+    assert (whole.output_text, whole.top_logprobs) == (ANSWER, 2)
+    part = whole.output[0].content[0]  # type: ignore[union-attr, index]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert b"".join(bytes(entry.bytes) for entry in part.logprobs).decode() == ANSWER
+    messages = [
+        {"role": "system", "content": CAPITAL["instructions"]},
+        {"role": "user", "content": CAPITAL["input"]},
+    ]
+    same: Any = {"model": MODEL, "messages": messages, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    chat = sdk.chat.completions.create(**same).choices[0].logprobs
+    assert chat is not None
+    assert chat.content is not None
+    assert [entry.to_dict() for entry in part.logprobs] == [entry.to_dict() for entry in chat.content[:-1]]
+    events = list(sdk.responses.create(**asked, stream=True))
+    sent = [
+        entry.to_dict()
+        for event in events
+        if event.type == "response.output_text.delta"
+        for entry in event.logprobs
+    ]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert sent == [entry.to_dict() for entry in done.logprobs] == [e.to_dict() for e in part.logprobs]
+
+
+def test_only_tokens_of_texts_are_described() -> None:
+    def known(*texts: str) -> list[str]:
+        details = [TokenDetails((i,)) for i in range(len(texts))]
+        answer = Answer()
+        for text, detail in zip(texts, details, strict=True):
+            kind, _, piece = text.partition(":")
+            call = CallDelta(0, "c", "f", piece) if kind == "call" else None
+            delta = TextDelta(0, "", None, 0, 0, call=call, details=detail)
+            setattr(delta, "reasoning" if kind == "reasoning" else "text", "" if call else piece)
+            answer.add(delta)
+        return [
+            f"{block.kind}:{[token for detail in block.details for token in detail.token_ids]}"
+            for block in answer.blocks
+        ]
+
+    # A character in two tokens; a marker before reasoning and one after it; a call after a held token; the end.
+    assert known("text:", "text:é", "text:") == ["text:[0, 1]"]
+    assert known("text:", "reasoning:Hm", "text:", "text:Yes") == ["reasoning:[]", "text:[3]"]
+    assert known("text:I", "text:", "call:{}", "text:so") == ["text:[0]", "call:[]", "text:[3]"]
+
+
 class Light(pydantic.BaseModel):
     on: bool
 
@@ -166,6 +218,14 @@ def test_the_text_has_the_form_that_is_asked_for(sdk: openai.OpenAI) -> None:
         ("conversation", "conv_1", "stores no responses"),
         ("background", True, "stores no responses"),
         ("store", True, "store is true but this server stores no responses"),
+        ("include", ["file_search_call.results"], "include has 'file_search_call.results' but only"),
+        ("include", "a", "include is 'a' but must be a list of strings"),
+        ("include", [["a"]], "include has a list of 1 but only"),
+        ("top_logprobs", 3, "top_logprobs is 3 but include does not have 'message.output_text.logprobs'"),
+        ("top_logprobs", -1, "top_logprobs is -1"),
+        ("stream_options", 1, "stream_options is 1"),
+        ("stream_options", {"include_usage": True}, "stream_options is only allowed with stream true"),
+        ("stream_options", {"continuous_usage_stats": True}, "the last event has the usage"),
         ("truncation", "auto", "only 'disabled' is supported"),
         ("no_such", 1, "'no_such' is not a known parameter"),
         ("input", [], "input is a list of 0 but must be a string or a list of at least 1 item"),

@@ -1,0 +1,58 @@
+"""How much time following grammars may take, of each client."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+TOKEN_S = 0.002
+"""Processor time that following a grammar may take for each token, in the long run; most take a hundredth."""
+
+BURST_S = 0.1
+"""What all sequences of a client together may take beyond that."""
+
+SHARE = 0.05
+"""The part of the time by which this grows again, besides what other tokens leave over."""
+
+KEPT = 1024
+"""Clients whose budgets are kept."""
+
+
+class FollowBudget:
+    """Of one client, whatever its forms; only the engine's thread spends it.
+
+    A step waits while a grammar is followed, and so do all other sequences. Only those that take too long
+    themselves pay; and while the client owes time, it gets no new ones.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left_s = BURST_S
+        self._at = clock()
+
+    def spend(self, took_s: float, tokens: int) -> bool:
+        """Account for the time of following ``tokens``; whether the sequence may go on."""
+        now, allowed_s = self._clock(), TOKEN_S * max(tokens, 1)
+        self._left_s = min(BURST_S, self._left_s + SHARE * (now - self._at) + allowed_s - took_s)
+        self._at = now
+        return self._left_s >= 0 or took_s <= allowed_s
+
+    def owed_s(self) -> float:
+        """Seconds until no time is owed; 0 if none is."""
+        return max(0.0, -self._left_s / SHARE - (self._clock() - self._at))
+
+
+class FollowBudgets:
+    """Of the clients that used one last."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, FollowBudget] = OrderedDict()
+
+    def of(self, client: str) -> FollowBudget:
+        """The budget of ``client``."""
+        found = self._of.pop(client, None) or FollowBudget()
+        self._of[client] = found
+        if len(self._of) > KEPT:
+            self._of.popitem(last=False)
+        return found
