@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,15 @@ class CallRecording(Recording):
             raise MemoryError("no memory for a step")
 
 
+@dataclass(slots=True)
+class Arena:
+    """An allocation that is handed out from its beginning: addresses ``free`` to ``end`` are left."""
+
+    memory: Tensor
+    free: int
+    end: int
+
+
 class Calls:
     """The library's functions by name. Used by one thread at a time while a run is recorded.
 
@@ -97,6 +107,7 @@ class Calls:
             function.argtypes, function.restype = types, result
             self._functions[name] = function
         self._numbers = {name: number for number, name in enumerate(REPLAYED)}
+        self.weight_arena = Arena(torch.empty(0, dtype=torch.uint8), 0, 0)
         self._buffers: dict[str, Tensor] = {}
         self._buffered = False  # a run is going on whose results lie in the buffers
         self._taken: dict[str, int] = {}  # results of a use that it keeps

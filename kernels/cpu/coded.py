@@ -41,7 +41,7 @@ class CodedLinear(PackedLinear):
         self._bias, bias_address = padded_bias(bias, panel_columns(calls, self.out_features))
         self._descriptor = _Descriptor(None, bias_address, self.in_features, self.out_features, bits)
         self.address = ctypes.addressof(self._descriptor)
-        self._buffer, self._descriptor.panels = aligned_buffer(calls("quire_codes_bytes", self.address))
+        self._buffer, self._descriptor.panels = aligned_buffer(calls, calls("quire_codes_bytes", self.address))
         failed = calls(
             "quire_codes_pack",
             *(self.address, DTYPE_CODES[weight.dtype], weight.data_ptr(), weight.stride(0), num_threads),

@@ -6,7 +6,8 @@
 //
 // Weights lie in panels of 32 columns, [N / 32][K / 2][32][2], zero-padded. A tile of up to 12 rows runs through a
 // whole panel with all its sums in registers. With one tile that is as fast as memory; the next tiles find the panel
-// in the second-level cache, and fetch their shares of the next one meanwhile.
+// in the second-level cache, and fetch their shares of the next one meanwhile. Many rows are taken in blocks that
+// stay in that cache, too.
 #pragma once
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -27,6 +28,8 @@ namespace {
 constexpr int kPairRows = 12;             // rows of a tile: 24 sums, two vectors of weights, one of x
 constexpr int64_t kPairBytes = 128;       // of a pair of k in a panel
 constexpr int64_t kPairsAhead = 24;       // fetched ahead by a single tile
+constexpr int64_t kPairBlock = 256 << 10;  // bytes of x that stay in the second-level cache,
+constexpr int64_t kPairBlockTiles = 8;     // or so many tiles if that is more
 constexpr int64_t kPairThreadWork = 1 << 17;  // multiply-adds that are worth a thread
 constexpr int64_t kPairShares = 6;        // parts of the work a thread takes, so that a late one takes fewer
 
@@ -104,18 +107,23 @@ struct PairWeight {
   int64_t depth, columns;
 };
 
-// Rows of x times the panels, in parts of neighboring panels. `x` has an even number of columns that may be read.
+// Rows of x times the panels, in parts of neighboring panels for one block of rows after the other: a block stays in
+// the second-level cache beside the panels. `x` has an even number of columns that may be read.
 inline void multiply_pairs(const PairWeight& weight, const Bf16* x, int64_t x_stride, int64_t rows, Bf16* y,
                            int threads) {
   const int64_t pairs = (weight.depth + 1) / 2, panels = (weight.columns + kWidth - 1) / kWidth;
-  const int64_t tiles = (rows + kPairRows - 1) / kPairRows, panel_bytes = pairs * kPairBytes;
+  const int64_t panel_bytes = pairs * kPairBytes, row_bytes = pairs * 2 * static_cast<int64_t>(sizeof(Bf16));
+  const int64_t most = std::max<int64_t>(kPairBlock / row_bytes / kPairRows, kPairBlockTiles) * kPairRows;
+  const int64_t blocks = (rows + most - 1) / most;
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + rows * pairs * 2 * weight.columns / kPairThreadWork));
-  quire::parallel_for(panels, threads * kPairShares, threads, [&](int64_t p) {
+  quire::parallel_for(blocks * panels, threads * kPairShares, threads, [&](int64_t i) {
+    const int64_t first = i / panels * rows / blocks, end = (i / panels + 1) * rows / blocks;
+    const int64_t p = i % panels, tiles = (end - first + kPairRows - 1) / kPairRows;
     const char* panel = weight.panels + p * panel_bytes;
     const int64_t column = p * kWidth, left = std::min<int64_t>(weight.columns - column, kWidth);
     const __mmask32 mask = left == kWidth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
     for (int64_t t = 0; t < tiles; ++t) {  // the first two fetch half of the next panel each
-      const int64_t row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
+      const int64_t row = first + t * (end - first) / tiles, count = first + (t + 1) * (end - first) / tiles - row;
       const char* ahead = tiles == 1 ? panel + kPairsAhead * kPairBytes : panel + panel_bytes + t * pairs * 64;
       kPairTiles[count - 1](PairTile{panel, pairs, x + row * x_stride, x_stride, ahead, tiles == 1 ? 2 : t < 2 ? 1 : 0,
                                      weight.bias == nullptr ? nullptr : weight.bias + column,

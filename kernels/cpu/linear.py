@@ -54,7 +54,7 @@ class PanelLinear(PackedLinear):
         depth = self.in_features
         if self.dtype == torch.bfloat16 and calls("quire_linear_bf16_in_pairs"):
             depth += depth % 2  # two neighbors of k lie together
-        self._buffer, panels = aligned_buffer(columns * depth * weight.itemsize)
+        self._buffer, panels = aligned_buffer(calls, columns * depth * weight.itemsize)
         self._bias, bias_address = padded_bias(bias, columns)
         dtype = DTYPE_CODES[self.dtype]
         self._descriptor = _Descriptor(panels, bias_address, self.in_features, self.out_features, dtype)
