@@ -13,6 +13,7 @@
 #include "attention_tile.h"
 #include "functions.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace quire {
 namespace {
@@ -35,6 +36,7 @@ struct Item {
     int64_t begin, end;          // positions to visit
     float* partial;              // where to leave the unmerged result of one split, or null: finish the rows
     int64_t cost;
+    const float* state = nullptr;  // of its rows before `begin`, if other requests shared the way to there
 };
 
 // ---- one item -----------------------------------------------------------------------------------------------
@@ -258,78 +260,285 @@ static void run_item(const Call& call, const Item& item, const T* q, const T* kv
 }
 
 #if defined(QUIRE_BF16_ATTENTION)
+// Room for the rows of an item that is computed in hardware, and for a tile laid out in pairs.
+struct PairScratch {
+    float *acc, *merged, *totals, *peaks, *merged_peaks, *merged_totals;
+    bf16* queries;
+    char *packed_keys, *packed_values;
+
+    PairScratch(int64_t rows, int64_t dim) {
+        const int64_t floats = (rows * (dim * 5 / 2 + 19) + 15) / 16 * 16;  // what is packed begins on a line
+        acc = scratch(floats + TILE * dim);
+        merged = acc + rows * dim;
+        queries = reinterpret_cast<bf16*>(merged + rows * dim);
+        totals = merged + rows * dim * 3 / 2;
+        peaks = totals + rows * 16;
+        merged_peaks = peaks + rows;
+        merged_totals = merged_peaks + rows;
+        packed_keys = reinterpret_cast<char*>(acc + floats);
+        packed_values = packed_keys + TILE * dim * sizeof(bf16);
+    }
+
+    Sums sums() const { return {acc, peaks, totals, merged, merged_peaks, merged_totals}; }
+
+    PairRows from(int64_t row, int64_t dim) const {
+        return {queries + row * dim, acc + row * dim, totals + row * 16, peaks + row};
+    }
+
+    void take_query(const Call& call, int64_t row, int64_t dim, const bf16* q) {
+        bf16* query = queries + row * dim;
+        std::memcpy(query, q, call.head_dim * sizeof(bf16));
+        std::fill(query + call.head_dim, query + dim, bf16{});
+    }
+
+    void start_split(int64_t rows, int64_t dim) {
+        std::fill(acc, acc + rows * dim, 0.0f);
+        std::fill(peaks, peaks + rows, NONE);
+        std::fill(totals, totals + rows * 16, 0.0f);
+    }
+
+    void end_split(int64_t rows) {
+        for (int64_t row = 0; row < rows; ++row) totals[row] = sum(load(totals + row * 16));
+    }
+};
+
+// The tiles of some positions and heads of a request: start(tile), run(tile, index of the head, head), end(tile).
+template <class Start, class Run, class End>
+static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range positions, int64_t first_head,
+                       int64_t num_heads, const PairScratch& room, const Start& start, const Run& run,
+                       const End& end) {
+    const int64_t dim = call.padded_dim();
+    const bf16* places[2][2 * TILE];  // of a tile's keys, then of its values
+    const auto locate_tile = [&](int64_t tile, int which) {
+        const Range visible{std::max<int64_t>(positions.begin - tile, 0),
+                            std::min<int64_t>(positions.end - tile, TILE)};
+        locate(call, kv, request, tile, visible, places[which]);
+        for (int64_t t = 0; t < TILE; ++t) places[which][TILE + t] = places[which][t] + call.value_offset;
+    };
+    int current = 0;
+    const int64_t first_tile = positions.begin / TILE * TILE;
+    locate_tile(first_tile, current);
+    for (int64_t tile = first_tile; tile < positions.end; tile += TILE) {
+        start(tile);
+        const int other = tile + TILE < positions.end ? 1 - current : current;
+        if (other != current) locate_tile(tile + TILE, other);
+        for (int64_t h = 0; h < num_heads; ++h) {
+            // Meanwhile comes what is needed next: the next head of this tile, or the first of the next tile.
+            const bool last = h + 1 == num_heads;
+            const bf16* const* next = places[last ? other : current];
+            HeadTile head{places[current], places[current] + TILE, (first_head + h) * call.head_dim, call.head_dim,
+                          dim, room.packed_keys, room.packed_values,
+                          {next, last && other == current ? next : next + 2 * TILE,
+                           (first_head + (last ? 0 : h + 1)) * call.head_dim, dim / UNIT}};
+            run(tile, h, head);
+        }
+        current = other;
+        end(tile);
+    }
+}
+
+// What is kept of each row that goes on alone after positions that it shared: of the split that it is in, and of those
+// before. The rows of a request follow each other as in an item of all its heads.
+static int64_t state_floats(int64_t dim) { return 2 * dim + 19; }
+
+static void keep_state(const Sums& sums, int64_t row, int64_t dim, float* state) {
+    std::memcpy(state, sums.acc + row * dim, dim * sizeof(float));
+    std::memcpy(state + dim, sums.merged + row * dim, dim * sizeof(float));
+    std::memcpy(state + 2 * dim, sums.totals + row * 16, 16 * sizeof(float));
+    state[2 * dim + 16] = sums.peaks[row];
+    state[2 * dim + 17] = sums.merged_peaks[row];
+    state[2 * dim + 18] = sums.merged_totals[row];
+}
+
+static void restore_state(const float* state, int64_t row, int64_t dim, const Sums& sums) {
+    std::memcpy(sums.acc + row * dim, state, dim * sizeof(float));
+    std::memcpy(sums.merged + row * dim, state + dim, dim * sizeof(float));
+    std::memcpy(sums.totals + row * 16, state + 2 * dim, 16 * sizeof(float));
+    sums.peaks[row] = state[2 * dim + 16];
+    sums.merged_peaks[row] = state[2 * dim + 17];
+    sums.merged_totals[row] = state[2 * dim + 18];
+}
+
 // As run_item(), in hardware: see attention_bf16.h.
 static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q, const bf16* kv, bf16* out) {
     const ItemRows at{call, item};
     const int64_t dim = call.padded_dim(), group = at.group, head_rows = at.head_rows, rows = at.count;
-
-    float* acc = scratch(rows * (dim * 5 / 2 + 19) + 16 + TILE * dim);
-    float* merged = acc + rows * dim;
-    bf16* queries = reinterpret_cast<bf16*>(merged + rows * dim);
-    float* totals = merged + rows * dim * 3 / 2;
-    float* peaks = totals + rows * 16;
-    float* merged_peaks = peaks + rows;
-    float* merged_totals = merged_peaks + rows;
-    // scratch() aligns to lines of 64 bytes, and what is packed begins on one.
-    char* packed_keys = reinterpret_cast<char*>(acc) + (rows * (dim * 5 / 2 + 19) * 4 + 63) / 64 * 64;
-    char* packed_values = packed_keys + TILE * dim * sizeof(bf16);
-
-    const Sums sums{acc, peaks, totals, merged, merged_peaks, merged_totals};
-    for (int64_t row = 0; row < rows; ++row) {
-        bf16* query = queries + row * dim;
-        std::memcpy(query, q + (at.first + at.query_of(row)) * call.q_stride + at.place(row),
-                    call.head_dim * sizeof(bf16));
-        std::fill(query + call.head_dim, query + dim, bf16{});
-    }
-    const bf16* places[2][2 * TILE];  // of a tile's keys, then of its values
-    const auto locate_tile = [&](int64_t tile, int which) {
-        const Range visible{std::max<int64_t>(item.begin - tile, 0), std::min<int64_t>(item.end - tile, TILE)};
-        locate(call, kv, item.request, tile, visible, places[which]);
-        for (int64_t t = 0; t < TILE; ++t) places[which][TILE + t] = places[which][t] + call.value_offset;
-    };
-    int current = 0;
+    PairScratch room(rows, dim);
+    const Sums sums = room.sums();
+    for (int64_t row = 0; row < rows; ++row)
+        room.take_query(call, row, dim, q + (at.first + at.query_of(row)) * call.q_stride + at.place(row));
     const int64_t first_tile = item.begin / TILE * TILE;
-    locate_tile(first_tile, current);
-    for (int64_t tile = first_tile; tile < item.end; tile += TILE) {
-        if (tile == first_tile || tile % SPLIT == 0) {
-            std::fill(acc, acc + rows * dim, 0.0f);
-            std::fill(peaks, peaks + rows, NONE);
-            std::fill(totals, totals + rows * 16, 0.0f);
-        }
-        const int other = tile + TILE < item.end ? 1 - current : current;
-        if (other != current) locate_tile(tile + TILE, other);
-        // Queries that stand before this tile see nothing of it, nor do those whose window starts after it.
-        const int64_t first_query = std::max<int64_t>(tile - item.first_position, 0);
-        int64_t end_query = item.num_queries;
-        if (call.window > 0)
-            end_query = std::min<int64_t>(end_query, tile + TILE + call.window - 1 - item.first_position);
-        for (int64_t h = 0; h < item.num_heads && first_query < end_query; ++h) {
-            const int64_t row = h * head_rows + first_query * group;
-            const int64_t offset = (item.first_head + h) * call.head_dim;
-            // Meanwhile comes what is needed next: the next head of this tile, or the first of the next tile.
-            const bool last = h + 1 == item.num_heads;
-            const bf16* const* next = places[last ? other : current];
-            HeadTile head{places[current], places[current] + TILE, offset, call.head_dim, dim, packed_keys,
-                          packed_values,
-                          {next, last && other == current ? next : next + 2 * TILE,
-                           (item.first_head + (last ? 0 : h + 1)) * call.head_dim, dim / UNIT}};
+    if (item.state != nullptr) {
+        for (int64_t row = 0; row < rows; ++row) restore_state(item.state + row * state_floats(dim), row, dim, sums);
+    } else {
+        room.start_split(rows, dim);
+    }
+    walk_tiles(
+        call, kv, item.request, {item.begin, item.end}, item.first_head, item.num_heads, room,
+        [&](int64_t tile) {
+            if (tile != first_tile && tile % SPLIT == 0) room.start_split(rows, dim);
+        },
+        [&](int64_t tile, int64_t h, HeadTile& head) {
+            // Queries that stand before this tile see nothing of it, nor do those whose window starts after it.
+            const int64_t first_query = std::max<int64_t>(tile - item.first_position, 0);
+            int64_t end_query = item.num_queries;
+            if (call.window > 0)
+                end_query = std::min<int64_t>(end_query, tile + TILE + call.window - 1 - item.first_position);
+            if (first_query >= end_query) return;
             const auto seen = [&](int64_t r) {
                 const int64_t position = item.first_position + first_query + r / group;
                 return Range{std::max<int64_t>(call.first_visible(position) - tile, 0),
                              std::min<int64_t>(position + 1 - tile, TILE)};
             };
-            run_head_tile({queries + row * dim, acc + row * dim, totals + row * 16, peaks + row},
-                          (end_query - first_query) * group, seen, head, call.scale * LOG2_E, call.soft_cap);
-        }
-        current = other;
-
-        const bool ends_split = (tile + TILE) % SPLIT == 0 || tile + TILE >= item.end;
-        if (!ends_split) continue;
-        for (int64_t row = 0; row < rows; ++row) totals[row] = sum(load(totals + row * 16));
-        if (item.partial) continue;
-        merge_split(at, sums, tile / SPLIT * SPLIT, dim);
-    }
+            run_head_tile(room.from(h * head_rows + first_query * group, dim), (end_query - first_query) * group,
+                          seen, head, call.scale * LOG2_E, call.soft_cap);
+        },
+        [&](int64_t tile) {
+            if ((tile + TILE) % SPLIT != 0 && tile + TILE < item.end) return;
+            room.end_split(rows);
+            if (!item.partial) merge_split(at, sums, tile / SPLIT * SPLIT, dim);
+        });
     leave(at, sums, dim, out);
+}
+
+// ---- positions that several requests share ------------------------------------------------------------------
+
+constexpr int64_t FEW_QUERIES = 8;   // a request of more repays its tiles alone
+constexpr int64_t SHARED_ROWS = 24;  // of a KV head: enough to repay a tile
+
+// Requests of few queries whose tables begin with the same blocks, in `members`.
+struct Sharing {
+    int64_t first, end;  // of the members
+    int64_t length;      // positions, whole tiles that every row sees
+};
+
+// Some of them, for one KV head.
+struct SharedItem {
+    int64_t first, end, length, head;
+};
+
+// Whole tiles of positions at the start of two requests that lie in the same blocks and that all their queries see.
+static int64_t shared_length(const Call& call, int64_t a, int64_t b) {
+    const int32_t *left = call.block_tables + a * call.table_stride, *right = call.block_tables + b * call.table_stride;
+    const auto start_of = [&](int64_t r) {
+        return call.context_lens[r] - (call.query_start[r + 1] - call.query_start[r]);
+    };
+    const int64_t most = std::min(start_of(a), start_of(b)) / call.block_size;
+    const int64_t blocks = std::mismatch(left, left + most, right).first - left;
+    return blocks * call.block_size / TILE * TILE;
+}
+
+// Finds who shares; `members` are the requests of all sharings, one after the other.
+static std::vector<Sharing> find_sharing(const Call& call, std::vector<int64_t>& members) {
+    std::vector<Sharing> found;
+    std::vector<int64_t> few;
+    for (int64_t r = 0; r < call.num_requests; ++r) {
+        const int64_t queries = call.query_start[r + 1] - call.query_start[r];
+        if (0 < queries && queries <= FEW_QUERIES && call.context_lens[r] - queries >= TILE) few.push_back(r);
+    }
+    std::sort(few.begin(), few.end(), [&](int64_t a, int64_t b) {
+        const int32_t *left = call.block_tables + a * call.table_stride,
+                      *right = call.block_tables + b * call.table_stride;
+        const int64_t size_a = call.context_lens[a] / call.block_size, size_b = call.context_lens[b] / call.block_size;
+        return std::lexicographical_compare(left, left + size_a, right, right + size_b);
+    });
+    for (size_t i = 0; i + 1 < few.size();) {
+        const int64_t length = shared_length(call, few[i], few[i + 1]);
+        size_t end = i + 1;
+        while (length > 0 && end < few.size() && shared_length(call, few[i], few[end]) >= length) ++end;
+        if (end - i > 1) {
+            const int64_t first = static_cast<int64_t>(members.size());
+            members.insert(members.end(), few.begin() + i, few.begin() + end);
+            found.push_back({first, static_cast<int64_t>(members.size()), length});
+        }
+        i = end;
+    }
+    return found;
+}
+
+// Leaves the state of each row where `states` has it for its request.
+static void run_shared(const Call& call, const SharedItem& item, const std::vector<int64_t>& members, const bf16* q,
+                       const bf16* kv, const std::vector<float*>& states) {
+    const int64_t dim = call.padded_dim(), group = call.group();
+    const auto queries_of = [&](int64_t r) { return call.query_start[r + 1] - call.query_start[r]; };
+    int64_t rows = 0;
+    for (int64_t m = item.first; m < item.end; ++m) rows += queries_of(members[m]) * group;
+    PairScratch room(rows, dim);
+    const Sums sums = room.sums();
+    int64_t row = 0;
+    for (int64_t m = item.first; m < item.end; ++m)
+        for (int64_t query = 0; query < queries_of(members[m]); ++query)
+            for (int64_t g = 0; g < group; ++g)
+                room.take_query(call, row++, dim, q + (call.query_start[members[m]] + query) * call.q_stride +
+                                                      (item.head * group + g) * call.head_dim);
+    walk_tiles(
+        call, kv, members[item.first], {0, item.length}, item.head, 1, room,
+        [&](int64_t tile) {
+            if (tile % SPLIT == 0) room.start_split(rows, dim);
+        },
+        [&](int64_t, int64_t, HeadTile& head) {
+            run_head_tile(room.from(0, dim), rows, [](int64_t) { return Range{0, TILE}; }, head,
+                          call.scale * LOG2_E, call.soft_cap);
+        },
+        [&](int64_t tile) {
+            if ((tile + TILE) % SPLIT != 0) return;
+            room.end_split(rows);
+            for (int64_t r = 0; r < rows; ++r) {
+                if (tile < SPLIT) {
+                    sums.merged_peaks[r] = sums.peaks[r];
+                    sums.merged_totals[r] = sums.totals[r];
+                    std::memcpy(sums.merged + r * dim, sums.acc + r * dim, dim * sizeof(float));
+                } else {
+                    merge(sums.merged_peaks + r, sums.merged_totals + r, sums.merged + r * dim, sums.peaks[r],
+                          sums.totals[r], sums.acc + r * dim, dim);
+                }
+            }
+            room.start_split(rows, dim);  // where a request goes on from here
+        });
+    row = 0;
+    for (int64_t m = item.first; m < item.end; ++m) {
+        const int64_t own = queries_of(members[m]) * group;
+        float* state = states[members[m]] + item.head * own * state_floats(dim);
+        for (int64_t r = 0; r < own; ++r) keep_state(sums, row++, dim, state + r * state_floats(dim));
+    }
+}
+
+// Computes what requests share once for all of them, and has their items go on from there.
+static void share(const Call& call, std::vector<Item>& items, const bf16* q, const bf16* kv, int num_threads) {
+    if (call.window > 0) return;
+    std::vector<int64_t> members;
+    const std::vector<Sharing> sharings = find_sharing(call, members);
+    if (sharings.empty()) return;
+    static thread_local Scratch memory;
+    const int64_t dim = call.padded_dim(), row_floats = state_floats(dim);
+    int64_t rows = 0;
+    for (const int64_t r : members) rows += (call.query_start[r + 1] - call.query_start[r]) * call.num_heads;
+    float* next = memory.room<float>(rows * row_floats);
+    std::vector<float*> states(call.num_requests, nullptr);
+    std::vector<int64_t> lengths(call.num_requests, 0);
+    std::vector<SharedItem> shared;
+    const int64_t least = std::max<int64_t>(1, SHARED_ROWS / call.group());
+    for (const Sharing& one : sharings) {
+        for (int64_t m = one.first; m < one.end; ++m) {
+            const int64_t r = members[m];
+            states[r] = next, lengths[r] = one.length;
+            next += (call.query_start[r + 1] - call.query_start[r]) * call.num_heads * row_floats;
+        }
+        const int64_t count = one.end - one.first;
+        const int64_t enough = (4 * num_threads + call.num_kv_heads - 1) / call.num_kv_heads;
+        const int64_t parts = std::max<int64_t>(1, std::min(count / least, enough));
+        for (int64_t h = 0; h < call.num_kv_heads; ++h)
+            for (int64_t i = 0; i < parts; ++i)
+                shared.push_back({one.first + i * count / parts, one.first + (i + 1) * count / parts, one.length, h});
+    }
+    const int64_t count = static_cast<int64_t>(shared.size());
+    parallel_for(count, count, num_threads, [&](int64_t i) { run_shared(call, shared[i], members, q, kv, states); });
+    for (Item& item : items) {
+        if (states[item.request] == nullptr) continue;
+        item.state = states[item.request] + item.first_head * item.num_queries * call.group() * row_floats;
+        item.cost -= lengths[item.request] * item.num_queries * item.num_heads;
+        item.begin = lengths[item.request];
+    }
 }
 #endif
 
@@ -443,7 +652,12 @@ static void attend(const Call& call, const T* q, const T* kv, T* out, int num_th
             item.partial = partial;
             partial += item.num_queries * item.num_heads * group * floats;
         }
-    } else if (num_threads > 1) {  // longest first, so that the threads end together
+    } else {
+#if defined(QUIRE_BF16_ATTENTION)
+        if constexpr (std::is_same_v<T, bf16>) share(call, items, q, kv, num_threads);
+#endif
+    }
+    if (num_threads > 1 && partials.empty()) {  // longest first, so that the threads end together
         std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
     }
     run_all<T, DU>(call, items, q, kv, out, num_threads);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -201,3 +202,47 @@ def test_bits_in_batches_of_every_size(cpu: CpuKernels, num_requests: int) -> No
     together = attend(cpu, chunks)
     alone = torch.cat([attend(cpu, [chunk]) for chunk in chunks])
     assert same_bits(together, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "block_size", "window", "cap"),
+    [
+        (HeadLayout(9, 3, 64), 16, None, None),
+        (HeadLayout(4, 2, 80), 32, None, 8.0),
+        (HeadLayout(3, 1, 64), 16, 90, None),
+    ],
+    ids=str,
+)
+def test_bits_of_requests_that_share_blocks(
+    cpu: CpuKernels,
+    layout: HeadLayout,
+    block_size: int,
+    window: int | None,
+    cap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    """As of requests that have copies of them; one split is shared, a part of one, and less than a tile."""
+    chunks: list[Chunk] = []
+    lengths: list[int] = []
+    for group, (shared, requests) in enumerate([(1024, 5), (192, 9), (48, 3), (1152, 2)]):
+        common = make_sequence(shared, layout, dtype, group)
+        for r in range(requests):
+            own = make_sequence(20 + 9 * r, layout, dtype, 100 * group + r)
+            whole = Sequence(*(torch.cat(pair) for pair in zip(fields(common), fields(own), strict=True)))
+            chunks.append(Chunk(whole, whole.length - 1 - r % 3, whole.length))
+            lengths.append(shared)
+    apart = make_step(chunks, block_size)
+    tables = apart.metadata.block_tables.clone()
+    for r in range(1, len(chunks)):
+        if lengths[r] == lengths[r - 1]:
+            tables[r, : lengths[r] // block_size] = tables[r - 1, : lengths[r] // block_size]
+    together = dataclasses.replace(apart.metadata, block_tables=tables)
+    options = AttentionOptions(layout.head_dim**-0.5, window, cap)
+    right = cpu.attention(apart.q, apart.kv_layer, apart.metadata, options)
+    for kernels in (cpu, CpuKernels(1)):
+        assert same_bits(kernels.attention(apart.q, apart.kv_layer, together, options), right)
+
+
+def fields(sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+    return sequence.q, sequence.k, sequence.v
