@@ -60,7 +60,12 @@ class EngineReplica:
         build = Build(version_of(options, "engine", type(self)), time.time())
         hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity, build)
         self._hub = ChannelHub(
-            hello, self._engine.abort, snapshot=self._snapshot, load=self._engine.load(), figures=self._figures
+            hello,
+            self._engine.abort,
+            snapshot=self._snapshot,
+            load=self._engine.load(),
+            figures=self._figures,
+            end_sequence=self._engine.end_sequence,
         )
         self._metrics = RayExport(options.service.model_name, Source.ENGINE)
         node = ray.get_runtime_context().get_node_id()
@@ -94,7 +99,7 @@ class EngineReplica:
         cid: str,
         epoch: int,
         acknowledged: int,
-        stale: list[int],
+        stale: list[int | tuple[int, int]],
         resync: bool,
         last: bool,
         *,

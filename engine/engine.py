@@ -117,6 +117,10 @@ class Engine:
         """End a request in any state; its blocks are free at once. Empty if there is no such request."""
         return self.scheduler.abort(request_id)
 
+    def end_sequence(self, request_id: str, number: int) -> list[TokenDelta]:
+        """End one sequence of a request that asks for several; the others go on. Empty if it is not there."""
+        return self.scheduler.end_sequence(request_id, number)
+
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; running requests keep their blocks. Returns how many became free."""
         return self.scheduler.reset_prefix_cache()

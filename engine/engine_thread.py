@@ -56,7 +56,15 @@ class _Snapshot:
     done: Future[KvSnapshot | None] = field(default_factory=Future)
 
 
-_Item = Request | str | _Reset | _Snapshot | None  # add, abort that id, ..., stop
+@dataclass(frozen=True, slots=True)
+class _SequenceEnd:
+    """One sequence of a request is to end."""
+
+    request_id: str
+    number: int
+
+
+_Item = Request | str | _SequenceEnd | _Reset | _Snapshot | None  # add, abort that id, ..., stop
 
 
 class EngineThread:
@@ -164,6 +172,10 @@ class EngineThread:
         if isinstance(request_id, str):
             self._inbox.put(request_id)
 
+    def end_sequence(self, request_id: str, number: int) -> None:
+        """End one sequence of a request, unless it has ended. Never raises."""
+        self._inbox.put(_SequenceEnd(request_id, number))
+
     def reset_prefix_cache(self) -> Future[int]:
         """Forget every cached prefix between two steps; the result is the number of blocks that became free.
 
@@ -267,6 +279,8 @@ class EngineThread:
                         return
                     case str():
                         deltas += engine.abort(item)
+                    case _SequenceEnd():
+                        deltas += engine.end_sequence(item.request_id, item.number)
                     case _Reset():
                         _resolve(item.done, engine.reset_prefix_cache())
                     case _Snapshot():

@@ -265,8 +265,11 @@ class LLM:
                     made += len(delta.token_ids)
                     if delta.request_id not in running:  # stop strings have ended it
                         continue
-                    stopped = running[delta.request_id].add(delta)
+                    collected = running[delta.request_id]
+                    stopped = collected.add(delta)
                     if not (delta.final or stopped):
+                        if delta.finish_reason is None and delta.sequence in collected.last:
+                            self.engine.end_sequence(delta.request_id, delta.sequence)
                         continue
                     del running[delta.request_id]
                     if not delta.final:

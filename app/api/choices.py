@@ -151,9 +151,7 @@ async def _of_prompt(
         async for delta in deltas:
             output = texts.get(delta.sequence)
             if output is None:
-                # A stop string has ended this sequence. The engine aborts whole requests only, so it computes
-                # this one until the others have ended, too.
-                continue
+                continue  # a stop string has ended this sequence, which the engine may not know yet
             reason = delta.finish_reason
             if reason == "abort":
                 raise GenerationError("the engine aborted this request; send it again")
@@ -193,7 +191,10 @@ async def _of_prompt(
             if reason is not None:
                 ended_tokens += output.num_tokens
                 del texts[delta.sequence]
-                if not texts:
+                if texts:
+                    if delta.finish_reason is None:
+                        request.text_end.end_sequence(delta.sequence)
+                else:
                     request.text_end.tokens = ended_tokens
                     return
     raise GenerationError("the engine ended this request without a reason")

@@ -58,6 +58,7 @@ class ChannelHub:
     ``app/channel/resumption.py``. ``snapshot``
     returns the contents of the engine's prefix cache; without it channels carry no KV events. ``load`` is what
     new channels report until the engine's first step.
+    ``end_sequence`` is called with such an id and the number of a sequence that the ingress wants no more of.
     ``figures`` returns what the replica has counted. ``lost_leases`` is how often a channel was suspended.
     """
 
@@ -72,7 +73,9 @@ class ChannelHub:
         snapshot: Callable[[], Awaitable[KvSnapshot | None]] | None = None,
         load: EngineLoad | None = None,
         figures: Callable[[], Figures | None] = lambda: None,
+        end_sequence: Callable[[str, int], None] = lambda request_id, number: None,
     ) -> None:
+        self._end_sequence = end_sequence
         self._figures = figures
         self.lost_leases = 0
         self._hello = hello
@@ -249,13 +252,14 @@ class ChannelHub:
         cid: str,
         epoch: int,
         acknowledged: int,
-        stale: Iterable[int] = (),
+        stale: Iterable[int | tuple[int, int]] = (),
         resync: bool = False,
         last: bool = False,
     ) -> bool:
         """Renew a lease; false if there is no such channel. After the ``last`` beat nothing is kept.
 
-        ``stale`` lists attempts that the ingress does not know; ``resync`` asks for a snapshot of the prefix
+        ``stale`` lists attempts that the ingress does not know, and as pairs of an attempt and a number,
+        sequences of which it wants no more; ``resync`` asks for a snapshot of the prefix
         cache because KV events were lost.
         """
         channel = self._channels.get(cid) or self._kept.get(cid)
@@ -275,9 +279,14 @@ class ChannelHub:
         if resync:
             channel.kv.resend()
             channel.wake.set()
-        for number in stale:
+        for entry in stale:
+            number, sequence = entry if isinstance(entry, tuple) else (entry, None)
             attempt = channel.attempts.get(number)
-            if attempt is not None:
+            if attempt is None:
+                continue
+            if sequence is not None:
+                self._end_sequence(attempt.engine_id, sequence)
+            else:
                 logger.warning("aborting attempt %s that its ingress no longer knows", attempt.engine_id)
                 self._drop(attempt)
         return True

@@ -125,6 +125,11 @@ class ChannelSet:
         if (channel := self._channels.get(route.replica)) is not None:
             channel.forget(route.epoch, attempts)
 
+    def end_sequence(self, route: Route, attempt: int, sequence: int) -> None:
+        """The engine need not go on with one sequence of an attempt there."""
+        if (channel := self._channels.get(route.replica)) is not None:
+            channel.end_sequence(route.epoch, attempt, sequence)
+
     def resync(self, route: Route) -> None:
         """See ``relay.Channels``."""
         if (channel := self._channels.get(route.replica)) is not None:

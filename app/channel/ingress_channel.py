@@ -51,6 +51,8 @@ RESYNC_S = 2.0
 
 MAX_BEATS_IN_FLIGHT = 4
 MAX_STALE = 64
+UNWANTED_S = 0.05
+"""A beat tells the engine after so long which sequences it need not go on with; more may join them."""
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +173,10 @@ class IngressChannel:
         """The engine is to abort these attempts."""
         self._loop.call_soon_threadsafe(self._forget, epoch, attempts)
 
+    def end_sequence(self, epoch: int, attempt: int, sequence: int) -> None:
+        """The engine is to end one sequence of an attempt, soon."""
+        self._loop.call_soon_threadsafe(self._end_sequence, epoch, attempt, sequence)
+
     def resync(self, epoch: int) -> None:
         """KV events of this epoch are missing: the engine is to send a snapshot."""
         self._loop.call_soon_threadsafe(self._want_snapshot, epoch)
@@ -208,6 +214,12 @@ class IngressChannel:
         if epoch == self._epoch:
             self._stale.update(attempts)
 
+    def _end_sequence(self, epoch: int, attempt: int, sequence: int) -> None:
+        if epoch == self._epoch:
+            if not self._unwanted:
+                self._loop.call_later(UNWANTED_S, self._beat_now.set)
+            self._unwanted.add((attempt, sequence))
+
     def _want_snapshot(self, epoch: int) -> None:
         if epoch == self._epoch:
             self._needs_snapshot = True
@@ -232,6 +244,7 @@ class IngressChannel:
         self._handled = 0  # frames
         self._silence = Silence(LOOK_S, self._clock)
         self._stale: set[int] = set()
+        self._unwanted: set[tuple[int, int]] = set()  # sequences of attempts
         self._needs_snapshot = False  # KV events are missing
         self._next_resync = 0.0
         self._end_reason = ""
@@ -430,8 +443,9 @@ class IngressChannel:
 
     async def _beat(self, epoch: int) -> None:
         acknowledged = self._handled
-        stale = sorted(self._stale)[:MAX_STALE]
+        stale: list[int | tuple[int, int]] = [*sorted(self._stale)[:MAX_STALE], *self._unwanted]
         self._stale.difference_update(stale)
+        self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
         response = None

@@ -156,7 +156,7 @@ class AttemptRunner:
 
     async def _attempt(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
         """Make one attempt; ``None`` when the request has ended or was told to move."""
-        request.begin_attempt(self._ledger.typical_output)
+        request.begin_attempt(number, self._ledger.typical_output)
         self.running[number] = request
         self._ledger.expect(number)
         self._faults.begin(number, request)

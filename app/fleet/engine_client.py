@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import AsyncIterator, Collection
+from functools import partial
 from typing import Any
 
 from app.background import Background
@@ -160,6 +161,7 @@ class EngineClient:
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
         in_flight = InFlightRequest(request)
+        request.text_end.end_sequence = partial(self._end_sequence, in_flight)
         self._requests.add(in_flight)
         # In an empty context: Serve must not take the attempts for children of one HTTP request.
         in_flight.runner = asyncio.get_running_loop().create_task(
@@ -178,6 +180,12 @@ class EngineClient:
             self._parts.faults.forget(in_flight)
             if not in_flight.complete:
                 in_flight.runner.cancel()
+
+    def _end_sequence(self, request: InFlightRequest, sequence: int) -> None:
+        request.end_sequence(sequence)
+        booking = self._ledger.booking(request.attempt)
+        if booking is not None and request.attempt in self._parts.attempts.running:
+            self._parts.channels.end_sequence(booking.route, request.attempt, sequence)
 
     # ---- the deployment
 

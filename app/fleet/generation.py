@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from app.fleet.fleet_limits import FleetLimits
@@ -28,6 +29,8 @@ class TextEnd:
     """What the client's text says of a request that ends before the engine is done with it."""
 
     tokens: int | None = None  # in all sequences, if stop strings have ended them all
+    end_sequence: Callable[[int], None] = lambda sequence: None
+    """Called with the number of a sequence that a stop string has ended while others go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,11 @@ class InFlightRequest:
     typical_output: float = EXPECTED_TOKENS  # average tokens of a sequence here
     arrived: float = field(default_factory=time.monotonic)  # monotonic seconds
     outputs: list[list[int]] = field(init=False)
-    finished: list[bool] = field(init=False)  # for each sequence, whether its end record has arrived
+    finished: list[bool] = field(
+        init=False
+    )  # for each sequence, whether its end record has arrived, or need not
+    unwanted: set[int] = field(default_factory=set)  # sequences that the client's text has ended
+    attempt: int = 0  # the current one, or the last
     cached_tokens: int | None = None
     ended: bool = False
     complete: bool = False  # the final record has arrived
@@ -90,9 +94,15 @@ class InFlightRequest:
         tokens = self.num_tokens if self.complete else self.request.text_end.tokens
         return None if tokens is None else tokens / self.request.params.n
 
-    def begin_attempt(self, typical_output: float) -> None:
-        """Another attempt begins; sequences here come to ``typical_output`` tokens on average."""
+    def end_sequence(self, sequence: int) -> None:
+        """The client wants no more of a sequence: whatever comes of it from now on is dropped."""
+        self.unwanted.add(sequence)
+        self.finished[sequence] = True
+
+    def begin_attempt(self, number: int, typical_output: float) -> None:
+        """Attempt ``number`` begins; sequences here come to ``typical_output`` tokens on average."""
         self.interrupt.clear()
+        self.attempt = number
         self.held, self.resumed_at = False, -math.inf
         self.tokens_before = self.num_tokens
         self.typical_output = typical_output
@@ -188,7 +198,7 @@ class InFlightRequest:
         if record.end in (FinishReason.ABORT, FinishReason.ERROR):
             return True
         sequence = record.sequence
-        return (
+        return sequence in self.unwanted or (
             sequence < len(self.outputs)
             and not self.finished[sequence]
             and record.index == len(self.outputs[sequence])
@@ -203,6 +213,11 @@ class InFlightRequest:
             # Nobody here asked for it: the engine is closing the channel.
             self.interrupt.set()
             return
+        tokens = tuple(record.token_ids)
+        if record.sequence in self.unwanted:
+            if not record.final:
+                return
+            tokens = ()
         self.moving = False
         if self.model is None and model is not None:
             self.model, self.fingerprint = model, model.fingerprint
@@ -210,14 +225,14 @@ class InFlightRequest:
             self.cached_tokens = record.cached_tokens
         output = self.outputs[record.sequence]
         index = len(output)
-        output.extend(record.token_ids)
+        output.extend(tokens)
         self.finished[record.sequence] = record.end is not None
         if record.final and not all(self.finished):
             self.fail(GenerationError("the engine ended the request before all of its sequences"))
             return
         self.deltas.put(
             Delta(
-                tuple(record.token_ids),
+                tokens,
                 record.end.value if record.end is not None else None,
                 self.cached_tokens,
                 index,

@@ -216,6 +216,19 @@ class Scheduler:
         self._maybe_check()
         return deltas
 
+    def end_sequence(self, request_id: str, number: int) -> list[TokenDelta]:
+        """End one sequence of a request, of which its client wants no more; empty if it is not there.
+
+        Ranked ones go on: each may be among the best.
+        """
+        sequence = self.state.sequences.get((request_id, number))
+        if sequence is None or sequence.params.ranked or sequence.group is None or not sequence.group.forked:
+            return []
+        delta = self._outcomes.finish(sequence, FinishReason.STOP)
+        deltas = self._count_finished(self._groups.finished(sequence, delta))
+        self._maybe_check()
+        return deltas
+
     def fail(self, request_ids: Iterable[str], message: str) -> list[TokenDelta]:
         """End requests whose step raised and was not committed: nothing that it wrote can be found.
 

@@ -52,6 +52,7 @@ class CountingEngine:
         self.live: dict[str, Request] = {}
         self.made: dict[str, dict[int, int]] = {}  # tokens that each live sequence has
         self.aborted: list[str] = []
+        self.ended: list[tuple[str, int]] = []  # sequences
         self.submitted: list[str] = []
 
     def submit(self, request: Request) -> None:
@@ -72,6 +73,17 @@ class CountingEngine:
     def abort(self, request_id: str) -> None:
         if self.live.pop(request_id, None) is not None:
             self.aborted.append(request_id)
+
+    def end_sequence(self, request_id: str, number: int) -> None:
+        made = self.made.get(request_id, {})
+        if number in made:
+            self.ended.append((request_id, number))
+            index = made.pop(number)
+            if not made:
+                del self.live[request_id], self.made[request_id]
+            self.hub.deliver(
+                [TokenDelta(request_id, index, (), FinishReason.STOP, 4, sequence=number, final=not made)]
+            )
 
     def step(self) -> None:
         deltas: list[TokenDelta] = []
@@ -115,7 +127,7 @@ class LoopbackReplica:
         self.name = name
         self.engine = CountingEngine(limits, weights)
         hello = wire.Hello(limits, model=model(weights), build=build)
-        self.hub = ChannelHub(hello, self.engine.abort, clock=loop_time)
+        self.hub = ChannelHub(hello, self.engine.abort, clock=loop_time, end_sequence=self.engine.end_sequence)
         self.engine.hub = self.hub
         self.dead = False
         self.cached_blocks = 0
@@ -264,7 +276,7 @@ class LoopbackHandle:
         cid: str,
         epoch: int,
         acknowledged: int,
-        stale: list[int],
+        stale: list[int | tuple[int, int]],
         resync: bool,
         last: bool,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from model_checkpoints import VOCAB
 from tiny_engines import EOS
 
 from engine import LLM, RequestResult, SamplingParams
-from engine.request import FinishReason
+from engine.request import FinishReason, Request, TokenDelta
 from engine.scheduling.recovery import Recovery
 from engine.seeds import sequence_seed
 from kernels.interface import AttentionMetadata
@@ -89,6 +90,40 @@ def test_sequences_end_one_by_one(tiny: LLM) -> None:
         assert stopped[-1] == (sequence.finish_reason is FinishReason.STOP)
         assert stopped[-1] or len(sequence.token_ids) == 6
     assert left_nothing(tiny)
+
+
+@pytest.mark.parametrize("num_blocks", [128, 13])
+def test_a_sequence_that_nobody_wants_ends_in_any_state(tiny_models: dict[str, Path], num_blocks: int) -> None:
+    llm = tiny_llm(tiny_models["Llama"], num_blocks=num_blocks)
+    engine = llm.engine
+    request = Request("a", PROMPT, SamplingParams(n=4, seed=3, max_tokens=12, ignore_eos=True))
+
+    def run(end_after: int | None) -> dict[int, list[TokenDelta]]:
+        made: dict[int, list[TokenDelta]] = {number: [] for number in range(4)}
+        engine.add(request)
+        for step in itertools.count():
+            deltas = engine.step()
+            if step == end_after:
+                (last,) = ended = engine.end_sequence("a", 2)
+                assert (last.finish_reason, last.token_ids, last.final) == (FinishReason.STOP, (), False)
+                deltas += ended
+                assert engine.end_sequence("a", 2) == engine.end_sequence("b", 0) == []
+            for delta in deltas:
+                made[delta.sequence].append(delta)
+            if not engine.has_work():
+                return made
+
+    whole = run(None)
+    tokens = {number: [t for delta in deltas for t in delta.token_ids] for number, deltas in whole.items()}
+    for end_after in (3, 6, 9):
+        made = run(end_after)
+        for number, deltas in made.items():
+            found = [t for delta in deltas for t in delta.token_ids]
+            assert found == tokens[number][: len(found)]
+            assert (len(found) < 12) == (number == 2)
+        assert [delta.final for deltas in made.values() for delta in deltas].count(True) == 1
+        assert left_nothing(llm)
+    assert (engine.stats().scheduler.preemptions > 0) == (num_blocks == 13)
 
 
 def mean_logprob(model: Any, tokens: list[int]) -> float:

@@ -49,6 +49,16 @@ def test_stop_strings_end_text_and_tokens(llm: LLM) -> None:
     assert not llm.engine.has_work()
 
 
+def test_a_sequence_that_has_stopped_is_computed_no_further(llm: LLM) -> None:
+    before = llm.engine.stats().scheduler.generated_tokens
+    several = SamplingParams(max_tokens=16, seed=3, n=4)
+    (result,) = llm.generate([COUNT], several, stop="e")
+    lengths = [len(sequence.token_ids) for sequence in result.sequences]
+    assert len(set(lengths)) > 1
+    assert llm.engine.stats().scheduler.generated_tokens - before == sum(lengths)
+    assert not llm.engine.has_work()
+
+
 def test_the_best_to_a_stop_string_are_returned(llm: LLM) -> None:
     every = SamplingParams(max_tokens=16, seed=3, n=4, logprobs=0)
     sequences = llm.generate([COUNT], every, stop="e")[0].sequences

@@ -21,6 +21,20 @@ _LAG = ("app/fleet/test_loop_lag.py",)
 
 FLEET: list[Fault] = [
     Fault(
+        "app/fleet/in_flight.py",
+        "        self.finished[sequence] = True\n",
+        "",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "a sequence that its text has ended is computed again on the next replica",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "[*sorted(self._stale)[:MAX_STALE], *self._unwanted]",
+        "[*sorted(self._stale)[:MAX_STALE]]",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "sequences that a stop string has ended go on until all others have",
+    ),
+    Fault(
         "app/background.py",
         "        self._failure = self._failure or failure",
         "        pass",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tokenizers import Tokenizer
@@ -75,6 +76,26 @@ def test_an_error_of_one_prompt_ends_the_others(backend: Tokenizer) -> None:
 def test_an_end_without_a_reason_is_an_error(backend: Tokenizer, last: list[Delta | Exception | None]) -> None:
     with pytest.raises(GenerationError):
         asyncio.run(all_of(Source(last), job(1), TextDecoder(backend)))
+
+
+def test_each_choice_that_a_stop_string_ends_is_told_to_the_engine(backend: Tokenizer) -> None:
+    ids = backend.encode("one two three four five", add_special_tokens=False).ids
+    early, late = ids, [*ids[:1], *ids]
+    deltas = [
+        Delta((token,), None, 0, i, sequence)
+        for i in range(len(ids))
+        for sequence, token in ((0, late[i]), (1, early[i]))
+    ]
+
+    class Told(Source):
+        told: ClassVar[list[int]] = []
+
+        def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            request.text_end.end_sequence = self.told.append
+            return super().generate(request)
+
+    asyncio.run(all_of(Told([*deltas, None]), job(1, n=2, stop=" three"), TextDecoder(backend)))
+    assert Told.told == [1]  # with the other one the whole request ends
 
 
 def test_the_tokens_up_to_a_stop_string_are_told_to_whoever_learns_lengths(backend: Tokenizer) -> None:

@@ -142,6 +142,37 @@ def test_leaving_early_aborts_all_sequences_at_once() -> None:
     run(test)
 
 
+def test_a_sequence_that_its_text_has_ended_is_computed_no_further() -> None:
+    """Neither here nor, after a kill, on the next replica; the others lose nothing."""
+
+    async def test() -> None:
+        handle, client = await started(2)
+        wanted = request([5], 3, 300)
+        outputs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        killed = ""
+        async with stepping(handle):
+            async for delta in client.generate(wanted):
+                outputs[delta.sequence] += delta.token_ids
+                if delta.sequence == 1 and delta.index == 4:
+                    wanted.text_end.end_sequence(1)
+                only = busy(handle) if not killed else None
+                if only is not None and only.engine.ended:
+                    assert [number for _, number in only.engine.ended] == [1]
+                    killed = only.name
+                    only.kill()
+            await until(lambda: quiet(handle, client))
+        assert killed
+        (second,) = [replica for replica in handle.replicas.values() if replica.name != killed]
+        assert len(second.engine.submitted) == 1
+        assert second.engine.ended == []
+        assert [outputs[0], outputs[2]] == expected([5], 3, 300)[::2]
+        assert outputs[1] == expected([5], 3, 300)[1][: len(outputs[1])]
+        assert len(outputs[1]) < 100
+        await client.stop()
+
+    run(test)
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_request_that_its_text_ends_teaches_its_length_and_one_that_is_left_does_not(stopped: bool) -> None:
     async def test() -> None:
