@@ -199,6 +199,20 @@ class IngressOptions(Group):
         "File to which each ingress appends a JSON object for every request: time, request ID, key, address, "
         "route, outcome, tokens. It may be rotated by moving it away. `auto`: none",
     )
+    tracing_endpoint: str | None = option(
+        None,
+        "Address of an OpenTelemetry collector that takes OTLP over HTTP, such as `http://collector:4318`: "
+        "ingresses send it traces of requests. Headers that it needs are in `OTEL_EXPORTER_OTLP_HEADERS`. "
+        "`auto`: no traces",
+        pattern=r"^https?://[^/\s]+(/\S*)?$",
+    )
+    trace_sample: float = option(
+        0.01,
+        "Share of requests that are traced with `tracing_endpoint`, 0 to 1. For a request with the header "
+        "`traceparent`, its sender has decided",
+        ge=0,
+        le=1,
+    )
     cors_origins: str | None = option(
         None,
         "Web origins whose pages may call the API from a browser: a comma-separated list such as "

@@ -19,6 +19,7 @@ from app.api.authentication import Gate
 from app.api.keys import KeyFile
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.request_trace import RequestTracer
 from app.api.routes import make_api
 from app.api.tokenizer_parts import TokenizerParts
 from app.background import Background
@@ -94,6 +95,7 @@ class IngressReplica:
         )
         self._keys = KeyFile(options.ingress.api_keys_file)
         audit_to(options.ingress.audit_log, logs.replica_name("ingress"))
+        self._tracer = RequestTracer.configured(options.ingress, logs.replica_name("ingress"))
         self.service = OpenAIService(
             self._client,
             PromptTokenizer(TokenizerParts.read(folder)),
@@ -103,6 +105,7 @@ class IngressReplica:
             overload=self._overload,
             instance=options.ingress.instance or cluster_instance(),
             gate=Gate(self._keys, options.ingress.ingress_replicas),
+            tracer=self._tracer,
         )
         self._name = logs.replica_name("ingress").partition(":")[2]
         self._decision = DecisionReader(engine.deployment_id.app_name, engine.deployment_id.name)
@@ -190,6 +193,8 @@ class IngressReplica:
                 task.cancel()
         if hasattr(self, "_client"):
             await self._client.stop()
+        if hasattr(self, "_tracer") and self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 def _service_here() -> OpenAIService:

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import InvalidRequestError, shown
 from engine.sampling_params import SamplingParams
@@ -83,6 +83,17 @@ class Request:
     grammar: Grammar | None = field(default=None, compare=False)  # of ``params.structured_output``, compiled
 
 
+class EngineTimes(NamedTuple):
+    """What an engine says of a request with its first token, and again of each sequence at its end.
+
+    The times are ``None`` where they are not known, as of all sequences but the first: a request counts once.
+    """
+
+    queue_s: float | None = None  # as ``LatencyStats`` counts them
+    prefill_s: float | None = None
+    preemptions: int = 0  # of the sequence, here
+
+
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much
 class TokenDelta:
     """What one step generated for one sequence of a request. Treat as frozen.
@@ -107,6 +118,7 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
         None  # from its second token on; in one delta of a request
     )
+    times: EngineTimes | None = None
 
 
 def check(request: Request, limits: ModelLimits) -> int:

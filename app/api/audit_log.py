@@ -12,7 +12,7 @@ from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from app.api.caller import Caller
-from app.api.errors import fault_code
+from app.api.errors import outcome_of
 from app.logs import FIELDS, JsonFormatter
 from engine.errors import ConfigError
 
@@ -52,7 +52,7 @@ def audited(caller: Caller, action: str) -> Iterator[dict[str, Any]]:
     try:
         yield fields
     except Exception as error:
-        fields["outcome"] = fault_code(error)
+        fields["outcome"], _ = outcome_of(error)
         raise
     else:
         if fields["outcome"] == "disconnected":

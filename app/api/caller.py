@@ -19,3 +19,4 @@ class Caller:
     limits: KeyLimits | None = None
     client: str = ""
     address: str = ""  # of the connection
+    trace: tuple[str, str] = ("", "")  # the headers traceparent and tracestate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 from app.api.caller import Caller
@@ -14,6 +14,7 @@ from app.api.tools.answer_text import AnswerParser
 from app.api.tools.parts import CallDelta, Part
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.fleet.journal import Journal
 from engine.request import CacheNamespace
 from engine.text import OutputText, TextDecoder
 from engine.token_logprobs import TokenLogprobs
@@ -41,6 +42,8 @@ class GenerationJob:
     """By which it has been found valid."""
     echoes: tuple[str, ...] = ()
     """The text of each prompt, if the choices begin with it."""
+    journals: list[Journal] = field(default_factory=list)
+    """What happens to each prompt, from the moment that its choices are asked for."""
     continues: bool = False
     """Whether the output continues the prompt's text: its first space is kept."""
 
@@ -129,6 +132,7 @@ async def _of_prompt(
         client=job.caller.client,
         checked=job.checked,
     )
+    job.journals.append(request.journal)
     shown = job.markers if options.output.skip_special_tokens else decoder.special_names
     texts = {
         sequence: OutputText(

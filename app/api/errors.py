@@ -189,10 +189,10 @@ def fault_of(error: Exception) -> ApiFault:
     return fault
 
 
-def fault_code(error: Exception) -> str:
-    """The code of the answer for ``error``, or its status if it has none; without logging it."""
+def outcome_of(error: Exception) -> tuple[str, int]:
+    """Code (or else status, as text) and status of the answer for ``error``; without logging it."""
     fault = _answer_to(error)
-    return fault.code or str(fault.status)
+    return fault.code or str(fault.status), fault.status
 
 
 def _answer_to(error: Exception) -> ApiFault:

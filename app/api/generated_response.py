@@ -60,6 +60,7 @@ class ResponseMaker:
 
     def response(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> ASGIApp:
         """What generates and sends the response to a checked job; ``record`` counts what it costs."""
+        record.journals = job.journals
         if job.options.stream:
             return EventStream(self._events(job, reply, record), reply.error)
         return WholeResponse(self._whole(job, reply, record))

@@ -29,6 +29,7 @@ from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.reply import Reply
 from app.api.request_body import BodyReader
 from app.api.request_record import RequestRecord
+from app.api.request_trace import RequestTracer
 from app.api.responses.reply import ResponsesReply
 from app.api.responses.request import ResponsesRequest
 from app.api.server_state import ServerState
@@ -69,6 +70,7 @@ class OpenAIService:
     answered, requests wait up to ``engine_wait_s`` seconds for one. ``overload`` may refuse requests before
     anything is done for them; by default it refuses none. ``instance`` names the server. ``gate`` knows the API
     keys; by default there are none. ``fleet_figures``, which the owner may replace, has what ``/metrics`` says.
+    ``tracer`` exports what requests do; by default nobody does.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class OpenAIService:
         overload: OverloadControl | None = None,
         instance: str = "",
         gate: Gate | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
@@ -97,6 +100,7 @@ class OpenAIService:
         self.overload = overload or OverloadControl()
         self.instance = instance
         self.gate = gate or Gate(KeyFile(None, {}))
+        self.tracer = tracer
         self.state = ServerState(engines, model, instance, lambda: self.overload.refusing)
         self.admission = Admission(model, lambda: self.options, lambda: self.overload)
         self._responses = ResponseMaker(engines, tokenizer.decoder, self.bodies.in_thread)
@@ -117,7 +121,7 @@ class OpenAIService:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
         self.admission.check_options(request.options, caller.limits)
-        record = RequestRecord(caller, "completions", request.options.stream, self.figures)
+        record = RequestRecord(caller, "completions", request.options.stream, self.figures, self.tracer)
         choices = len(request.prompts) * request.options.params.width
         with self.admission.admit(record, choices) as (permit, held):
             limits = await self._limits()
@@ -147,7 +151,7 @@ class OpenAIService:
         Raises as :meth:`completions` does.
         """
         self.admission.check_options(request.options, caller.limits)
-        record = RequestRecord(caller, route, request.options.stream, self.figures)
+        record = RequestRecord(caller, route, request.options.stream, self.figures, self.tracer)
         with self.admission.admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
             family = self._family()
@@ -191,7 +195,7 @@ class OpenAIService:
     async def count_tokens(self, request: ChatRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/messages/count_tokens``; raises as :meth:`completions` does."""
         self.admission.check_model(request.options.model, caller.limits)
-        record = RequestRecord(caller, "count_tokens", False, self.figures)
+        record = RequestRecord(caller, "count_tokens", False, self.figures, self.tracer)
         with self.admission.admit(record, 1), record.running():
             tokens = await self._chat_tokens(request, caller, await self._limits())
         return JSONResponse({"input_tokens": len(tokens)})
@@ -199,7 +203,7 @@ class OpenAIService:
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
         self.admission.check_model(request.model, caller.limits)
-        record = RequestRecord(caller, "tokenize", False, self.figures)
+        record = RequestRecord(caller, "tokenize", False, self.figures, self.tracer)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             if request.prompt is None:
@@ -216,7 +220,7 @@ class OpenAIService:
     async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
         self.admission.check_model(request.model, caller.limits)
-        record = RequestRecord(caller, "detokenize", False, self.figures)
+        record = RequestRecord(caller, "detokenize", False, self.figures, self.tracer)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             text = await self._tokenizer.decode(request.tokens, longest)

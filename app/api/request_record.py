@@ -11,10 +11,15 @@ from typing import Any
 
 from app.api.audit_log import audit
 from app.api.caller import Caller
-from app.api.errors import fault_code
+from app.api.errors import outcome_of
+from app.api.request_trace import RequestTracer
 from app.api.usage import Usage
+from app.fleet.journal import Journal
 from app.logs import FIELDS
 from app.metrics.request_figures import RequestFigures
+
+CLIENT_LEFT = 499
+"""The status in the log of a request whose client left before its end, as nginx has it."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +32,12 @@ class RequestRecord:
     route: str
     stream: bool
     figures: RequestFigures = field(default_factory=RequestFigures)
+    tracer: RequestTracer | None = None
+    journals: list[Journal] = field(default_factory=list)  # of each prompt, once they are known
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
     outcome: str = "disconnected"  # until it ends otherwise
+    status: int = CLIENT_LEFT  # of the response; a stream that has begun has 200
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None  # monotonic seconds
     last_token: float = 0.0  # likewise
@@ -40,7 +48,7 @@ class RequestRecord:
         """Around the work; notes how it ends."""
         with self.failing():
             yield
-        self.outcome = "ok"
+        self.outcome, self.status = "ok", 200
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -48,7 +56,9 @@ class RequestRecord:
         try:
             yield
         except Exception as error:
-            self.outcome = fault_code(error)
+            self.outcome, self.status = outcome_of(error)
+            if self.stream and self.first_token is not None:
+                self.status = 200
             raise
 
     def token(self, choice: int, num_tokens: int, finish_reason: str | None) -> None:
@@ -69,15 +79,18 @@ class RequestRecord:
             self.finish_reasons.append(finish_reason)
 
     def end(self) -> None:
-        """The response has ended: count it, write the line, and charge the key."""
-        self._count()
+        """The response has ended: count it, trace it, write the line, and charge the key."""
+        now = time.monotonic()
+        self._count(now)
         if self.caller.limits is not None:
             self.caller.limits.release(self.usage.prompt_tokens + self.usage.completion_tokens, self.stream)
-        fields = self._fields()
+        fields = self._fields(now)
+        if self.tracer is not None:
+            fields |= self.tracer.export(fields, self.caller, self.journals, self.started, now)
         logger.info("request ended", extra={FIELDS: fields})
         audit(fields, self.caller.address)
 
-    def _count(self) -> None:
+    def _count(self, now: float) -> None:
         figures = self.figures
         figures.ended[self.route, self.outcome] += 1
         if self.caller.limits is not None:
@@ -88,26 +101,53 @@ class RequestRecord:
             figures.key_output_tokens[key] += self.usage.completion_tokens
         if self.outcome != "ok" or self.first_token is None:
             return
-        figures.whole.add(time.monotonic() - self.started)
+        figures.whole.add(now - self.started)
         figures.prompt_tokens.add(self.usage.prompt_tokens)
         figures.output_tokens.add(self.usage.completion_tokens)
         further = self.usage.completion_tokens / len(self.choices) - 1
         if further > 0:
             figures.per_output_token.add((self.last_token - self.first_token) / further)
 
-    def _fields(self) -> dict[str, Any]:
-        now = time.monotonic()
-        first = "none" if self.first_token is None else round(1000 * (self.first_token - self.started), 1)
+    def _fields(self, now: float) -> dict[str, Any]:
+        first = "none" if self.first_token is None else _ms(self.first_token - self.started)
         return {
             "request_id": self.caller.request_id,
             **({} if self.caller.limits is None else {"key": self.caller.limits.key.id}),
             "route": self.route,
             "stream": self.stream,
             "outcome": self.outcome,
+            "status": self.status,
             "finish": ",".join(sorted(set(self.finish_reasons))) or "none",
             "prompt_tokens": self.usage.prompt_tokens,
             "cached_tokens": self.usage.cached_tokens,
             "output_tokens": self.usage.completion_tokens,
             "first_token_ms": first,
-            "total_ms": round(1000 * (now - self.started), 1),
+            "total_ms": _ms(now - self.started),
+            **self._of_engines(),
         }
+
+    def _of_engines(self) -> dict[str, Any]:
+        """Where it ran, and how; of several prompts, the times are those of the first to get a token."""
+        attempts = [attempt for journal in self.journals for attempt in journal.attempts]
+        if not attempts:
+            return {}
+        begun = min(
+            (journal.begun for journal in self.journals if journal.begun is not None),
+            key=lambda attempt: attempt.first_token or 0.0,
+            default=None,
+        )
+        queue_s = None if begun is None else begun.queue_s
+        prefill_s = None if begun is None else begun.prefill_s
+        replicas = dict.fromkeys(attempt.replica for attempt in attempts if attempt.replica)
+        return {
+            "replica": ",".join(replicas) or "none",
+            "queue_ms": "none" if queue_s is None else _ms(queue_s),
+            "prefill_ms": "none" if prefill_s is None else _ms(prefill_s),
+            "moves": sum(journal.moves for journal in self.journals),
+            "retries": sum(journal.retries for journal in self.journals),
+            "preemptions": sum(attempt.preemptions for attempt in attempts),
+        }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)

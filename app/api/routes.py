@@ -179,4 +179,5 @@ def _caller(request: Request, user: str = "") -> Caller:
     tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
     named = header is not None or limits is not None
     client = tenant if named else client_of(request.headers, user)
-    return Caller(tenant, request_id_of(request.headers), limits, client, address_of(request))
+    trace = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+    return Caller(tenant, request_id_of(request.headers), limits, client, address_of(request), trace)

@@ -229,6 +229,7 @@ class ChannelHub:
                 delta.final,
                 None if delta.logprobs is None else list(delta.logprobs),
                 delta.prompt_logprobs,
+                delta.times,
             )
             if attempt.leaving and not delta.final:
                 attempt.withheld.append(record)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,7 @@ class AttemptRunner:
                 return
             failure = await self._attempt(request, next(self._numbers))
             if failure is not None and not request.ended:
+                request.notes.failure = failure.reason
                 if failure.fault:
                     self._faults.attempt_failed(request, failure.reason)
                 logger.warning(
@@ -165,6 +167,9 @@ class AttemptRunner:
         finally:
             del self.running[number]
             booking = self._ledger.booking(number)
+            if booking is not None:
+                request.notes.book(booking)
+            request.notes.ended = time.monotonic()
             request.end_attempt(booking.route.replica if booking is not None else None)
             self._ledger.release(number, request.mean_output)
             self._faults.end(number, request)

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import Any
@@ -177,6 +178,9 @@ class EngineClient:
         finally:
             in_flight.ended = True
             self._requests.discard(in_flight)
+            booking = self._ledger.booking(in_flight.attempt)
+            if booking is not None:  # the attempt ends only after whoever has asked has gone on
+                in_flight.notes.book(booking)
             self._parts.faults.forget(in_flight)
             if not in_flight.complete:
                 in_flight.runner.cancel()
@@ -319,7 +323,7 @@ class EngineClient:
         lost = self._ledger.reopen(ended, route, hello.profile, hello.build, resumed)
         for number in lost:
             if (request := running.get(number)) is not None and not request.ended:
-                request.lose_replica(route.replica)
+                request.lose_replica(route.replica, "its connection broke and could not be resumed")
         now, left = asyncio.get_running_loop().time(), []
         for number in resumed:
             request = running.get(number)
@@ -353,6 +357,7 @@ class EngineClient:
                     record.sequence,
                     record.index,
                 )
+                request.notes.failure = "tokens were lost on their way"
                 request.interrupt.set()
                 continue
             if record.token_ids:
@@ -360,6 +365,8 @@ class EngineClient:
                     self._predictions.count(booking.cached, record.cached_tokens)
                 if not booking.prefilled:
                     ledger.first_token(record.attempt)
+                    request.notes.book(booking)
+                    request.notes.first_token = time.monotonic()
             request.accept(record, model)
             faults.received(record.attempt, request)
         return stale
@@ -400,7 +407,7 @@ class EngineClient:
             self._limits.died(route.replica)
             self._parts.faults.replica_died(lost, reason, foreign)
         for request in lost:
-            request.lose_replica(route.replica)
+            request.lose_replica(route.replica, reason)
             logger.info("request %s moves: %s", request.request.request_id, reason)
         self._forget_absent()
         self._settle()

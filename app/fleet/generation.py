@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from app.fleet.fleet_limits import FleetLimits
+from app.fleet.journal import Journal
 from engine.errors import QuireError
 from engine.request import CacheNamespace
 from engine.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class GenerateRequest:
     client: str = ""  # who gets a fair share of the engines
     checked: FleetLimits | None = field(default=None, compare=False)
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
+    journal: Journal = field(default_factory=Journal, compare=False)
 
 
 @dataclass(slots=True)

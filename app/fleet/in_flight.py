@@ -13,6 +13,7 @@ from app.channel import wire
 from app.channel.wire_resume import Claim
 from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.fleet.journal import AttemptNotes
 from app.routing.requirement import Requirement
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError, QuireError
@@ -63,10 +64,12 @@ class InFlightRequest:
     held: bool = False  # the channel of the current attempt broke, and the next one may resume the attempt
     resumed_at: float = -math.inf  # when one last did, on the loop's clock
     runner: asyncio.Task[None] | None = None
+    notes: AttemptNotes = field(default_factory=AttemptNotes)  # of the current one
 
     def __post_init__(self) -> None:
         self.outputs = [[] for _ in range(self.request.params.n)]
         self.finished = [False] * self.request.params.n
+        self.request.journal.arrived = self.arrived
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +104,8 @@ class InFlightRequest:
 
     def begin_attempt(self, number: int, typical_output: float) -> None:
         """Attempt ``number`` begins; sequences here come to ``typical_output`` tokens on average."""
+        self.notes = AttemptNotes(tokens_before=self.num_tokens)
+        self.request.journal.attempts.append(self.notes)
         self.interrupt.clear()
         self.attempt = number
         self.held, self.resumed_at = False, -math.inf
@@ -114,12 +119,13 @@ class InFlightRequest:
 
     def move(self) -> None:
         """End the current attempt, so that the request moves to another replica."""
-        self.moving = True
+        self.moving = self.notes.planned = True
         self.interrupt.set()
 
-    def lose_replica(self, replica: str) -> None:
+    def lose_replica(self, replica: str, reason: str) -> None:
         """The channel of the current attempt's replica has ended: the request moves to another."""
-        self.avoid = replica
+        self.avoid = self.notes.replica = replica
+        self.notes.failure = reason
         self.held = False
         self.interrupt.set()
 
@@ -211,8 +217,11 @@ class InFlightRequest:
             return
         if record.end is FinishReason.ABORT:
             # Nobody here asked for it: the engine is closing the channel.
+            self.notes.failure = "the engine closed the channel"
             self.interrupt.set()
             return
+        if record.times is not None:
+            self.notes.engine_times(record.times, ended=record.end is not None)
         tokens = tuple(record.token_ids)
         if record.sequence in self.unwanted:
             if not record.final:

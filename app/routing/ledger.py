@@ -284,7 +284,9 @@ class Ledger:
             self._reasons[decision.reason] += 1
             state, blocks = replicas[decision.place], decision.cached_blocks
             alone = meta.requirement is not None and meta.requirement.alone
-            return self._book(state, attempt, request, decode, blocks, alone, now)
+            booking = self._book(state, attempt, request, decode, blocks, alone, now)
+            booking.reason, booking.placed_at = decision.reason, now
+            return booking
 
     def first_token(self, attempt: int) -> None:
         """Release the prefill part; later calls do nothing."""

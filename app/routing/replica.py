@@ -50,6 +50,10 @@ class Booking:
     """The engine's reports include it."""
     alone: bool = False
     """No other such booking may be where it is."""
+    reason: str = ""
+    """What decided."""
+    placed_at: float = 0.0
+    """When, on the ledger's clock."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from engine.histogram import Histogram
-from engine.request import FinishReason
+from engine.request import EngineTimes, FinishReason, TokenDelta
 from engine.scheduling.sequence import Sequence, SequenceState
 
 LATENCY_BOUNDS = (
@@ -42,23 +42,41 @@ class LatencyStats:
                 self.queue.add(max(now - sequence.queued_at, 0.0))
                 self._prefilling.append(sequence)
 
-    def committed(self) -> None:
-        """A step has been accounted for."""
+    def committed(self, deltas: Iterable[TokenDelta]) -> None:
+        """A step that made ``deltas`` has been accounted for; first tokens get the times so far."""
         if not self._prefilling:
             return
         now = self._clock()
         waiting = []
+        begun: dict[str, EngineTimes] = {}
         for sequence in self._prefilling:
             if sequence.num_output_tokens:
                 sequence.first_token_at = now
+                begun[sequence.request_id] = times = times_of(sequence)
+                if sequence.group is not None:
+                    sequence.group.times = times
                 self.prefill.add(max(now - sequence.admitted_at, 0.0))
                 if sequence.finish_reason in _WHOLE:
                     self.decode.add(0.0)
             elif sequence.state is not SequenceState.FINISHED:
                 waiting.append(sequence)
         self._prefilling = waiting
+        if begun:
+            for delta in deltas:
+                if delta.sequence == 0 and delta.request_id in begun:
+                    delta.times = begun[delta.request_id]
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence has ended."""
         if sequence.first_token_at and reason in _WHOLE:
             self.decode.add(max(self._clock() - sequence.first_token_at, 0.0))
+
+
+def times_of(sequence: Sequence) -> EngineTimes:
+    """What is known of a sequence so far; see ``EngineTimes``."""
+    queue_s = prefill_s = None
+    if sequence.number == 0 and sequence.admitted_at:
+        queue_s = max(sequence.admitted_at - sequence.queued_at, 0.0)
+        if sequence.first_token_at:
+            prefill_s = max(sequence.first_token_at - sequence.admitted_at, 0.0)
+    return EngineTimes(queue_s, prefill_s, sequence.num_preemptions)

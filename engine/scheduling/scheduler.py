@@ -206,7 +206,7 @@ class Scheduler:
             elif outcome is not None:
                 deltas += self._count_finished(self._groups.advance(sequence, outcome))
         self._outcomes.generated_tokens += appended
-        self._latency.committed()
+        self._latency.committed(deltas)
         self._maybe_check()
         return deltas
 

@@ -25,9 +25,12 @@ from app.routing.requirement import UNKNOWN_BUILD, Build
 from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
 from engine.models.identity import ModelIdentity
-from engine.request import FinishReason, ModelLimits, Request, TokenDelta, validate
+from engine.request import EngineTimes, FinishReason, ModelLimits, Request, TokenDelta, validate
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=10_000, num_blocks=10_000, block_size=16)
+TIMES = EngineTimes(0.25, 0.5)
+"""Of each request that gets a token; it is preempted once before its end."""
+
 _names = itertools.count()
 
 
@@ -105,7 +108,12 @@ class CountingEngine:
             if index + 1 == len(whole):
                 reason = FinishReason.LENGTH
                 del made[sequence]
-            yield TokenDelta(name, index, (whole[index],), reason, 4, sequence=sequence, final=not made)
+            delta = TokenDelta(name, index, (whole[index],), reason, 4, sequence=sequence, final=not made)
+            if sequence == 0 and index == request.generated_before:
+                delta.times = TIMES
+            elif reason is not None:
+                delta.times = TIMES._replace(preemptions=1)
+            yield delta
         if params.ranked and made[0] == params.max_tokens:
             made.clear()
             for sequence in range(params.n):

@@ -14,7 +14,44 @@ _VIEW = ("app/dashboard/test_fleet_view.py",)
 _FEED = ("app/dashboard/test_live_feed.py",)
 _CHOICE = ("app/routing/test_choice.py",)
 
+_TRACE = ("app/api/test_request_trace.py",)
+
 METRICS: list[Fault] = [
+    Fault(
+        "app/api/request_trace.py",
+        "first_step = attempt.began if attempt.tokens_before else arrived",
+        "first_step = attempt.began",
+        _TRACE,
+        "the queue begins when the call is made, not when the request arrives",
+    ),
+    Fault(
+        "app/api/request_trace.py",
+        "TraceContextTextMapPropagator().extract(carrier)",
+        "None",
+        _TRACE,
+        "the client's trace does not go on",
+    ),
+    Fault(
+        "app/fleet/in_flight.py",
+        "self.moving = self.notes.planned = True",
+        "self.moving = True",
+        _TRACE,
+        "a planned move is logged as a failure",
+    ),
+    Fault(
+        "engine/scheduling/latency_stats.py",
+        "sequence.group.times = times",
+        "pass",
+        _LATENCY,
+        "ranked results tell no times",
+    ),
+    Fault(
+        "app/channel/engine_channel.py",
+        "waiting.times = record.times",
+        "pass",
+        _TRACE,
+        "times of records that wait are lost",
+    ),
     Fault(
         "engine/histogram.py",
         "bisect_left(self._bounds, value)] += times",

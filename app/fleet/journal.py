@@ -1,0 +1,63 @@
+"""What happens to one request on its way through the fleet: for its line in the log, and for its trace."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from app.routing.replica import Booking
+from engine.request import EngineTimes
+
+
+@dataclass(slots=True)
+class AttemptNotes:
+    """One attempt; times are monotonic seconds of this process, ``None`` until then."""
+
+    began: float = field(default_factory=time.monotonic)
+    replica: str = ""  # of the booking, if there was one
+    reason: str = ""  # what decided for it
+    predicted_tokens: int = 0  # of the prompt, that the router expected in its cache
+    placed: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    tokens_before: int = 0  # that the request had from earlier attempts
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    preemptions: int = 0
+    failure: str = ""  # why it ended early; empty if it did not
+    planned: bool = False  # the request was moved: its replica stops, or is cordoned
+
+    def book(self, booking: Booking) -> None:
+        """Where it runs."""
+        self.replica, self.reason, self.placed = booking.route.replica, booking.reason, booking.placed_at
+        self.predicted_tokens = booking.cached
+
+    def engine_times(self, times: EngineTimes, ended: bool) -> None:
+        """What the engine says with the first token, and again when a sequence has ``ended``."""
+        if times.queue_s is not None:
+            self.queue_s, self.prefill_s = times.queue_s, times.prefill_s
+        if ended:
+            self.preemptions += times.preemptions
+
+
+@dataclass(slots=True, eq=False)
+class Journal:
+    """Of one prompt, by its ingress."""
+
+    arrived: float = 0.0  # monotonic seconds; from then on it is in the queue
+    attempts: list[AttemptNotes] = field(default_factory=list)
+
+    @property
+    def begun(self) -> AttemptNotes | None:
+        """The first attempt that has a token: of it are the times that count for the request."""
+        return next((attempt for attempt in self.attempts if attempt.first_token is not None), None)
+
+    @property
+    def moves(self) -> int:
+        """Attempts that ended because the request was moved."""
+        return sum(attempt.planned for attempt in self.attempts)
+
+    @property
+    def retries(self) -> int:
+        """Attempts that ended early by themselves, and after which another one began."""
+        return sum(bool(attempt.failure) and not attempt.planned for attempt in self.attempts[:-1])
