@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -12,11 +13,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 from app import config
-from app.config import AppConfig
+from app.config import AppConfig, ServedModel
 from app.deployment_version import version_of, with_version
 from app.launch import placement, serving
-from app.launch.model_check import check_model
-from app.routing.fleet import DEPLOYMENT
+from app.launch.model_check import check_models
 from app.scaling_deployment import replicas_options
 from engine.errors import ConfigError
 
@@ -62,8 +62,9 @@ def _checked(args: dict[str, Any], replica_class: type | None) -> Application:
     config.refuse_launch_options(args)
     options = config.load(args)
     check_router(options)
-    placement.check_gpus(options, placement.cluster_nodes())
-    room = check_model(options)
+    models = config.served_models(options)
+    placement.check_gpus(models, placement.cluster_nodes())
+    room = check_models(models)
     if serving.haproxy_expected() and not serving.haproxy_enabled():
         logger.warning(
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "
@@ -94,7 +95,7 @@ def check_router(options: AppConfig) -> None:
 
 
 def assemble(options: AppConfig, replica_class: type | None = None, room: bool = True) -> Application:
-    """Both deployments, bound; ``replica_class`` is ``EngineReplica`` unless given.
+    """All deployments, bound; ``replica_class`` is ``EngineReplica`` unless given.
 
     ``room``: whether nodes have the memory for one engine more.
     """
@@ -109,26 +110,39 @@ def assemble(options: AppConfig, replica_class: type | None = None, room: bool =
         **_common_options(options),
     )
     ingress = with_version(ingress, version_of(options, "ingress", IngressReplica))
-    return ingress.bind(options, engine_deployment(options, replica_class, room).bind(options))
+    models = config.served_models(options)
+    nodes = placement.cluster_nodes()
+    surges = placement.surge_percents(models, nodes) if room else [0] * len(models)
+    engines = {}
+    for model, surge in zip(models, surges, strict=True):
+        if nodes and not surge:
+            logger.warning(
+                "there is no room for one engine replica more%s, so a deploy stops old ones before new ones "
+                "start%s",
+                f" of {model.name}" if model.one_of_several else "",
+                ", here the only one" if model.options.scaling.upper_limit == 1 else "",
+            )
+        deployment = engine_deployment(model, replica_class, nodes, surge)
+        engines[model.name] = deployment.bind(model)
+    return ingress.bind(options, engines)
 
 
-def engine_deployment(options: AppConfig, replica_class: type | None = None, room: bool = True) -> Any:
-    """The engine deployment, not bound yet; see ``assemble``."""
+def engine_deployment(
+    model: ServedModel,
+    replica_class: type | None = None,
+    nodes: Sequence[placement.Resources] = (),
+    surge: int = 0,
+) -> Any:
+    """The deployment of a model's engines, not bound yet; ``surge`` is in percent. See ``assemble``."""
     from app.replica import EngineReplica
 
     replica_class = replica_class or EngineReplica
-    nodes = placement.cluster_nodes()
-    surge = placement.surge_percent(options, nodes) if room else 0
-    if nodes and not surge:
-        logger.warning(
-            "there is no room for one engine replica more, so a deploy stops old ones before new ones start%s",
-            ", here the only one" if options.scaling.upper_limit == 1 else "",
-        )
+    options = model.options
     deployment = serve.deployment(replica_class).options(
-        name=DEPLOYMENT,
+        name=model.deployment,
         **replicas_options(options.scaling),
         max_surge_percent=surge,
-        ray_actor_options=placement.actor_options(options, nodes),
+        ray_actor_options=placement.actor_options(model, nodes),
         logging_config={"enable_access_log": False},  # there is a beat each second
         request_router_config=RequestRouterConfig(request_router_class=config.ROUTERS[options.ingress.routing]),
         user_config=options.user_config(),

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic.config import JsonDict
 
+from app import model_entries
 from app.logs import LogFormat, LogLevel
 from engine.config import EngineConfig, EngineOptions
 from engine.errors import ConfigError
@@ -70,6 +71,12 @@ RESTARTED: dict[str, tuple[Deployment, ...]] = {
 }
 """Deployments whose replicas a change restarts, by group of the option; a declaration may say otherwise."""
 
+OF_ONE_MODEL = ("model", "tool_parser", "reasoning_parser")
+"""Options that an entry of ``models`` may set besides those of the groups engine and scaling."""
+
+ENGINES = "engine"
+"""The deployment of the engines; of several models each has its own, whose name begins with it."""
+
 ARGS = "args"
 """Key of ``user_config`` under which the application's builder hands engines what restarts none of them."""
 
@@ -105,6 +112,12 @@ class ServiceOptions(Group):
     """Service: options that concern every process."""
 
     model: str = option(BUNDLED_NAME, "The built-in model, a Hugging Face folder, or a Hugging Face Hub ID")
+    models: list[model_entries.Entry] | None = option(
+        None,
+        "Several models for one server: a mapping from names to options, or a YAML file with it; requests "
+        "choose by `model`. See [models](models.md#several-models-on-one-server). `auto`: one, `model`",
+        restarts=("ingress",),
+    )
     served_model_name: str | None = option(
         None, "Name that clients send as `model`. `auto`: the last part of `model`", restarts=("ingress",)
     )
@@ -460,12 +473,15 @@ class AppConfig(Group):
         return {ARGS: values}
 
     def fixed(self, deployment: Deployment) -> dict[str, Any]:
-        """The options whose change restarts the replicas of a deployment."""
-        return {
+        """The options whose change restarts the replicas of a deployment; of several models, those of each."""
+        values = {
             name: getattr(getattr(self, option.group), name)
             for name, option in OPTIONS.items()
             if deployment in option.restarts
         }
+        if values.get("models"):
+            values["models"] = [model.options.fixed(deployment) for model in served_models(self)]
+        return values
 
     def with_live(self, user_config: Mapping[str, Any], deployment: Deployment) -> AppConfig:
         """These options with a deployment's ``user_config``; live options that it lacks keep their values.
@@ -530,6 +546,11 @@ class Option:
     size: bool
 
     @property
+    def of_one_model(self) -> bool:
+        """Whether each of several models may have a value of its own."""
+        return self.group in ("engine", "scaling") or self.name in OF_ONE_MODEL
+
+    @property
     def live_in(self) -> tuple[Deployment, ...]:
         """Deployments whose ``user_config`` changes it without a restart."""
         return tuple(name for name, groups in LIVE_GROUPS.items() if self.live and self.group in groups)
@@ -585,11 +606,88 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
         else:
             values[option.name] = value
     config = _validate(values)
-    unused = without_effect(config, values)
+    of_each = [without_effect(model.options, values) for model in served_models(config)]
+    unused = [name for name in of_each[0] if all(name in of_model for of_model in of_each)]
     if unused:
         logger.warning(
             "%s %s no effect without max_replicas", ", ".join(unused), "have" if len(unused) > 1 else "has"
         )
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model of a server: its name, the options of its engines, and the deployment that they are.
+
+    ``neighbors`` has the maximum number of engine replicas of each other model.
+    """
+
+    name: str
+    options: AppConfig
+    deployment: str = ENGINES
+    neighbors: tuple[int, ...] = ()
+    one_of_several: bool = False
+
+
+def served_models(config: AppConfig) -> tuple[ServedModel, ...]:
+    """The models, at least one; the first is for requests that name none.
+
+    Raises:
+        ConfigError: an entry of ``models`` is wrong; one line that names each option.
+    """
+    service = config.service
+    if service.models is None:
+        return (ServedModel(service.model_name, config),)
+    given = [name for name in ("model", "served_model_name") if name in service.model_fields_set]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} cannot be set beside models: each entry has a name, and a model of its own"
+        )
+    base = config.model_dump(exclude_unset=True)
+    del base["service"]["models"]
+    options, problems = {}, []
+    for entry in service.models:
+        name = entry["name"]
+        try:
+            options[name] = _options_of(entry, base)
+        except ConfigError as error:
+            problems.append(f"models: {name}: {error}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return tuple(
+        ServedModel(
+            name,
+            own,
+            deployment_of(name),
+            tuple(other.scaling.upper_limit for key, other in options.items() if key != name),
+            True,
+        )
+        for name, own in options.items()
+    )
+
+
+def deployment_of(model: str) -> str:
+    """The engine deployment of one of several models: Serve allows no slashes, and names of files need care."""
+    safe = re.sub("[^A-Za-z0-9._-]", lambda match: f"~{ord(match[0]):02x}", model)
+    return f"{ENGINES}-{safe}"
+
+
+def _options_of(entry: model_entries.Entry, base: Mapping[str, Mapping[str, Any]]) -> AppConfig:
+    """The options of one model: the application's, ``base``, with those of its ``entry``."""
+    own = {name: value for name, value in entry.items() if name != "name"}
+    shared = [name for name in own if name in OPTIONS and not OPTIONS[name].of_one_model]
+    unknown = [name for name in own if name not in OPTIONS]
+    if unknown:
+        raise ConfigError(_unknown(unknown, [name for name, option in OPTIONS.items() if option.of_one_model]))
+    if shared:
+        raise ConfigError(
+            f"{', '.join(shared)} cannot differ between models; set {'them' if len(shared) > 1 else 'it'} for "
+            "the whole application"
+        )
+    config = _validate({"model": entry["name"], **own, "served_model_name": entry["name"]}, base)
+    unused = without_effect(config, own)
+    if unused:
+        raise ConfigError(f"{', '.join(unused)} need{'s' if len(unused) == 1 else ''} max_replicas")
     return config
 
 
@@ -629,7 +727,9 @@ def _validate(values: Mapping[str, Any], base: Mapping[str, Mapping[str, Any]] |
         except ConfigError as error:
             problems.append(str(error))
             continue
-        if read is not _NOT_GIVEN:
+        if read is _NOT_GIVEN:
+            tree[option.group].pop(name, None)
+        else:
             tree[option.group][name] = read
     try:
         config = AppConfig.model_validate(tree)
@@ -638,7 +738,7 @@ def _validate(values: Mapping[str, Any], base: Mapping[str, Mapping[str, Any]] |
     except ConfigError as error:  # of options that contradict each other
         problems.append(str(error))
     if unknown:  # last, since all options that there are follow
-        problems.append(_unknown(sorted(unknown)))
+        problems.append(_unknown(sorted(unknown), OPTIONS))
     if problems:
         raise ConfigError("; ".join(problems))
     return config
@@ -648,11 +748,13 @@ _NOT_GIVEN = object()
 
 
 def _read(option: Option, value: Any) -> Any:
-    """Replace ``"auto"`` and words for sizes; pydantic reads all other words."""
+    """Replace ``"auto"``, words for sizes, and several models; pydantic reads all other words."""
+    if isinstance(value, str) and option.optional and value.lower() in ("auto", "none", ""):
+        return None
+    if option.name == "models" and value is not None:
+        return model_entries.read_entries(value)
     if not isinstance(value, str):
         return value
-    if option.optional and value.lower() in ("auto", "none", ""):
-        return None
     if value.lower() == "auto":
         return _NOT_GIVEN
     if option.size and value.strip() != "0":
@@ -663,12 +765,12 @@ def _read(option: Option, value: Any) -> Any:
     return value
 
 
-def _unknown(names: list[str]) -> str:
-    meant = [close for name in names for close in difflib.get_close_matches(name, OPTIONS, n=1)]
+def _unknown(names: list[str], options: Iterable[str]) -> str:
+    options = sorted(options)
+    meant = [close for name in names for close in difflib.get_close_matches(name, options, n=1)]
     hint = f"did you mean {', '.join(meant)}? " if meant else ""
     return (
-        f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {hint}"
-        f"options: {', '.join(sorted(OPTIONS))}"
+        f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {hint}options: {', '.join(options)}"
     )
 
 

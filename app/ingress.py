@@ -1,53 +1,48 @@
-"""The ingress deployment: the HTTP API, its engine client, and overload control."""
+"""The ingress deployment: the HTTP API, and for each model a client of its engines, and overload control."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hashlib
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray import serve
 
 from app import config, logs
+from app.api.api_server import ApiServer
 from app.api.audit_log import audit_to
 from app.api.authentication import Gate
 from app.api.keys import KeyFile
-from app.api.openai_service import OpenAIService
-from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.request_trace import RequestTracer
 from app.api.routes import make_api
-from app.api.tokenizer_parts import TokenizerParts
 from app.background import Background
-from app.config import AppConfig
+from app.config import AppConfig, ServedModel
 from app.fleet.drain import DRAIN_AFTER_S
-from app.fleet.engine_client import EngineClient
-from app.fleet.overload import OverloadControl
-from app.fleet.victim_feed import VictimFeed
+from app.ingress_model import IngressModel
 from app.launch.model_store import resolve
-from app.metrics.fleet_figures import FleetFigures
-from app.metrics.ingress_figures import ingress_samples
 from app.metrics.ray_export import EVERY_S, RayExport
-from app.metrics.samples import Process, Samples
-from app.metrics.scaling_figures import DecisionReader, scaling_samples
+from app.metrics.samples import Process
 from app.metrics.siblings import Siblings
 from app.metrics.table import Source
-from app.routing import fleet
-from app.routing.policies import Policy
-from app.routing.waiting import ExpectedWait
-from engine.models.identity import tokenizer_digest
+from engine.errors import ConfigError
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that parses or tokenizes may hold the interpreter lock; Python's default is 5 ms."""
 
+LATER_S = 5.0
+"""How long the start of an ingress waits for further models once one can answer."""
 
-def routing_policy(routing: config.Routing) -> Policy:
-    """How the ledger chooses; with Serve's own routers it gets one candidate."""
-    return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
+RETRY_S = 30.0
+"""Pause before one of several models that could not be loaded is tried again."""
+
+logger = logging.getLogger(__name__)
 
 
 def cluster_instance() -> str:
@@ -56,73 +51,57 @@ def cluster_instance() -> str:
     return hashlib.blake2b(session.encode(), digest_size=4).hexdigest()
 
 
-def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
-    """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it."""
-    engines = fleet.get_fleet(engine.deployment_id.app_name, engine.deployment_id.name)
-    return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
-
-
 class IngressReplica:
-    """The deployment's body: owns the channels to the engines and the service that the routes call."""
+    """The deployment's body: owns the channels to the engines and the service that the routes call.
 
-    def __init__(self, options: AppConfig, engine: Any) -> None:
+    ``engines`` has the Serve handle of each model's engine deployment.
+    """
+
+    def __init__(self, options: AppConfig, engines: Mapping[str, Any]) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._live = config.LiveOptions(options, "ingress")
-        folder = resolve(options.service.model)
+        self._engines = engines
         self._background = Background()
-        self._client = EngineClient(
-            engine,
-            options.replica_wait_s,
-            routing_policy(options.ingress.routing),
-            options.scaling.to_zero,
-            tokenizer_digest(folder),
-            own_thread=True,
-            drain_timeout_s=options.service.drain_timeout_s,
-            background=self._background,
-        )
-        self._victims: VictimFeed | None = None
-        if options.scaling.scales:
-            of = engine.deployment_id
-            self._victims = VictimFeed(
-                of.app_name, of.name, fleet.get_fleet(of.app_name, of.name).likely_victims
-            )
-        self._overload = OverloadControl(
-            expected_wait(engine),
-            max_wait_s=options.max_wait_s,
-            max_replicas=options.scaling.reachable_replicas,
-            startup_s=options.scaling.startup_grace_s,
-            backlog_s=self._client.lag_s,
-        )
         self._keys = KeyFile(options.ingress.api_keys_file)
+        self._name = logs.replica_name("ingress").partition(":")[2]
         audit_to(options.ingress.audit_log, logs.replica_name("ingress"))
         self._tracer = RequestTracer.configured(options.ingress, logs.replica_name("ingress"))
-        self.service = OpenAIService(
-            self._client,
-            PromptTokenizer(TokenizerParts.read(folder)),
-            options.service.model_name,
+        models = config.served_models(options)
+        self.server = ApiServer(
+            [model.name for model in models],
             options.ingress,
-            engine_wait_s=options.replica_wait_s,
-            overload=self._overload,
+            several=models[0].one_of_several,
             instance=options.ingress.instance or cluster_instance(),
             gate=Gate(self._keys, options.ingress.ingress_replicas),
             tracer=self._tracer,
+            others=Siblings(next(iter(engines.values())).deployment_id.app_name).processes,
         )
-        self._name = logs.replica_name("ingress").partition(":")[2]
-        self._decision = DecisionReader(engine.deployment_id.app_name, engine.deployment_id.name)
-        self.service.fleet_figures = FleetFigures(
-            options.service.model_name,
-            self._process,
-            lambda: self._client.engine_figures,
-            Siblings(engine.deployment_id.app_name).processes,
-            self._scaling_samples,
-        )
-        self._export = RayExport(options.service.model_name, Source.INGRESS)
-        self._watching: asyncio.Task[None] | None = None
-        self._exporting: asyncio.Task[None] | None = None
+        self._models: dict[str, IngressModel] = {}
+        for model in models:
+            self._load(model)
+        self._export = RayExport(Source.INGRESS)
+        self._tasks: list[asyncio.Task[None]] = []
         # What is here now stays: otherwise a large body in pieces makes the garbage collector look at all of it
         # again and again, for hundreds of milliseconds.
         gc.collect()
         gc.freeze()
+
+    def _load(self, model: ServedModel) -> None:
+        """Make what serves a model. One of several that cannot be loaded must not take the others down.
+
+        Raises:
+            ConfigError: the only model cannot be loaded, so that the deployment fails and says why.
+        """
+        try:
+            made = IngressModel(model, self._engines[model.name], self.server, self._background, self._name)
+        except (ConfigError, OSError) as error:
+            if not model.one_of_several:
+                raise
+            logger.error("the model %s cannot be served: %s", model.name, error)
+            self.server.broken[model.name] = str(error)
+            return
+        self._models[model.name] = made
+        self.server.add(made.service, made.figures)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup, on the event loop, and whenever ``user_config`` changes.
@@ -133,23 +112,49 @@ class IngressReplica:
         first = self._live.current is None
         options = self._live.update(user_config)
         logs.configure(*options.service.logging, logs.replica_name("ingress"))
-        self.service.options = options.ingress
-        self.service.engine_wait_s = options.replica_wait_s
-        self._client.configure(options.replica_wait_s)
-        self._overload.configure(options.max_wait_s)
-        self._overload.start(self._background)
+        self.server.options = options.ingress
+        await self._apply(options)
         if first:
-            self._watching = self._background.start("API keys", self._keys.watch())
-            self._exporting = self._background.start("metrics", self._export_often())
-        if self._victims is not None:
-            self._victims.start(self._background)
-        await self._client.start()
-        if first and not options.scaling.to_zero:
-            await self._client.first_route()
+            self._tasks.append(self._background.start("API keys", self._keys.watch()))
+            self._tasks.append(self._background.start("metrics", self._export_often()))
+            if self.server.broken:
+                self._tasks.append(self._background.start("models", self._load_later()))
+            await self._first_answers()
+
+    async def _apply(self, options: AppConfig) -> None:
+        for model in config.served_models(options):
+            if model.name in self._models:
+                await self._models[model.name].apply(model)
+
+    async def _first_answers(self) -> None:
+        """Wait until some model can answer, and a little for the others: their engines may never start."""
+        waits = [asyncio.create_task(model.answers()) for model in self._models.values()]
+        try:
+            done, late = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED) if waits else ((), ())
+            if late:
+                await asyncio.wait(late, timeout=LATER_S)
+            for wait in done:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _load_later(self) -> None:
+        while self.server.broken:
+            await asyncio.sleep(RETRY_S)
+            options = self._live.current
+            assert options is not None, "it has been configured"
+            for model in config.served_models(options):
+                if model.name in self.server.broken:
+                    with contextlib.suppress(ConfigError):  # the next line says why
+                        await asyncio.to_thread(resolve, model.options.service.model)
+                    self._load(model)
+            await self._apply(options)
 
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
-        await self._client.cordon(replicas, lasts_s, after_s)
+        for model in self._models.values():
+            await model.client.cordon(replicas, lasts_s, after_s)
 
     async def check_health(self) -> None:
         """Called by Serve's controller, which replaces this replica after three failures.
@@ -159,48 +164,39 @@ class IngressReplica:
         """
         self._background.check()
 
-    async def figures(self) -> Process:
-        """What this ingress has counted, for the others; by Serve handle only."""
-        return self._process()
-
-    def _process(self) -> Process:
-        samples = ingress_samples(self.service.figures, self._client.inspect(), self._overload.inspect())
-        return Process(self._name, samples)
-
-    async def _scaling_samples(self) -> Samples:
-        decision = await self._decision.latest()
-        return {} if decision is None else scaling_samples(decision)
+    async def figures(self) -> list[Process]:
+        """What this ingress has counted of each model, for the others; by Serve handle only."""
+        return [model.process() for model in self._models.values()]
 
     async def _export_often(self) -> None:
         while True:
-            self._export.update(self._process().samples)
+            for name, model in self._models.items():
+                self._export.update(name, model.process().samples)
             await asyncio.sleep(EVERY_S)
 
     async def inspect(self) -> dict[str, Any]:
-        """State for tests and debugging, by Serve handle only."""
-        victims = {} if self._victims is None else self._victims.state()
-        own = {"pid": os.getpid(), "victims": victims, "overload": self._overload.inspect()}
-        return {**own, **self._client.inspect()}
+        """State for tests and debugging, by Serve handle only; of several models, of each by its name."""
+        own = {"pid": os.getpid()}
+        states = {name: model.inspect() for name, model in self._models.items()}
+        several = self.server.broken or len(states) > 1
+        return {**own, "models": states} if several else {**own, **next(iter(states.values()))}
 
     async def __del__(self) -> None:
         """Serve calls this after the drain, also if ``__init__`` failed."""
-        if hasattr(self, "_victims") and self._victims is not None:
-            self._victims.stop()
-        if hasattr(self, "_overload"):
-            self._overload.stop()
-        for task in (self._watching, self._exporting) if hasattr(self, "_exporting") else ():
-            if task is not None:
+        if hasattr(self, "_tasks"):
+            for task in self._tasks:
                 task.cancel()
-        if hasattr(self, "_client"):
-            await self._client.stop()
+        if hasattr(self, "_models"):
+            for model in self._models.values():
+                await model.stop()
         if hasattr(self, "_tracer") and self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
 
-def _service_here() -> OpenAIService:
-    """The service of this process's Serve replica."""
-    service: OpenAIService = serve.get_replica_context().servable_object.service
-    return service
+def _server_here() -> ApiServer:
+    """What this process's Serve replica serves."""
+    server: ApiServer = serve.get_replica_context().servable_object.server
+    return server
 
 
-Ingress = serve.deployment(serve.ingress(make_api(_service_here))(IngressReplica))
+Ingress = serve.deployment(serve.ingress(make_api(_server_here))(IngressReplica))

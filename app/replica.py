@@ -18,7 +18,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.channel.wire_sections import Figures
-from app.config import AppConfig
+from app.config import ServedModel
 from app.deployment_version import version_of
 from app.launch import placement
 from app.launch.model_store import resolve
@@ -48,11 +48,12 @@ class EngineReplica:
     leaves ``{"epoch": epoch}`` of ``meta``.
     """
 
-    def __init__(self, options: AppConfig) -> None:
+    def __init__(self, model: ServedModel) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._options = options
+        options = model.options
+        self._model = model
         self._live = config.LiveOptions(options, "engine")
-        logs.configure(*options.service.logging, logs.replica_name("engine"))
+        logs.configure(*options.service.logging, logs.replica_name(model.deployment))
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
         self._engine = self._start_engine()
@@ -67,7 +68,7 @@ class EngineReplica:
             figures=self._figures,
             end_sequence=self._engine.end_sequence,
         )
-        self._metrics = RayExport(options.service.model_name, Source.ENGINE)
+        self._metrics = RayExport(Source.ENGINE)
         node = ray.get_runtime_context().get_node_id()
         self._scaling = StatsReporter(node, placement.on_head(node))
         self._background = Background()
@@ -78,7 +79,7 @@ class EngineReplica:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
         service = self._live.update(user_config).service
-        logs.configure(*service.logging, logs.replica_name("engine"))
+        logs.configure(*service.logging, logs.replica_name(self._model.deployment))
         self._watchdog.stuck_after_s = service.stuck_after_s
 
     async def channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> AsyncIterator[bytes]:
@@ -175,13 +176,13 @@ class EngineReplica:
             self._engine.stop(timeout=5.0)
 
     def _start_engine(self) -> EngineThread:
-        folder = str(resolve(self._options.service.model))
+        options = self._model.options
         nodes = placement.cluster_nodes()
         engine = EngineThread(
-            self._options.engine_config(
-                folder,
-                placement.threads_of_an_engine(self._options, nodes),
-                placement.replicas_on_a_node(self._options, nodes),
+            options.engine_config(
+                str(resolve(options.service.model)),
+                placement.threads_of_an_engine(self._model, nodes),
+                placement.engines_on_a_node(self._model, nodes),
             ),
             self._on_outputs,
             self._on_death,
@@ -215,5 +216,5 @@ class EngineReplica:
 
     async def _report(self) -> None:
         while self._engine.is_alive():
-            self._metrics.update(self._samples())
+            self._metrics.update(self._model.name, self._samples())
             await asyncio.sleep(EVERY_S)

@@ -22,7 +22,7 @@ async def dashboard(request: Request) -> Response:
 
 
 async def events(request: Request) -> Response:
-    feed: LiveFeed = request.app.state.get_service().live_feed
+    feed: LiveFeed = request.app.state.get_server().live_feed
     if feed.viewers >= MOST_VIEWERS:
         raise ApiError(
             503,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -21,6 +22,9 @@ from engine.errors import InvalidRequestError, QuireError, shown
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+
+CHOSEN = "model"
+"""``request.state.model``: the name of the model that was chosen for a request, once it was."""
 
 
 _INVALID = "invalid_request_error"
@@ -151,10 +155,11 @@ def too_many_bodies(most: int, others: int, own: int) -> ApiError:
     )
 
 
-def model_not_found(name: str, served: str) -> ApiError:
-    """404 for a model that this server does not have."""
+def model_not_found(name: str, served: Sequence[str]) -> ApiError:
+    """404 for a model that this server does not have; ``served`` are those that the client may use."""
+    names = ", ".join(map(repr, served))
     return ApiError(
-        404, f"the model {show(name)} does not exist; this server has {served!r}", "model", "model_not_found"
+        404, f"the model {show(name)} does not exist; this server has {names}", "model", "model_not_found"
     )
 
 
@@ -223,7 +228,8 @@ def show(value: object) -> str:
 async def _on_error(request: Request, error: Exception) -> Response:
     fault = fault_of(error)
     if fault.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        request.app.state.get_service().figures.refused[fault.code or str(fault.status)] += 1
+        model: str | None = getattr(request.state, CHOSEN, None)
+        request.app.state.get_server().count_refusal(model, fault.code or str(fault.status))
     return fault.to_response(request.url.path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from app.api.errors import overloaded, too_many_live, too_much_of_a_client
 from app.config import IngressOptions
@@ -16,22 +16,25 @@ CLIENT_SHARE = 0.875
 class LiveRequests:
     """Counts choices, each from its request's arrival to the end of the response; used on the event loop.
 
-    A client that is not known (an empty name) has no limit of its own.
+    A client that is not known (an empty name) has no limit of its own. Limits hold for all models together.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._of_clients: Counter[str] = Counter()
+        self._of_models: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by client
         self._tokens: Counter[str] = Counter()  # of prompts, by client
 
-    def admit(self, client: str, choices: int, options: IngressOptions, overload: OverloadControl) -> Permit:
+    def admit(
+        self, client: str, choices: int, options: IngressOptions, overload: OverloadControl, model: str = ""
+    ) -> Permit:
         """Take permits for the choices of one request, before anything is done for it.
 
         Raises:
             ApiError: 429 or 503, with the limit.
             InvalidRequestError: the request alone is beyond its client's limit, or the ingress's.
         """
-        refusal = overload.refusal(lambda: self.share_ahead(client, choices))
+        refusal = overload.refusal(lambda: self.share_ahead(client, choices, model))
         if refusal is not None:
             raise overloaded(refusal)
         most = options.max_live_choices
@@ -47,17 +50,19 @@ class LiveRequests:
             raise too_many_live(self.count, most, overload.retry_after_s())
         self.count += choices
         self._of_clients[client] = own
-        return Permit(self, client, choices, overload)
+        self._of_models[model][client] += choices
+        return Permit(self, client, choices, overload, model)
 
-    def share_ahead(self, client: str, choices: int) -> float:
-        """The part of what is live that engines serve before the next request of a client.
+    def share_ahead(self, client: str, choices: int, model: str = "") -> float:
+        """The part of what is live that a model's engines serve before the next request of a client.
 
         They serve all clients alike, so of each other client as much is ahead as this one has, at most.
         """
-        if not self.count:
+        live = self._of_models[model]
+        if not live:
             return 1.0
-        own = self._of_clients[client] + choices
-        return min(sum(min(count, own) for count in self._of_clients.values()) / self.count, 1.0)
+        own = live[client] + choices
+        return min(sum(min(count, own) for count in live.values()) / live.total(), 1.0)
 
     def add_tokens(self, client: str, tokens: int, options: IngressOptions, overload: OverloadControl) -> None:
         """Count the prompt tokens of a request.
@@ -72,10 +77,14 @@ class LiveRequests:
             raise _too_much(own, tokens, most, "max_client_tokens", "prompt tokens", overload)
         self._tokens[client] = own
 
-    def release(self, client: str, choices: int, tokens: int) -> None:
+    def release(self, client: str, choices: int, tokens: int, model: str = "") -> None:
         """The response has ended."""
         self.count -= choices
-        for counter, amount in ((self._of_clients, choices), (self._tokens, tokens)):
+        for counter, amount in (
+            (self._of_clients, choices),
+            (self._of_models[model], choices),
+            (self._tokens, tokens),
+        ):
             counter[client] -= amount
             if counter[client] <= 0:
                 del counter[client]
@@ -84,11 +93,14 @@ class LiveRequests:
 class Permit:
     """What one request holds; give it back once."""
 
-    def __init__(self, live: LiveRequests, client: str, choices: int, overload: OverloadControl) -> None:
+    def __init__(
+        self, live: LiveRequests, client: str, choices: int, overload: OverloadControl, model: str
+    ) -> None:
         self._live = live
         self._client = client
         self._choices = choices
         self._overload = overload
+        self._model = model
         self._tokens = 0
 
     def add_tokens(self, tokens: int, options: IngressOptions) -> None:
@@ -98,7 +110,7 @@ class Permit:
 
     def release(self) -> None:
         """The response has ended."""
-        self._live.release(self._client, self._choices, self._tokens)
+        self._live.release(self._client, self._choices, self._tokens, self._model)
 
 
 def _too_much(

@@ -12,14 +12,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from app.api.admission import Admission, Admitted
-from app.api.audit_log import audited
-from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TokenGenerator
-from app.api.errors import ApiFault, admin_only
-from app.api.generated_response import ResponseMaker
-from app.api.key_limits import KeyLimits
-from app.api.keys import KeyFile
+from app.api.generated_response import InThread, ResponseMaker
+from app.api.live_requests import LiveRequests
 from app.api.logprobs import TokenReport
 from app.api.messages.reply import MessagesReply
 from app.api.openai_responses import Envelope, OpenAIReply
@@ -27,25 +23,19 @@ from app.api.openai_types import ChatRequest, CompletionRequest, GenerationOptio
 from app.api.prompt_limits import kept_end
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.reply import Reply
-from app.api.request_body import BodyReader
 from app.api.request_record import RequestRecord
 from app.api.request_trace import RequestTracer
 from app.api.responses.reply import ResponsesReply
 from app.api.responses.request import ResponsesRequest
-from app.api.server_state import ServerState
-from app.api.tenant import sender_of
+from app.api.server_state import ModelState
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.api.tools.families import ModelFamily
 from app.config import IngressOptions
-from app.dashboard.live_feed import LiveFeed
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
-from app.metrics.exposition import CONTENT_TYPE
-from app.metrics.fleet_figures import FleetFigures
 from app.metrics.request_figures import RequestFigures
-from app.metrics.samples import Process
 
 PROMPT_END_TOKENS = 16
 """Tokens at the end of a prompt that show whether it begins the model's reasoning."""
@@ -64,13 +54,13 @@ class Engines(TokenGenerator, Protocol):
 
 
 class OpenAIService:
-    """One per ingress replica; runs on its event loop.
+    """One for each model of an ingress replica; runs on its event loop.
 
-    ``options`` may be replaced at any time; each request reads the current ones. Before any engine has
-    answered, requests wait up to ``engine_wait_s`` seconds for one. ``overload`` may refuse requests before
-    anything is done for them; by default it refuses none. ``instance`` names the server. ``gate`` knows the API
-    keys; by default there are none. ``fleet_figures``, which the owner may replace, has what ``/metrics`` says.
-    ``tracer`` exports what requests do; by default nobody does.
+    ``options`` may be replaced at any time; each request reads the current ones. ``live`` counts the requests
+    of all models, and ``in_thread`` does work beside the loop. Before any engine has answered, requests wait
+    up to ``engine_wait_s`` seconds for one. ``overload`` may refuse requests before anything is done for them;
+    by default it refuses none. ``tracer``
+    exports what requests do; by default nobody does.
     """
 
     def __init__(
@@ -79,40 +69,29 @@ class OpenAIService:
         tokenizer: PromptTokenizer,
         model: str,
         options: IngressOptions,
+        live: LiveRequests,
+        in_thread: InThread,
         *,
         engine_wait_s: float,
         overload: OverloadControl | None = None,
-        instance: str = "",
-        gate: Gate | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
-        self._model = model
+        self.model = model
         self.figures = RequestFigures()
-        self.fleet_figures = FleetFigures(model, lambda: Process("", self.figures.samples()))
-        self.live_feed = LiveFeed(
-            lambda: self.fleet_figures.processes(), lambda: self._engines.status().get("channels", {})
-        )
         self.options = options
-        self.bodies = BodyReader(lambda request: sender_of(request, self.options.tenant_header))
         self.engine_wait_s = engine_wait_s
         self.overload = overload or OverloadControl()
-        self.instance = instance
-        self.gate = gate or Gate(KeyFile(None, {}))
         self.tracer = tracer
-        self.state = ServerState(engines, model, instance, lambda: self.overload.refusing)
-        self.admission = Admission(model, lambda: self.options, lambda: self.overload)
-        self._responses = ResponseMaker(engines, tokenizer.decoder, self.bodies.in_thread)
+        self.state = ModelState(engines, model, lambda: self.overload.refusing)
+        self.admission = Admission(model, live, lambda: self.options, lambda: self.overload)
+        self._responses = ResponseMaker(engines, tokenizer.decoder, in_thread)
 
-    def model(self, name: str, key: KeyLimits | None = None) -> Response:
-        """Answer ``GET /v1/models/{name}``.
-
-        Raises:
-            ApiError: there is no such model, or not for ``key``.
-        """
-        self.admission.check_model(name, key)
-        return self.state.model()
+    def channel_states(self) -> dict[str, str]:
+        """The state of the channel to each engine replica."""
+        states: dict[str, str] = self._engines.status().get("channels", {})
+        return states
 
     async def completions(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/completions``.
@@ -120,7 +99,7 @@ class OpenAIService:
         Raises:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
-        self.admission.check_options(request.options, caller.limits)
+        self.admission.check_priority(request.options.priority, caller.limits)
         record = RequestRecord(caller, "completions", request.options.stream, self.figures, self.tracer)
         choices = len(request.prompts) * request.options.params.width
         with self.admission.admit(record, choices) as (permit, held):
@@ -150,7 +129,7 @@ class OpenAIService:
 
         Raises as :meth:`completions` does.
         """
-        self.admission.check_options(request.options, caller.limits)
+        self.admission.check_priority(request.options.priority, caller.limits)
         record = RequestRecord(caller, route, request.options.stream, self.figures, self.tracer)
         with self.admission.admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
@@ -183,18 +162,17 @@ class OpenAIService:
 
         def reply_to(job: GenerationJob) -> Reply:
             report = TokenReport(job, self._tokenizer.decoder) if job.detailed else None
-            return ResponsesReply(caller.request_id, self._model, request.echo, report)
+            return ResponsesReply(caller.request_id, self.model, request.echo, report)
 
         return await self.chat(request.chat, caller, reply_to, "responses")
 
     async def messages(self, request: ChatRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/messages``; raises as :meth:`completions` does."""
-        reply = MessagesReply(caller.request_id, self._model)
+        reply = MessagesReply(caller.request_id, self.model)
         return await self.chat(request, caller, lambda job: reply, "messages")
 
     async def count_tokens(self, request: ChatRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/messages/count_tokens``; raises as :meth:`completions` does."""
-        self.admission.check_model(request.options.model, caller.limits)
         record = RequestRecord(caller, "count_tokens", False, self.figures, self.tracer)
         with self.admission.admit(record, 1), record.running():
             tokens = await self._chat_tokens(request, caller, await self._limits())
@@ -202,7 +180,6 @@ class OpenAIService:
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
-        self.admission.check_model(request.model, caller.limits)
         record = RequestRecord(caller, "tokenize", False, self.figures, self.tracer)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
@@ -219,41 +196,19 @@ class OpenAIService:
 
     async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
-        self.admission.check_model(request.model, caller.limits)
         record = RequestRecord(caller, "detokenize", False, self.figures, self.tracer)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             text = await self._tokenizer.decode(request.tokens, longest)
         return JSONResponse({"prompt": text})
 
-    async def metrics(self, key: KeyLimits | None) -> Response:
-        """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format.
-
-        Only an administrator's key sees what others have used.
-        """
-        only = None if key is None or key.key.admin else key.key.id
-        return Response(await self.fleet_figures.text(only), media_type=CONTENT_TYPE)
-
-    async def reset_prefix_cache(self, caller: Caller) -> Response:
-        """Answer ``POST /admin/reset_prefix_cache``; an error names each replica that failed.
+    async def reset_prefix_cache(self) -> CacheReset:
+        """Empty the prefix cache of every routable replica.
 
         Raises:
-            ApiError: 403 without an administrator's key.
-            UnavailableError: no engine replica is routable.
+            UnavailableError: there is none.
         """
-        with audited(caller, "reset_prefix_cache") as said:
-            if caller.limits is not None and not caller.limits.key.admin:
-                raise admin_only(caller.limits.key.id)
-            reset = await self._engines.reset_prefix_cache()
-            replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
-            said |= {"replicas": replicas, "freed_blocks": freed}
-            if reset.failures:
-                said["outcome"] = "reset_failed"
-        if reset.failures:
-            causes = "; ".join(f"{replica}: {why}" for replica, why in reset.failures.items())
-            message = f"{replicas} replicas freed {freed} blocks, {len(reset.failures)} failed: {causes}"
-            return ApiFault(500, message, "server_error", code="reset_failed").to_response()
-        return JSONResponse({"replicas": replicas, "freed_blocks": freed})
+        return await self._engines.reset_prefix_cache()
 
     @property
     def num_live(self) -> int:
@@ -285,7 +240,7 @@ class OpenAIService:
         return replace(options, params=replace(options.params, bad_words=tokens))
 
     def _envelope(self, kind: str, caller: Caller) -> Envelope:
-        return Envelope(f"{kind}-{caller.request_id}", int(time.time()), self._model)
+        return Envelope(f"{kind}-{caller.request_id}", int(time.time()), self.model)
 
     async def _limits(self) -> FleetLimits:
         limits = self._engines.limits() or await self._engines.first_limits(self.engine_wait_s)

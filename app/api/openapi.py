@@ -77,7 +77,7 @@ _PROMPT = _any(_STRING, _TOKENS, _list(_any(_STRING, _TOKENS), 1, openai_types.M
 _PRIORITY = _integer(-openai_types.MAX_PRIORITY, openai_types.MAX_PRIORITY, "Lower runs first.")
 
 PARAMETERS: dict[str, Schema] = {
-    "model": _described(_STRING, "The served model; any other is a 404."),
+    "model": _described(_STRING, "A served model, by default the first; any other is a 404."),
     "prompt": _described(_PROMPT, "Text, token ids, or a list of these."),
     "messages": _list(_ref("ChatMessage"), 1, chat_messages.MAX_MESSAGES),
     "max_tokens": _integer(1),
@@ -275,7 +275,8 @@ def _object(*required: str) -> Schema:
 
 def _paths() -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
-    reset = "Every engine forgets its cached prefixes; with the option admin_routes."
+    of_model = {"name": "model", "in": "query", "schema": _STRING}
+    reset = "Every engine, or those of one model, forgets its cached prefixes; with the option admin_routes."
     anthropic: Any = {"error": "AnthropicError"}
     no_embeddings = _operation("404 with the reason: no model that is served is made for it.")
     no_embeddings["responses"].pop("200")
@@ -294,7 +295,7 @@ def _paths() -> dict[str, Any]:
         "/metrics": {"get": _operation("Metrics in Prometheus's text format.")},
         "/dashboard": {"get": page},
         "/dashboard/events": {"get": _operation("What the live page shows, as server-sent events.")},
-        "/v1/models": {"get": _operation("The served model.", answer=_object("object", "data"))},
+        "/v1/models": {"get": _operation("The served models.", answer=_object("object", "data"))},
         "/v1/models/{name}": {
             "get": {**_operation("One model.", answer=_object("id", "object")), "parameters": [name]}
         },
@@ -341,7 +342,9 @@ def _paths() -> dict[str, Any]:
         "/detokenize": {
             "post": _operation("Tokens to text.", body="DetokenizeRequest", answer=_object("prompt"))
         },
-        "/admin/reset_prefix_cache": {"post": _operation(reset, answer=_OBJECT)},
+        "/admin/reset_prefix_cache": {
+            "post": {**_operation(reset, answer=_OBJECT), "parameters": [of_model]},
+        },
     }
 
 

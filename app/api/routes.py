@@ -17,11 +17,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from app.api.api_server import ApiServer
 from app.api.authentication import Authentication
 from app.api.caller import Caller
 from app.api.cors import CrossOrigin
 from app.api.dashboard import DASHBOARD_ROUTES
-from app.api.errors import ERROR_HANDLERS, ApiError
+from app.api.errors import CHOSEN, ERROR_HANDLERS, ApiError
 from app.api.home import docs_page, home_page
 from app.api.instance import InstanceHeader
 from app.api.key_limits import KeyLimits
@@ -36,17 +37,16 @@ from app.api.tokenization import parse_detokenize, parse_tokenize
 
 
 async def health(request: Request) -> Response:
-    service = _service(request)
-    known = not service.gate.keys.required or request.state.key_limits is not None
-    return service.state.health() if known else service.state.brief_health()
+    server = _server(request)
+    return server.health(brief=server.gate.keys.required and request.state.key_limits is None)
 
 
 async def list_models(request: Request) -> Response:
-    return _service(request).state.models(request.state.key_limits)
+    return _server(request).models(request.state.key_limits)
 
 
 async def get_model(request: Request) -> Response:
-    return _service(request).model(request.path_params["name"], request.state.key_limits)
+    return JSONResponse(_chosen(request, request.path_params["name"]).state.entry())
 
 
 class _Asked(Protocol):
@@ -62,11 +62,11 @@ A = TypeVar("A", bound=_Asked)
 def _generating(
     parse: Callable[[dict[str, Any]], A], answer: Callable[[OpenAIService, A, Caller], Awaitable[ASGIApp]]
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """A route that reads its body with ``parse`` and has the service ``answer``."""
+    """A route that reads its body with ``parse`` and has the service of its model ``answer``."""
 
     async def route(request: Request) -> ASGIApp:
-        service = _service(request)
-        asked = await service.bodies.read(request, parse)
+        asked = await _server(request).bodies.read(request, parse)
+        service = _chosen(request, asked.options.model)
         return await answer(service, asked, _caller(request, asked.options.user))
 
     return route
@@ -91,26 +91,26 @@ async def no_embeddings(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    if not _service(request).options.admin_routes:
+    if not _server(request).options.admin_routes:
         raise HTTPException(404)  # for any method: the route does not exist
     if request.method != "POST":
         raise HTTPException(405)
-    return await _service(request).reset_prefix_cache(_caller(request))
+    return await _server(request).reset_prefix_cache(request.query_params.get("model"), _caller(request))
 
 
 async def tokenize(request: Request) -> Response:
-    service = _service(request)
-    return await service.tokenize(await service.bodies.read(request, parse_tokenize), _caller(request))
+    asked = await _server(request).bodies.read(request, parse_tokenize)
+    return await _chosen(request, asked.model).tokenize(asked, _caller(request))
 
 
 async def detokenize(request: Request) -> Response:
-    service = _service(request)
-    return await service.detokenize(await service.bodies.read(request, parse_detokenize), _caller(request))
+    asked = await _server(request).bodies.read(request, parse_detokenize)
+    return await _chosen(request, asked.model).detokenize(asked, _caller(request))
 
 
 async def ping(request: Request) -> Response:
     """What SageMaker and some load balancers ask."""
-    return _service(request).state.ping()
+    return _server(request).ping()
 
 
 async def version(request: Request) -> Response:
@@ -118,7 +118,7 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    return await _service(request).metrics(request.state.key_limits)
+    return await _server(request).metrics(request.state.key_limits)
 
 
 async def home(request: Request) -> Response:
@@ -153,29 +153,36 @@ ROUTES = [
 ]
 
 
-def make_api(get_service: Callable[[], OpenAIService]) -> ASGIApp:
-    """The HTTP application; each request calls ``get_service``."""
+def make_api(get_server: Callable[[], ApiServer]) -> ASGIApp:
+    """The HTTP application; each request calls ``get_server``."""
     api = Starlette(
         routes=ROUTES,
         exception_handlers=ERROR_HANDLERS,
         middleware=[
             # A preflight request carries no key.
-            Middleware(CrossOrigin, origins=lambda: get_service().options.cors_origins),
-            Middleware(Authentication, gate=lambda: get_service().gate),
+            Middleware(CrossOrigin, origins=lambda: get_server().options.cors_origins),
+            Middleware(Authentication, gate=lambda: get_server().gate),
         ],
     )
-    api.state.get_service = get_service
-    return InstanceHeader(api, lambda: get_service().instance)
+    api.state.get_server = get_server
+    return InstanceHeader(api, lambda: get_server().instance)
 
 
-def _service(request: Request) -> OpenAIService:
-    service: OpenAIService = request.app.state.get_service()
+def _server(request: Request) -> ApiServer:
+    server: ApiServer = request.app.state.get_server()
+    return server
+
+
+def _chosen(request: Request, model: str | None) -> OpenAIService:
+    """What serves the model of a request; see ``ApiServer.choose``."""
+    service = _server(request).choose(model, request.state.key_limits)
+    setattr(request.state, CHOSEN, service.model)
     return service
 
 
 def _caller(request: Request, user: str = "") -> Caller:
     limits: KeyLimits | None = request.state.key_limits
-    header = _service(request).options.tenant_header
+    header = _server(request).options.tenant_header
     tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
     named = header is not None or limits is not None
     client = tenant if named else client_of(request.headers, user)

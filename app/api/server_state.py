@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 
-from app.api.key_limits import KeyLimits
 from app.fleet.fleet_limits import FleetLimits
+
+BRIEF = ("status", "instance", "routable", "asleep")
+"""What is said to those without a key: nothing of the fleet but whether it can answer."""
+
+WORKING = ("ok", "overloaded", "asleep")
 
 
 class EngineStatus(Protocol):
@@ -20,51 +24,28 @@ class EngineStatus(Protocol):
     def status(self) -> dict[str, Any]: ...
 
 
-class ServerState:
-    """Of one ingress replica, whose engines have ``model``; ``instance`` names the server."""
+class ModelState:
+    """Of one model at one ingress replica."""
 
-    def __init__(
-        self, engines: EngineStatus, model: str, instance: str, overloaded: Callable[[], bool]
-    ) -> None:
+    def __init__(self, engines: EngineStatus, model: str, overloaded: Callable[[], bool]) -> None:
         self._engines = engines
         self._model = model
-        self._instance = instance
         self._overloaded = overloaded
         self._started = int(time.time())
 
-    def health(self) -> Response:
-        """200 while a request would find an engine or wake one, even if it is refused for now; else 503."""
-        status, body = self._health()
-        return JSONResponse(body, status)
+    def health(self) -> dict[str, Any]:
+        """``status`` in a word: one of ``WORKING`` while a request would find an engine or wake one.
 
-    def brief_health(self) -> Response:
-        """:meth:`health` for those without a key: nothing of the fleet but whether it can answer."""
-        status, body = self._health()
-        fields = ("status", "instance", "routable", "asleep")
-        return JSONResponse({name: value for name, value in body.items() if name in fields}, status)
-
-    def ping(self) -> Response:
-        """The status of :meth:`health` without its body."""
-        return Response(status_code=self._health()[0])
-
-    def models(self, key: KeyLimits | None = None) -> Response:
-        """The models that ``key`` may use."""
-        listed = [self._model_entry()] if key is None or key.may_use(self._model) else []
-        return JSONResponse({"object": "list", "data": listed})
-
-    def model(self) -> Response:
-        """The entry of the served model."""
-        return JSONResponse(self._model_entry())
-
-    def _health(self) -> tuple[int, dict[str, Any]]:
+        Otherwise it is ``unavailable``. The rest is what the engine client says.
+        """
         status = self._engines.status()
         ready = self._engines.limits() is not None and bool(status.get("routable"))
-        asleep = bool(status.get("asleep"))
         working = "overloaded" if self._overloaded() else "ok"
-        state = working if ready else "asleep" if asleep else "unavailable"
-        return 200 if ready or asleep else 503, {"status": state, "instance": self._instance, **status}
+        word = working if ready else "asleep" if status.get("asleep") else "unavailable"
+        return {"status": word, **status}
 
-    def _model_entry(self) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
+        """As ``/v1/models`` lists it."""
         limits = self._engines.limits()
         entry: dict[str, Any] = {
             "id": self._model,
@@ -73,3 +54,38 @@ class ServerState:
             "owned_by": "quire",
         }
         return entry if limits is None else {**entry, "max_model_len": limits.max_model_len}
+
+
+def health_response(
+    instance: str, models: Mapping[str, dict[str, Any]], several: bool, brief: bool
+) -> Response:
+    """200 while a request for some model would find an engine or wake one, even if it is refused for now.
+
+    ``models`` has the health of each. Of several, the server's is ``degraded`` while only some work.
+    """
+    words = [health["status"] for health in models.values()]
+    works = any(word in WORKING for word in words)
+    if several:
+        body: dict[str, Any] = {
+            "status": _together(words),
+            "instance": instance,
+            **{name: _total(name, models.values()) for name in ("replicas", "routable", "live_requests")},
+            "asleep": all(word == "asleep" for word in words),
+            "models": dict(models),
+        }
+    else:
+        (only,) = models.values()
+        body = {"status": only["status"], "instance": instance, **only}
+    if brief:
+        body = {name: value for name, value in body.items() if name in BRIEF}
+    return JSONResponse(body, 200 if works else 503)
+
+
+def _together(words: list[str]) -> str:
+    if "unavailable" in words:
+        return "degraded" if any(word in WORKING for word in words) else "unavailable"
+    return next((word for word in ("overloaded", "ok") if word in words), "asleep")
+
+
+def _total(name: str, models: Iterable[Mapping[str, Any]]) -> int:
+    return sum(model.get(name, 0) for model in models)

@@ -13,7 +13,7 @@ _QUANTILES = (0.5, 0.95)
 
 
 class Moment(NamedTuple):
-    """A fleet's figures, engines by name; ``at`` is in monotonic seconds."""
+    """The figures of one model's fleet, engines by name; ``at`` is in monotonic seconds."""
 
     at: float
     ingresses: list[Samples]
@@ -26,7 +26,7 @@ class Moment(NamedTuple):
         ingresses: list[Samples] = []
         engines: dict[str, Samples] = {}
         scaling: Samples = {}
-        for name, samples in processes:
+        for name, samples, _ in processes:
             if "kv_blocks" in samples:
                 engines[name] = samples
             elif "scaling_target" in samples:

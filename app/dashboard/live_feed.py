@@ -7,6 +7,7 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
 
 from app.background import start_task
 from app.dashboard.fleet_view import Moment, view
@@ -30,19 +31,22 @@ STREAM_S = 30.0
 
 
 class LiveFeed:
-    """Belongs to one ingress. ``processes`` are the whole fleet; ``states`` are of the channels to engines."""
+    """Belongs to one ingress. ``processes`` are the whole fleet.
+
+    ``states`` are of the channels to engines, for each model that there is.
+    """
 
     def __init__(
         self,
         processes: Callable[[], Awaitable[list[Process]]],
-        states: Callable[[], Mapping[str, str]],
+        states: Callable[[], Mapping[str, Mapping[str, str]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._processes = processes
         self._states = states
         self._clock = clock
-        self._moments: deque[Moment] = deque()
-        self._history: deque[dict[str, float | None]] = deque(maxlen=HISTORY)
+        self._moments: deque[tuple[float, dict[str, Moment]]] = deque()  # when, and what each model had
+        self._history: dict[str, deque[dict[str, float | None]]] = {}
         self._last = b""
         self._news: asyncio.Future[None] | None = None  # done at the next event
         self._task: asyncio.Task[None] | None = None
@@ -58,7 +62,9 @@ class LiveFeed:
             if self._task is None or self._task.done():
                 self._news = asyncio.get_running_loop().create_future()
                 self._task = start_task("live page", self._run(), lambda _: None)
-            yield b"retry: 500\n\n" + _event("history", list(self._history))
+            yield b"retry: 500\n\n" + _event(
+                "history", {model: list(points) for model, points in self._history.items()}
+            )
             until, sent = self._clock() + STREAM_S, b""
             while self._clock() < until and not self._task.done():
                 if self._last is not sent:
@@ -81,30 +87,39 @@ class LiveFeed:
     async def _look(self) -> float:
         """Make one event; returns for how many seconds it kept the loop."""
         processes = await self._processes()
-        moment = Moment.of(self._clock(), processes)
-        self._moments.append(moment)
-        while len(self._moments) > 2 and self._moments[1].at <= moment.at - OVER_S:
+        at, states = self._clock(), self._states()
+        now = {
+            model: Moment.of(at, (process for process in processes if process.model == model))
+            for model in states
+        }
+        self._moments.append((at, now))
+        while len(self._moments) > 2 and self._moments[1][0] <= at - OVER_S:
             self._moments.popleft()
-        shown = view(self._moments[0], moment, self._states())
-        shown["at"] = round(time.time(), 1)
-        fleet, scaling, latency = shown["fleet"], shown["scaling"], shown["latency"]
-        self._history.append(
-            {
-                "at": shown["at"],
-                "pool": fleet["pool"],
-                "demand": fleet["demand"],
-                "tokens_s": fleet["tokens_s"],
-                "replicas": len(shown["replicas"]),
-                "target": None if scaling is None else scaling["target"],
-                "first_token": latency["first_token"]["p95"],
-                "inter_token": latency["inter_token"]["p95"],
-            }
-        )
+        _, before = self._moments[0]
+        models = {model: view(before[model], moment, states[model]) for model, moment in now.items()}
+        shown: dict[str, Any] = {"at": round(time.time(), 1), "models": models}
+        for model, of_model in models.items():
+            points = self._history.setdefault(model, deque(maxlen=HISTORY))
+            points.append({"at": shown["at"], **_point(of_model)})
         self._last = _event("fleet", shown)
         if self._news is not None:
             self._news.set_result(None)
         self._news = asyncio.get_running_loop().create_future()
-        return self._clock() - moment.at
+        return self._clock() - at
+
+
+def _point(shown: Mapping[str, Any]) -> dict[str, float | None]:
+    """What the page draws over time."""
+    fleet, scaling, latency = shown["fleet"], shown["scaling"], shown["latency"]
+    return {
+        "pool": fleet["pool"],
+        "demand": fleet["demand"],
+        "tokens_s": fleet["tokens_s"],
+        "replicas": len(shown["replicas"]),
+        "target": None if scaling is None else scaling["target"],
+        "first_token": latency["first_token"]["p95"],
+        "inter_token": latency["inter_token"]["p95"],
+    }
 
 
 def _event(name: str, data: object) -> bytes:

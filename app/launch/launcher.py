@@ -13,7 +13,7 @@ from app.launch import model_store, serving
 from app.launch.access import check_access
 from app.launch.instance import Instance
 from app.launch.local_server import LocalServer
-from app.launch.preflight import check_memory, check_port
+from app.launch.preflight import check_models, check_port, naming
 from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
@@ -39,14 +39,22 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
     args |= check_access(options)
     keys_required = KeyFile(options.ingress.api_keys_file).required
     check_port(host, port)
-    fit = check_memory(options, model_store.resolve(options.service.model))
-    if fit.pool is not None:
-        for line in shared_cores(options.scaling, usable_cores()):
+    models = config.served_models(options)
+    if options.service.models is not None:
+        args["models"] = options.service.models
+    folders = []
+    for model in models:
+        with naming(model):
+            folders.append(model_store.resolve(model.options.service.model))
+    fits = check_models(models, folders)
+    if any(fit.pool is not None for fit in fits):
+        on_cpu = [model for model, fit in zip(models, fits, strict=True) if fit.pool is not None]
+        for line in shared_cores(on_cpu, usable_cores()):
             say(line)
     stop = threading.Event()
-    initial = options.scaling.initial_replicas
+    initial = sum(model.options.scaling.initial_replicas for model in models)
     replicas = "1 engine replica" if initial == 1 else f"{initial} engine replicas"
-    say(f"starting Ray and {replicas} with {options.service.model_name} ...")
+    say(f"starting Ray and {replicas} with {', '.join(model.name for model in models)} ...")
     instance = Instance(options.ingress.instance)
     server = LocalServer(options.launch, instance)
     failed = False
@@ -55,9 +63,9 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         # would wait a minute for the ones that it ended.
         server.start()
         _on_interrupt(stop)
-        server.deploy(args, options, stop, say)
+        server.deploy(args, models, stop, say)
         if not stop.is_set():
-            announce(server.url, server.proxy(), server.dashboard, options, fit, keys_required, say)
+            announce(server.url, server.proxy(), server.dashboard, options, fits, keys_required, say)
             say(f"  Ray's logs, until it stops: {instance.ray_folder}")
             say("  stop with Ctrl-C")
         watch = ReplicaWatch(initial, say)

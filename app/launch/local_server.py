@@ -12,18 +12,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from app.config import ENV_PREFIX, AppConfig, LaunchOptions
+from app.config import ENGINES, ENV_PREFIX, LaunchOptions, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
 from app.launch.terminal import Progress, Say
-from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,14 +90,16 @@ class LocalServer:
         except (RayError, RayServeException, RuntimeError, OSError) as error:
             raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
 
-    def deploy(self, args: Mapping[str, Any], options: AppConfig, stop: threading.Event, say: Say) -> None:
+    def deploy(
+        self, args: Mapping[str, Any], models: Sequence[ServedModel], stop: threading.Event, say: Say
+    ) -> None:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
 
-        The application is built with ``args``, from which ``options`` were loaded, and the instance's name.
-        ``say`` reports progress.
+        The application is built with ``args``, from which ``models`` were made, and the instance's name.
+        ``say`` reports progress. Of several models those that cannot start are named, and the others serve.
 
         Raises:
-            ConfigError: the application cannot start; the message says why.
+            ConfigError: the application, or every model, cannot start; the message says why.
         """
         from ray import serve
         from ray.serve.context import _get_global_client
@@ -107,23 +108,34 @@ class LocalServer:
         from app.launch import placement
 
         nodes = placement.cluster_nodes()
-        placement.check_gpus(options, nodes)
-        placement.check_cpus(options, nodes)
+        placement.check_gpus(models, nodes)
+        placement.check_cpus(models, nodes)
         quire = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
+        if "models" in args:
+            quire.pop(f"{ENV_PREFIX}MODELS", None)  # the path of a file, which has been read
         document = serving.deploy_config({**args, "instance": self._instance.name}, self._launch)
         document["controller_options"]["runtime_env"]["env_vars"] = self._environment()
         if quire:
             document["applications"][0]["runtime_env"] = {"env_vars": quire}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
-        progress = Progress(options.scaling.initial_replicas, say)
+        progress = Progress(sum(model.options.scaling.initial_replicas for model in models), say)
         deadline = time.monotonic() + START_TIMEOUT_S
+        waiting = list(models)
         while not stop.wait(0.2):
             application = serve.status().applications.get(serving.APP_NAME)
             status = str(application.status) if application is not None else ""
             if status.endswith("DEPLOY_FAILED"):
-                raise ConfigError(_cause(application))
-            if status.endswith("RUNNING") and serves(self._health(), _counted(application)):
-                return
+                failed = [model for model in waiting if _failed(application, model.deployment)]
+                waiting = [model for model in waiting if model not in failed]
+                if not waiting or not (failed or len(waiting) < len(models)):
+                    raise ConfigError(f"the application cannot start: {_cause(application)}")
+                for model in failed:
+                    cause = _cause(application, model.deployment)
+                    say(f"warning: {model.name} cannot start, the others can: {cause}")
+            if status.endswith(("RUNNING", "DEPLOY_FAILED")):
+                health = self._health()
+                if all(_serves(model, health, application) for model in waiting):
+                    return
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
             progress.update(_counted(application, "RUNNING"), time.monotonic())
@@ -191,7 +203,7 @@ def _unverified() -> ssl.SSLContext:
 
 
 def serves(health: Mapping[str, Any], replicas: int) -> bool:
-    """Whether the application accepts requests, by ``/health`` and Serve's number of engine replicas.
+    """Whether a model accepts requests, by ``/health`` and Serve's number of its engine replicas.
 
     With ``min_replicas=0`` and a short ``scale_down_after_s`` the last replica may stop before it is seen
     routable: asleep counts as started.
@@ -199,11 +211,27 @@ def serves(health: Mapping[str, Any], replicas: int) -> bool:
     return health.get("routable", 0) > 0 or (health.get("asleep", False) and not replicas)
 
 
-def _counted(application: Any, *states: str) -> int:
-    """Number of engine replicas in one of ``states``, or in any state."""
-    engine = application.deployments.get(DEPLOYMENT) if application is not None else None
-    found = engine.replica_states.items() if engine else ()
-    return sum(count for state, count in found if not states or state in states)
+def _serves(model: ServedModel, health: Mapping[str, Any], application: Any) -> bool:
+    own = health.get("models", {}).get(model.name, {}) if model.one_of_several else health
+    return serves(own, _counted(application, deployment=model.deployment))
+
+
+def _failed(application: Any, deployment: str) -> bool:
+    """Whether Serve has given up to start a deployment."""
+    found = application.deployments.get(deployment)
+    return found is not None and str(found.status).endswith(("DEPLOY_FAILED", "UNHEALTHY"))
+
+
+def _counted(application: Any, *states: str, deployment: str | None = None) -> int:
+    """Number of engine replicas in one of ``states``, or in any state; of one deployment, or of all."""
+    deployments = application.deployments if application is not None else {}
+    return sum(
+        count
+        for name, status in deployments.items()
+        for state, count in status.replica_states.items()
+        if (name.partition("-")[0] == ENGINES if deployment is None else name == deployment)
+        and (not states or state in states)
+    )
 
 
 def _last_line(error: BaseException) -> str:
@@ -211,9 +239,11 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-def _cause(application: Any) -> str:
-    """The last line about a deployment's failure, preferably one with an error."""
-    messages = [deployment.message for deployment in application.deployments.values()] + [application.message]
-    lines = [line.strip() for message in messages if message for line in message.splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line] or lines or ["unknown cause"]
-    return f"the application cannot start: {telling[-1]}"
+def _cause(application: Any, deployment: str | None = None) -> str:
+    """The last line about the failure of a deployment, or of any; preferably one with an error."""
+    named = [found for name, found in application.deployments.items() if deployment in (None, name)]
+    messages = [found.message for found in named] + [application.message]
+    lines: list[str] = []
+    for message in messages:
+        lines += [line.strip() for line in (message or "").splitlines() if line.strip()]
+    return ([line for line in lines if "Error" in line] or lines or ["unknown cause"])[-1]

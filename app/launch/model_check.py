@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import psutil
 import ray
@@ -13,9 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
-from app.config import AppConfig
+from app.config import AppConfig, ServedModel
 from app.launch import model_store, placement
-from app.launch.preflight import check_memory
+from app.launch.preflight import Need, check_memory, engine_bytes, naming
 from engine.errors import ConfigError
 from engine.models.config import read_model_config
 
@@ -25,6 +26,10 @@ LIMIT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
+Others: TypeAlias = Sequence[tuple[AppConfig, int]]
+"""Options of other models with the number of their engines on the same node."""
+
+
 class Finding(NamedTuple):
     """What one node says: the ``error``, if any, and whether one engine more than asked for fits, too."""
 
@@ -32,33 +37,43 @@ class Finding(NamedTuple):
     room: bool = True
 
 
-def check_model(options: AppConfig) -> bool:
-    """Check the model on each node that can hold an engine; without a cluster, here.
+def check_models(models: Sequence[ServedModel]) -> bool:
+    """Check each model on each node that can hold an engine of it; without a cluster, here.
 
-    Returns whether every node has the memory for one engine more, as while a deploy replaces one.
+    Returns whether every node has the memory for one engine more of any, as while a deploy replaces one.
 
     Raises:
-        ConfigError: one line, with the node where that matters.
+        ConfigError: one line, with the model and the node where that matters.
     """
+    nodes = placement.cluster_nodes()
+    on_a_node = [(model.options, placement.replicas_on_a_node(model.options, nodes)) for model in models]
+    room = True
+    for index, model in enumerate(models):
+        with naming(model):
+            others = [*on_a_node[:index], *on_a_node[index + 1 :]]
+            room = _check_model(model.options, on_a_node[index][1], others) and room
+    return room
+
+
+def _check_model(options: AppConfig, sharers: int, others: Others) -> bool:
     nodes = placement.engine_nodes(options)
-    sharers = placement.replicas_on_a_node(options, placement.cluster_nodes())
     here = ray.get_runtime_context().get_node_id() if nodes else ""
     room = True
     if not nodes or here in nodes:
-        finding = look_at_model(options, sharers)
+        finding = look_at_model(options, sharers, others)
         if finding.error:
             raise ConfigError(finding.error)
         room = finding.room
-    others = {node: address for node, address in nodes.items() if node != here}
-    for address, finding in _ask(others, options, sharers).items():
+    elsewhere = {node: address for node, address in nodes.items() if node != here}
+    for address, finding in _ask(elsewhere, options, sharers, others).items():
         if finding.error:
             raise ConfigError(f"on node {address}: {finding.error}")
         room = room and finding.room
     return room
 
 
-def look_at_model(options: AppConfig, sharers: int) -> Finding:
-    """What this node says of the model, for ``sharers`` engines on it.
+def look_at_model(options: AppConfig, sharers: int, others: Others = ()) -> Finding:
+    """What this node says of the model, for ``sharers`` engines on it beside ``others``.
 
     Of a model that is yet to be fetched, weights and memory are not known. Memory counts whole, since engines
     of the version before hold some.
@@ -70,24 +85,41 @@ def look_at_model(options: AppConfig, sharers: int) -> Finding:
             return Finding()
         read_model_config(folder)
         PromptTokenizer(TokenizerParts.read(folder))
-        if not any(folder.glob("*.safetensors")) and not Path(name).expanduser().is_dir():
+        if not _has_weights(name, folder):
             return Finding()
-        check_memory(options, folder, psutil.virtual_memory().total, sharers)
+        needs = [_need(*other) for other in others]
+        check_memory(options, folder, psutil.virtual_memory().total, sharers, needs)
     except ConfigError as error:
         return Finding(str(error))
     try:
-        check_memory(options, folder, psutil.virtual_memory().total, sharers + 1)
+        check_memory(options, folder, psutil.virtual_memory().total, sharers + 1, needs)
     except ConfigError:
         return Finding(room=False)
     return Finding()
 
 
-def _ask(nodes: dict[str, str], options: AppConfig, sharers: int) -> dict[str, Finding]:
+def _has_weights(name: str, folder: Path) -> bool:
+    """Whether they are here, or must be: only those of a Hub model are fetched later."""
+    return any(folder.glob("*.safetensors")) or Path(name).expanduser().is_dir()
+
+
+def _need(options: AppConfig, replicas: int) -> Need:
+    """Of engines of another model, as far as it is known here; what is wrong with it, its own check says."""
+    name = options.service.model
+    try:
+        folder = model_store.look_up(name)
+        known = folder is not None and _has_weights(name, folder)
+        return Need(replicas, replicas * engine_bytes(options, folder) if known and folder else 0)
+    except ConfigError:
+        return Need(replicas)
+
+
+def _ask(nodes: dict[str, str], options: AppConfig, sharers: int, others: Others) -> dict[str, Finding]:
     """The finding of each node that answers, by address."""
     look = ray.remote(num_cpus=0, max_retries=0)(look_at_model)
     asked = {
         look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            options, sharers
+            options, sharers, others
         ): address
         for node, address in nodes.items()
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from app.config import MAX_REPLICAS, AppConfig
+from app.config import MAX_REPLICAS, AppConfig, ServedModel
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,10 @@ _HEAD = "node:__internal_head__"
 
 MAX_SURGE_PERCENT = 20
 """As many as Serve replaces at a time."""
+
+ANY_CPU = 0.001
+"""What an engine of one of several models asks for: a node that has CPUs. A share of them would change with the
+number of models, and Serve restarts a replica that asks for anything else."""
 
 
 def cluster_nodes() -> list[dict[str, float]]:
@@ -40,8 +44,15 @@ def wants_gpu(options: AppConfig, nodes: Sequence[Resources]) -> bool:
     return options.engine.device.startswith("cuda")
 
 
+def engines_on_a_node(model: ServedModel, nodes: Sequence[Resources]) -> int:
+    """Maximum number of engine replicas on a node with one of ``model``, if each model's are spread evenly."""
+    spread = max(len(_usable(model.options, nodes)), 1)
+    others = sum(math.ceil(most / spread) for most in model.neighbors)
+    return replicas_on_a_node(model.options, nodes) + others
+
+
 def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
-    """Maximum number of engine replicas on one node, if they are spread evenly."""
+    """Maximum number of a model's engine replicas on one node, if they are spread evenly."""
     usable = _usable(options, nodes)
     share = math.ceil(options.scaling.upper_limit / max(len(usable), 1))
     if usable and wants_gpu(options, nodes):
@@ -50,14 +61,17 @@ def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
     return share
 
 
-def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, Any]:
+def actor_options(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, Any]:
     """What one engine replica asks of Ray.
 
     By default each actor asks for one CPU, so an ingress and two engines never start on two cores. Ours ask for
     their share of the smallest node: with the ingress at 0 they always fit. On the only node they leave room
-    for one more, so that a deploy can start a new replica before it stops an old one.
+    for one more, so that a deploy can start a new replica before it stops an old one. See also ``ANY_CPU``.
     """
-    cpus = options.scaling.engine_cpus
+    options = model.options
+    cpus = (
+        ANY_CPU if model.one_of_several and options.scaling.engine_cpus is None else options.scaling.engine_cpus
+    )
     if cpus is None:
         usable, replicas = _usable(options, nodes), replicas_on_a_node(options, nodes)
         only = usable[0] if len(usable) == 1 else None
@@ -69,27 +83,31 @@ def actor_options(options: AppConfig, nodes: Sequence[Resources]) -> dict[str, A
     return {"num_cpus": cpus, **({"num_gpus": 1} if wants_gpu(options, nodes) else {})}
 
 
-def threads_of_an_engine(options: AppConfig, nodes: Sequence[Resources]) -> int:
+def threads_of_an_engine(model: ServedModel, nodes: Sequence[Resources]) -> int:
     """CPU threads of one engine: by option, else its share of the smallest node's cores, at least 1."""
-    scaling = options.scaling
+    scaling = model.options.scaling
     if scaling.threads is not None:
         return scaling.threads
     share = scaling.engine_cpus
     if share is None:
-        share = _cores(options, nodes) / replicas_on_a_node(options, nodes)
+        share = _cores(model.options, nodes) / engines_on_a_node(model, nodes)
     return max(1, int(share))
 
 
-def surge_percent(options: AppConfig, nodes: Sequence[Resources]) -> int:
+def surge_percents(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> list[int]:
     """Engine replicas that a deploy may start before it stops old ones, in percent of all; 0: there is no room.
 
     Without room Serve stops first, a fifth of the replicas at a time.
     """
-    spare = _room(options, nodes) - options.scaling.upper_limit
-    return min(max(100 * spare // options.scaling.upper_limit, 1), MAX_SURGE_PERCENT) if spare > 0 else 0
+    percents = []
+    for model in models:
+        most = model.options.scaling.upper_limit
+        spare = _room(model, models, nodes) - most
+        percents.append(min(max(100 * spare // most, 1), MAX_SURGE_PERCENT) if spare > 0 else 0)
+    return percents
 
 
-def check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
+def check_gpus(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> None:
     """Check that there is a GPU for each engine replica that needs one; without ``nodes`` nothing is checked.
 
     A lack of GPUs beyond the initial replicas is only logged: Ray's autoscaler may add nodes by then.
@@ -97,6 +115,34 @@ def check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     Raises:
         ConfigError: there are fewer GPUs than initial replicas.
     """
+    on_gpus = [model for model in models if wants_gpu(model.options, nodes)]
+    if len(on_gpus) > 1:
+        _check_gpus_of_several(on_gpus, nodes)
+    elif on_gpus:
+        _check_gpus(on_gpus[0].options, nodes)
+
+
+def _check_gpus_of_several(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> None:
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    first = {model.name: model.options.scaling.initial_replicas for model in models}
+    most = sum(model.options.scaling.upper_limit for model in models)
+    each = " + ".join(f"{number} of {name}" for name, number in first.items())
+    if nodes and gpus < sum(first.values()):
+        raise ConfigError(
+            f"each engine replica takes one GPU and the models begin with {each}, but the cluster has {gpus}; "
+            "lower engine_replicas or min_replicas of some, set device to cpu for some, or let more nodes with "
+            "GPUs join first"
+        )
+    if nodes and gpus < most:
+        logger.warning(
+            "the models may have %d engine replicas with one GPU each, but the cluster has %d: more start only "
+            "once other nodes have joined, or other models have stopped theirs",
+            most,
+            gpus,
+        )
+
+
+def _check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     scaling = options.scaling
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if not nodes or not wants_gpu(options, nodes) or gpus >= scaling.upper_limit:
@@ -118,19 +164,26 @@ def check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     raise ConfigError(f"{number} and {lack}; {fix}, or let more nodes with GPUs join first")
 
 
-def check_cpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
+def check_cpus(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> None:
     """Check that ``nodes`` have the CPUs that the engine replicas ask for, at their maximum number.
 
     Raises:
         ConfigError: some replica would never start.
     """
-    scaling = options.scaling
-    each = actor_options(options, nodes)["num_cpus"]
-    room = _room(options, nodes)
-    if each and room < scaling.upper_limit:
+    for model in models:
+        scaling = model.options.scaling
+        each = actor_options(model, nodes)["num_cpus"]
+        room = _room(model, models, nodes)
+        if not each or room >= scaling.upper_limit:
+            continue
+        if not model.one_of_several:
+            raise ConfigError(
+                f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
+                f"lower {scaling.limiting_option} or engine_cpus"
+            )
         raise ConfigError(
-            f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
-            f"lower {scaling.limiting_option} or engine_cpus"
+            f"models: {model.name}: beside the other models there are CPUs for {room} of {scaling.upper_limit} "
+            f"engine replicas with {each:g} CPUs each; lower {scaling.limiting_option} or engine_cpus of some"
         )
 
 
@@ -146,15 +199,28 @@ def _cores(options: AppConfig, nodes: Sequence[Resources]) -> float:
     return min((node["CPU"] for node in _usable(options, nodes)), default=float(os.cpu_count() or 1))
 
 
-def _room(options: AppConfig, nodes: Sequence[Resources]) -> int:
-    """Engine replicas that ``nodes`` can hold at once."""
-    each = actor_options(options, nodes)["num_cpus"]
-    gpu = wants_gpu(options, nodes)
-    room = 0
-    for node in _usable(options, nodes):
-        fit = [math.floor(node["CPU"] / each + 1e-9)] if each else [MAX_REPLICAS]
-        room += min([*fit, int(node["GPU"])] if gpu else fit)
-    return room
+def _room(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]) -> int:
+    """Replicas of ``model`` that ``nodes`` can hold at once, beside those of the others among ``models``."""
+    free = [dict(node) for node in nodes]
+    for other in models:
+        if other.name != model.name:
+            _place(other, nodes, free, other.options.scaling.upper_limit)
+    return _place(model, nodes, free, MAX_REPLICAS)
+
+
+def _place(model: ServedModel, nodes: Sequence[Resources], free: list[dict[str, float]], most: int) -> int:
+    """Take what up to ``most`` replicas of a model ask for from what is ``free``; returns how many fit."""
+    each = actor_options(model, nodes)
+    asked = {"CPU": each["num_cpus"], "GPU": each.get("num_gpus", 0)}
+    placed = 0
+    for node, left in zip(nodes, free, strict=True):
+        if node in _usable(model.options, nodes):
+            fit = [math.floor(left[name] / amount + 1e-9) for name, amount in asked.items() if amount]
+            number = min([*fit, most - placed])
+            placed += number
+            for name, amount in asked.items():
+                left[name] = left.get(name, 0.0) - number * amount
+    return placed
 
 
 def _usable(options: AppConfig, nodes: Sequence[Resources]) -> list[Resources]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from app.config import AppConfig, ScalingOptions
+from app.config import AppConfig, ScalingOptions, ServedModel, served_models
 from app.launch.preflight import Fit
 
 PROGRESS_EVERY_S = 5.0
@@ -65,13 +65,15 @@ def replicas_line(options: ScalingOptions) -> str:
     )
 
 
-def shared_cores(options: ScalingOptions, cores: int) -> list[str]:
+def shared_cores(models: Sequence[ServedModel], cores: int) -> list[str]:
     """A warning where engine replicas without GPUs outnumber the ``cores`` of this machine."""
-    most = options.upper_limit
+    most = sum(model.options.scaling.upper_limit for model in models)
     if most <= cores:
         return []
     share = f"{cores} cores" if cores > 1 else "1 core"
-    cure = "max_replicas or raise tpot_target_s" if options.scales else options.limiting_option
+    scales = any(model.options.scaling.scales for model in models)
+    options = " or ".join(dict.fromkeys(model.options.scaling.limiting_option for model in models))
+    cure = f"{options} or raise tpot_target_s" if scales else options
     return [
         f"warning: {most} engine replicas would share {share}: more than {cores} do not shorten a step; "
         f"lower {cure}"
@@ -79,27 +81,36 @@ def shared_cores(options: ScalingOptions, cores: int) -> list[str]:
 
 
 def announce(
-    url: str, proxy: str, dashboard: str, options: AppConfig, fit: Fit, keys_required: bool, say: Say
+    url: str,
+    proxy: str,
+    dashboard: str,
+    options: AppConfig,
+    fits: Sequence[Fit],
+    keys_required: bool,
+    say: Say,
 ) -> None:
-    """Say where the server answers, with what, and how to try it.
+    """Say where the server answers, with what, and how to try it; ``fits`` has that of each model.
 
     ``dashboard`` is the address of Ray's; empty without one.
     """
-    name = options.service.model_name
-    say(f"Quire serves {name} at {url}/v1 through {proxy}")
+    from app.launch import placement  # here, so that the launcher refuses a wrong option before Ray is loaded
+
+    models, nodes = served_models(options), placement.cluster_nodes()
+    name = models[0].name
+    say(f"Quire serves {', '.join(model.name for model in models)} at {url}/v1 through {proxy}")
     ingresses = options.ingress.ingress_replicas
-    say(f"  engine replicas {replicas_line(options.scaling)}, ingress replicas {ingresses}")
-    pool = fit.pool
-    if pool is None:
-        say(f"  weights and KV in {fit.dtype}")
-    else:  # what the weights are in, each engine logs: `weights=auto` depends on them
-        blocks = f"{pool.num_blocks:,} blocks"
-        say(f"  KV in {fit.dtype}, about {pool.tokens:,} tokens ({blocks}) in each replica")
-        if pool.tokens < fit.context_length:
-            say(
-                f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the "
-                f"context length of {fit.context_length:,}; raise kv_memory"
-            )
+    if models[0].one_of_several:
+        for model, fit in zip(models, fits, strict=True):
+            threads = placement.threads_of_an_engine(model, nodes)
+            share = f"{threads} CPU threads" if threads > 1 else "1 CPU thread"
+            say(f"  {model.name}: engine replicas {replicas_line(model.options.scaling)}, each with {share}")
+            for line in fit_lines(fit):
+                say(f"  {line}")
+        say(f"  ingress replicas {ingresses}")
+    else:
+        say(f"  engine replicas {replicas_line(options.scaling)}, ingress replicas {ingresses}")
+        for line in fit_lines(fits[0]):
+            say(line)
     say(f"  in a browser: {url}/ to chat, {url}/dashboard for the fleet, {url}/docs for the API")
     if dashboard:
         say(f"  Ray's dashboard http://{dashboard}")
@@ -110,3 +121,19 @@ def announce(
         '[{"role": "system", "content": "You are a helpful assistant."}, '
         '{"role": "user", "content": "What is the capital of France?"}]}\''
     )
+
+
+def fit_lines(fit: Fit) -> list[str]:
+    """What one engine replica holds."""
+    pool = fit.pool
+    if pool is None:
+        return [f"  weights and KV in {fit.dtype}"]
+    # What the weights are in, each engine logs: `weights=auto` depends on them.
+    blocks = f"{pool.num_blocks:,} blocks"
+    lines = [f"  KV in {fit.dtype}, about {pool.tokens:,} tokens ({blocks}) in each replica"]
+    if pool.tokens < fit.context_length:
+        lines.append(
+            f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the "
+            f"context length of {fit.context_length:,}; raise kv_memory"
+        )
+    return lines

@@ -20,50 +20,55 @@ OF_KEYS = tuple(metric for metric in TABLE if metric.labels == ("key",))
 """The metrics that tell what each API key has used."""
 
 
-def render(model: str, processes: Sequence[Process]) -> bytes:
+def render(processes: Sequence[Process]) -> bytes:
     """All figures but those of keys, each with the labels ``model_name`` and ``replica``."""
-    named = _named(model, processes)
-    whole = _label("model_name", model)
+    named = _named(processes)
     lines: list[str] = []
     for metric in TABLE:
         if metric in OF_KEYS:
             continue
         scaling = metric.source is Source.SCALING
         lines += _head(metric.full_name, metric.kind, metric.meaning)
-        for prefix, process in named:
+        for model, replica, process in named:
             found = process.samples.get(metric.name)
             if found:
-                labels = whole if scaling else prefix
+                labels = model if scaling else f"{model},{replica}"
                 lines += _samples(
                     metric.full_name, metric.kind, metric.bounds, labels, metric.labels, found.items()
                 )
     for alias in ALIASES:
         metric, name = METRICS[alias.of], f"vllm:{alias.name}"
         lines += _head(name, alias.kind, f"{metric.full_name} by another name.")
-        for prefix, process in named:
+        for model, replica, process in named:
             lines += _samples(
-                name, alias.kind, metric.bounds, prefix, alias.labels, alias.samples(process.samples)
+                name,
+                alias.kind,
+                metric.bounds,
+                f"{model},{replica}",
+                alias.labels,
+                alias.samples(process.samples),
             )
     return ("\n".join(lines) + "\n").encode()
 
 
-def render_keys(model: str, processes: Sequence[Process], key: str | None) -> bytes:
+def render_keys(processes: Sequence[Process], key: str | None) -> bytes:
     """The figures of one ``key``, or of all, with the same labels."""
     lines: list[str] = []
     for metric in OF_KEYS:
         lines += _head(metric.full_name, metric.kind, metric.meaning)
-        for prefix, process in _named(model, processes):
+        for model, replica, process in _named(processes):
             found = process.samples.get(metric.name, {})
             if key is not None:
                 found = {(key,): found[key,]} if (key,) in found else {}
+            prefix = f"{model},{replica}"
             lines += _samples(metric.full_name, metric.kind, (), prefix, metric.labels, found.items())
     return ("\n".join(lines) + "\n").encode()
 
 
-def _named(model: str, processes: Sequence[Process]) -> list[tuple[str, Process]]:
-    """Each process with the labels that all its figures have."""
+def _named(processes: Sequence[Process]) -> list[tuple[str, str, Process]]:
+    """Each process with the labels that its figures have: of the model and of the replica."""
     return [
-        (_label("model_name", model) + "," + _label("replica", process.name), process) for process in processes
+        (_label("model_name", process.model), _label("replica", process.name), process) for process in processes
     ]
 
 

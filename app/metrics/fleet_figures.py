@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from app.metrics.exposition import render, render_keys
 from app.metrics.samples import Process, Samples, unpack
@@ -13,7 +14,8 @@ KEPT_S = 1.0
 """An answer is given again for this long, so that frequent scrapes cost no more than one a second."""
 
 
-async def _none() -> list[Process]:
+async def nobody() -> list[Process]:
+    """There are no other ingresses."""
     return []
 
 
@@ -21,29 +23,34 @@ async def _no_scaling() -> Samples:
     return {}
 
 
+class ModelFigures(NamedTuple):
+    """Where the figures of one model come from, at one ingress.
+
+    ``own`` are this ingress's. ``engines`` has the last figures of each replica, which come over its channel:
+    each engine sends all ingresses the same. ``scaling`` asks for the policy's.
+    """
+
+    model: str
+    own: Callable[[], Process]
+    engines: Callable[[], Mapping[str, Sequence[float]]] = dict
+    scaling: Callable[[], Awaitable[Samples]] = _no_scaling
+
+
 class FleetFigures:
     """Belongs to one ingress; any of them gives the same answer.
 
-    ``own`` are this ingress's figures. ``engines`` has the last figures of each replica, which come over its
-    channel: each engine sends all ingresses the same. ``others`` asks the other ingresses for theirs, and
-    ``scaling`` for the policy's. Each process appears once, under its own name, so sums over the label
-    ``replica`` count nothing twice.
+    ``others`` asks the other ingresses for theirs. Each process appears once for a model, under its own name,
+    so sums over the label ``replica`` count nothing twice.
     """
 
     def __init__(
         self,
-        model: str,
-        own: Callable[[], Process],
-        engines: Callable[[], Mapping[str, Sequence[float]]] = dict,
-        others: Callable[[], Awaitable[list[Process]]] = _none,
-        scaling: Callable[[], Awaitable[Samples]] = _no_scaling,
+        models: Sequence[ModelFigures],
+        others: Callable[[], Awaitable[list[Process]]] = nobody,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = model
-        self._own = own
-        self._engines = engines
+        self._models = models
         self._others = others
-        self._scaling = scaling
         self._clock = clock
         self._lock = asyncio.Lock()
         self._seen: list[Process] = []
@@ -53,11 +60,19 @@ class FleetFigures:
 
     async def processes(self) -> list[Process]:
         """Every process of the fleet, this one first."""
-        others, scaling = await asyncio.gather(self._others(), self._scaling())
-        own = self._own()
-        engines = await asyncio.to_thread(_unpacked, dict(self._engines()))
-        siblings = [process for process in others if process.name != own.name]
-        return [own, *siblings, *engines, *([Process("", scaling)] if scaling else [])]
+        models = tuple(self._models)
+        others, scaling = await asyncio.gather(
+            self._others(), asyncio.gather(*(model.scaling() for model in models))
+        )
+        own = [model.own() for model in models]
+        packed = {model.model: dict(model.engines()) for model in models}
+        engines = await asyncio.to_thread(_unpacked, packed)
+        names = {process.name for process in own}
+        siblings = [process for process in others if process.name not in names]
+        decisions = [
+            Process("", found, model.model) for model, found in zip(models, scaling, strict=True) if found
+        ]
+        return [*own, *siblings, *engines, *decisions]
 
     async def text(self, key: str | None = None) -> bytes:
         """In Prometheus's format; of what is counted by API key, that of ``key`` alone, or without it, all.
@@ -67,16 +82,20 @@ class FleetFigures:
         async with self._lock:
             if self._clock() - self._text_at >= KEPT_S:
                 self._seen = await self.processes()
-                self._text = await asyncio.to_thread(render, self._model, self._seen)
+                self._text = await asyncio.to_thread(render, self._seen)
                 self._of_keys.clear()
                 self._text_at = self._clock()
             found = self._of_keys.get(key)
             if found is None:
-                found = await asyncio.to_thread(render_keys, self._model, self._seen, key)
+                found = await asyncio.to_thread(render_keys, self._seen, key)
                 self._of_keys[key] = found
             return self._text + found
 
 
-def _unpacked(engines: Mapping[str, Sequence[float]]) -> list[Process]:
+def _unpacked(engines: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Process]:
     """0.1 ms each."""
-    return [Process(name, unpack(numbers)) for name, numbers in engines.items()]
+    return [
+        Process(name, unpack(numbers), model)
+        for model, replicas in engines.items()
+        for name, numbers in replicas.items()
+    ]

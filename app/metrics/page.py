@@ -24,7 +24,8 @@ Two endpoints serve the same figures in Prometheus's text format:
   ```
 
   Every figure has the label `model_name`, and `replica` with the Serve replica that counted it, ingress or
-  engine. Each replica appears once, so `sum` without `by (replica)` counts nothing twice. An engine sends its
+  engine. Each replica appears once, so `sum` without `by (replica)` counts nothing twice; an ingress of several
+  models counts for each, and a refusal before the model was known for the first. An engine sends its
   figures to each ingress once a second, with its tokens; the ingress that is asked asks the others. One that
   does not answer within 2 s is left out of that scrape. Answers are repeated for 1 s.
 - **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
@@ -32,9 +33,10 @@ Two endpoints serve the same figures in Prometheus's text format:
   because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. The names of
   Ray's own Serve LLM board are there, too. See [deployment](deployment.md#monitoring) for how to scrape it.
 
-`GET /dashboard` shows the fleet live, in a browser: each replica's KV blocks, demand against the pools, the
-target and its reason, latency percentiles, and what decided where requests went. It is updated once a second,
-with what came in the last 15 s; an ingress does that work once for all pages, and none without one.
+`GET /dashboard` shows the fleet live, in a browser, of several models one at a time: each replica's KV blocks,
+demand against the pools, the target and its reason, latency percentiles, and what decided where requests went.
+It is updated once a second, with what came in the last 15 s; an ingress does that work once for all pages, and
+none without one.
 
 A counter's name ends with `_total`; a histogram has `_bucket`, `_sum` and `_count`. A replica's figures begin
 at 0 when it starts, and end with it.

@@ -42,34 +42,33 @@ class _Series(NamedTuple):
 class RayExport:
     """Belongs to one process, engine or ingress."""
 
-    def __init__(self, model_name: str, source: Source) -> None:
-        self._tags = {"model_name": model_name}
+    def __init__(self, source: Source) -> None:
         self.faults = FaultCounter("figures could not be passed on to Ray", logger)
         self._source = source
         self._metrics: dict[str, Any] = {}
-        self._last: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._last: dict[tuple[str, ...], float] = {}
 
-    def update(self, samples: Samples) -> None:
-        """Publish a snapshot; counters advance by the difference from the last one. Never raises.
+    def update(self, model: str, samples: Samples) -> None:
+        """Publish a model's snapshot; counters advance by the difference from its last one. Never raises.
 
         About 3 µs a number.
         """
         try:
-            self._update(samples)
+            self._update(model, samples)
         except Exception:  # noqa: BLE001  (Ray raises many kinds; requests go on without its metrics)
             self.faults.add()
 
-    def _update(self, samples: Samples) -> None:
+    def _update(self, model: str, samples: Samples) -> None:
         for series in self._series(samples):
             labels = [_RENAMED.get(label, label) for label in series.labels]
             for key, value in series.values.items():
-                if series.kind is Kind.COUNTER and value == self._last.get((series.name, key), 0.0):
+                if series.kind is Kind.COUNTER and value == self._last.get((series.name, model, *key), 0.0):
                     continue  # of thousands of keys, few have been used since
-                tags = {**self._tags, **dict(zip(labels, key, strict=True))}
+                tags = {"model_name": model, **dict(zip(labels, key, strict=True))}
                 if isinstance(value, HistogramTotals):
                     self._histogram(series, tags, value)
                 elif series.kind is Kind.COUNTER:
-                    self._advance(series, key, tags, value)
+                    self._advance(series, (series.name, model, *key), tags, value)
                 else:
                     self._set(series.name, series.meaning, tags, value)
 
@@ -99,9 +98,9 @@ class RayExport:
             counter = self._metrics[series.name] = metrics.Counter(
                 series.name, description=series.meaning, tag_keys=tuple(tags)
             )
-        more = total - self._last.get((series.name, key), 0.0)
+        more = total - self._last.get(key, 0.0)
         if more > 0:  # Ray refuses 0
-            self._last[series.name, key] = total
+            self._last[key] = total
             counter.inc(more, tags=tags)
 
     def _histogram(self, series: _Series, tags: dict[str, str], totals: HistogramTotals) -> None:

@@ -17,10 +17,14 @@ _OF_ENGINES = tuple(metric for metric in TABLE if metric.source is Source.ENGINE
 
 
 class Process(NamedTuple):
-    """Who counted: its name is empty for what concerns the whole deployment."""
+    """Who counted: its name is empty for what concerns a whole deployment.
+
+    An ingress has one for each ``model``.
+    """
 
     name: str
     samples: Samples
+    model: str
 
 
 def pack(samples: Samples) -> list[float]:

@@ -42,4 +42,10 @@ class Siblings:
         except Exception:  # noqa: BLE001  (Serve raises many kinds; this ingress's own figures remain)
             self.faults.add()
             return []
-        return [answer for answer in answers if isinstance(answer, Process)]
+        return [
+            process
+            for answer in answers
+            if isinstance(answer, list)  # and no error
+            for process in answer
+            if isinstance(process, Process)
+        ]

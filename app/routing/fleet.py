@@ -16,8 +16,6 @@ from app.routing.requirement import Requirement
 from app.routing.timed_set import TimedSet
 from engine.errors import QuireError
 
-DEPLOYMENT = "engine"
-
 
 class ReplicaGoneError(QuireError):
     """A pinned call's replica cannot be reached any more."""
@@ -99,7 +97,7 @@ _fleets: dict[str, Fleet] = {}
 _fleets_lock = threading.Lock()
 
 
-def get_fleet(app_name: str, deployment: str = DEPLOYMENT) -> Fleet:
+def get_fleet(app_name: str, deployment: str = "engine") -> Fleet:
     """The process's only fleet of that deployment."""
     with _fleets_lock:
         return _fleets.setdefault(f"{app_name}#{deployment}", Fleet())

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from app.api.api_server import ApiServer
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
@@ -116,6 +117,7 @@ class LocalServer:
 
     url: str
     client: LocalClient
+    api: ApiServer
     service: OpenAIService
     tokenizer: PromptTokenizer
 
@@ -123,6 +125,7 @@ class LocalServer:
         """Change options of the ingress until the test ends."""
         changed = self.service.options.model_copy(update=options)
         monkeypatch.setattr(self.service, "options", changed)
+        monkeypatch.setattr(self.api, "options", changed)
 
 
 @contextmanager
@@ -130,9 +133,12 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
     """Serve ``folder`` on a free port of 127.0.0.1 until the block ends."""
     client = LocalClient(config)
     tokenizer = PromptTokenizer(TokenizerParts.read(folder))
-    how: dict[str, Any] = {"engine_wait_s": 60.0, "instance": "here"}
-    service = OpenAIService(client, tokenizer, model, IngressOptions(), **how)
-    server = uvicorn.Server(uvicorn.Config(make_api(lambda: service), log_level="warning", lifespan="off"))
+    api = ApiServer([model], IngressOptions(), instance="here")
+    service = OpenAIService(
+        client, tokenizer, model, api.options, api.live, api.bodies.in_thread, engine_wait_s=60.0
+    )
+    api.add(service)
+    server = uvicorn.Server(uvicorn.Config(make_api(lambda: api), log_level="warning", lifespan="off"))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -140,7 +146,7 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
     while not server.started:
         time.sleep(0.01)
     try:
-        yield LocalServer(f"http://127.0.0.1:{listener.getsockname()[1]}", client, service, tokenizer)
+        yield LocalServer(f"http://127.0.0.1:{listener.getsockname()[1]}", client, api, service, tokenizer)
     finally:
         server.should_exit = True
         thread.join(10)

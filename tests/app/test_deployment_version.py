@@ -123,3 +123,39 @@ def test_another_class_restarts_the_engines() -> None:
 
 def test_an_ingress_leaves_when_the_next_one_answers() -> None:
     assert as_serve_gets_them()["ingress"].max_surge_percent == 100
+
+
+def restarted(before: dict[str, DeploymentConfig], after: dict[str, DeploymentConfig]) -> set[str]:
+    """Those whose replicas are replaced, or new."""
+    return {one for one in after if one not in before or before[one].version != after[one].version}
+
+
+def test_another_model_restarts_no_engine_of_the_others() -> None:
+    one = as_serve_gets_them(models={"a": {}})
+    two = as_serve_gets_them(models={"a": {}, "b": {"dtype": "float32"}})
+    assert set(two) == {"ingress", "engine-a", "engine-b"}
+    assert restarted(one, two) == {"ingress", "engine-b"}
+    assert restarted(two, one) == {"ingress"}
+
+
+@pytest.mark.parametrize(
+    ("change", "replaced"),
+    [
+        ({"dtype": "float16"}, {"engine-b"}),
+        ({"kv_memory": "1GiB"}, {"engine-b"}),
+        ({"max_replicas": 3}, {"ingress"}),
+        ({"tool_parser": "mistral"}, {"ingress"}),
+        ({"model": "/models/other"}, {"ingress", "engine-b"}),
+    ],
+)
+def test_an_option_of_one_model_restarts_its_engines_only(change: dict[str, Any], replaced: set[str]) -> None:
+    before = as_serve_gets_them(models={"a": {}, "b": {}})
+    after = as_serve_gets_them(models={"a": {}, "b": change})
+    assert restarted(before, after) == replaced
+    assert before["engine-a"] == after["engine-a"]
+
+
+def test_the_order_of_the_models_concerns_the_ingress() -> None:
+    """The first is for requests that name none."""
+    one, other = as_serve_gets_them(models=["a", "b"]), as_serve_gets_them(models=["b", "a"])
+    assert restarted(one, other) == {"ingress"}

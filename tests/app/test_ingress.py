@@ -67,7 +67,7 @@ def test_every_answer_names_its_server(
 
 
 def test_an_internal_error_names_its_server(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service, "models", lambda: 1 / 0)
+    monkeypatch.setattr(server.api, "models", lambda: 1 / 0)
     # On a connection of its own, because the server closes it after such an error.
     response = httpx.get(f"{server.url}/v1/models", timeout=60)
     assert (response.status_code, response.headers["x-quire-instance"]) == (500, "here")

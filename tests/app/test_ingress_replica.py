@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ingress_support import ingress_for, only_model
 from loopback import LoopbackHandle
 
 from app import config
+from app.fleet.generation import UnavailableError
 from app.ingress import IngressReplica
+from engine.errors import ConfigError
+from engine.models.folders import BUNDLED_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch, bundled_model: object) -> None:
-    monkeypatch.setattr("app.ingress.tokenizer_digest", lambda _: "tokenizer")
+    monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")
     monkeypatch.setattr("app.fleet.victim_feed._read_internal_kv", lambda _: None)
 
 
@@ -26,7 +31,7 @@ def with_ingress(
 ) -> None:
     async def run() -> None:
         handle = LoopbackHandle(replicas)
-        ingress = IngressReplica(config.load({"instance": "test", **options}, {}), handle)
+        ingress = ingress_for(config.load({"instance": "test", **options}, {}), handle)
         try:
             await test(ingress, handle)
         finally:
@@ -62,10 +67,113 @@ def test_limits_change_while_it_runs() -> None:
     async def test(ingress: IngressReplica, handle: LoopbackHandle) -> None:
         await ingress.reconfigure({})
         await ingress.reconfigure({"unavailable_after_s": 7, "max_wait_s": 3})
-        assert ingress.service.engine_wait_s == 7.0
-        assert ingress._client._parts.attempts.unavailable_after_s == 7.0
-        assert ingress._client._limits.expected_s == 7.0
-        ingress._overload.update()
-        assert ingress._overload.inspect()["limit_s"] == 63.0  # with the grace for replicas that start
+        only = only_model(ingress)
+        assert only.service.engine_wait_s == 7.0
+        assert only.client._parts.attempts.unavailable_after_s == 7.0
+        assert only.client._limits.expected_s == 7.0
+        only.overload.update()
+        assert only.overload.inspect()["limit_s"] == 63.0  # with the grace for replicas that start
 
     with_ingress(test, 1)
+
+
+def with_two(
+    test: Callable[[IngressReplica, LoopbackHandle, LoopbackHandle], Awaitable[None]], **other: Any
+) -> None:
+    """An ingress for the built-in model and another one with the options ``other``."""
+
+    async def run() -> None:
+        handles = LoopbackHandle(0), LoopbackHandle(0)
+        models = {"small": {"model": BUNDLED_NAME}, "other": {"model": BUNDLED_NAME, **other}}
+        ingress = ingress_for(config.load({"instance": "test", "models": models}, {}), *handles)
+        try:
+            await test(ingress, *handles)
+        finally:
+            await ingress.__del__()
+
+    asyncio.run(run())
+
+
+def test_of_several_models_one_that_can_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines of the other may never start."""
+    monkeypatch.setattr("app.ingress.LATER_S", 0.0)
+
+    async def test(ingress: IngressReplica, small: LoopbackHandle, other: LoopbackHandle) -> None:
+        starting = asyncio.create_task(ingress.reconfigure({}))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not starting.done()
+        other.add()
+        await asyncio.wait_for(starting, 30)
+        states = {service.model: service.state.health()["status"] for service in ingress.server.services}
+        assert states == {"small": "unavailable", "other": "ok"}
+        assert {name: state["replicas"] for name, state in (await ingress.inspect())["models"].items()} == {
+            "small": 0,
+            "other": 1,
+        }
+        assert [(process.name, process.model) for process in await ingress.figures()] == [
+            (ingress._name, "small"),
+            (ingress._name, "other"),
+        ]
+        await ingress.cordon(["replica-0"], 60.0)
+        assert [model.client.status()["cordoned"] for model in ingress._models.values()] == [["replica-0"]] * 2
+
+    with_two(test)
+
+
+def test_a_model_that_sleeps_lets_the_ingress_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.ingress.LATER_S", 0.0)
+
+    async def test(ingress: IngressReplica, small: LoopbackHandle, other: LoopbackHandle) -> None:
+        await asyncio.wait_for(ingress.reconfigure({}), 30)
+
+    with_two(test, max_replicas=2, min_replicas=0)
+
+
+def test_live_options_reach_every_model_unless_it_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(ingress: IngressReplica, small: LoopbackHandle, other: LoopbackHandle) -> None:
+        small.add()
+        other.add()
+        await ingress.reconfigure({"tool_parser": "mistral", "max_live_choices": 7})
+        options = [service.options for service in ingress.server.services]
+        assert [each.tool_parser for each in options] == ["mistral", "pythonic"]
+        assert {each.max_live_choices for each in (*options, ingress.server.options)} == {7}
+
+    with_two(test, tool_parser="pythonic")
+
+
+def test_a_model_that_cannot_be_loaded_takes_no_other_down(
+    monkeypatch: pytest.MonkeyPatch, bundled_model: Path
+) -> None:
+    """It is tried again, since its folder may come."""
+    found: list[Path] = []
+
+    def resolve(model: str) -> Path:
+        if model == "/gone" and not found:
+            raise ConfigError("there is no folder /gone")
+        return bundled_model
+
+    for module in ("app.ingress", "app.ingress_model"):
+        monkeypatch.setattr(f"{module}.resolve", resolve)
+    monkeypatch.setattr("app.ingress.RETRY_S", 0.0)
+
+    async def test(ingress: IngressReplica, small: LoopbackHandle, other: LoopbackHandle) -> None:
+        small.add()
+        other.add()
+        await ingress.reconfigure({})
+        assert ingress.server.choose(None, None).model == "small"
+        with pytest.raises(UnavailableError, match="'other' cannot be served: there is no folder /gone"):
+            ingress.server.choose("other", None)
+        found.append(bundled_model)
+        async with asyncio.timeout(60):
+            while ingress.server.broken:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await ingress._models["other"].answers()
+        assert ingress.server.choose("other", None).model == "other"
+
+    with_two(test, model="/gone")
+
+
+def test_the_only_model_that_cannot_be_loaded_fails_the_deployment() -> None:
+    with pytest.raises(ConfigError, match="'/gone' is not a folder"):
+        ingress_for(config.load({"instance": "test", "model": "/gone"}, {}), LoopbackHandle(0))

@@ -28,7 +28,9 @@ def options(**args: Any) -> config.ScalingOptions:
 
 def deployed(**args: Any) -> DeploymentConfig:
     """As the controller gets it."""
-    made = application.engine_deployment(config.load(args, {}), Replica)._deployment_config
+    made = application.engine_deployment(
+        config.served_models(config.load(args, {}))[0], Replica
+    )._deployment_config
     return DeploymentConfig.from_proto_bytes(made.to_proto_bytes())
 
 

@@ -14,7 +14,7 @@ from ray.serve import Application
 
 from app import application
 from app.channel import wire
-from app.config import AppConfig
+from app.config import ServedModel
 from app.replica import EngineReplica
 
 POISON = 4711
@@ -29,12 +29,12 @@ POOLS = "pools.json"
 class BreakableReplica(EngineReplica):
     """Dies or gets stuck on request."""
 
-    def __init__(self, options: AppConfig) -> None:
-        pools = Path(options.service.model) / POOLS
+    def __init__(self, model: ServedModel) -> None:
+        pools = Path(model.options.service.model) / POOLS
         if pools.is_file():
-            engine = dataclasses.replace(options.engine, num_blocks=_take(pools))
-            options = options.model_copy(update={"engine": engine})
-        super().__init__(options)
+            engine = dataclasses.replace(model.options.engine, num_blocks=_take(pools))
+            model = dataclasses.replace(model, options=model.options.model_copy(update={"engine": engine}))
+        super().__init__(model)
 
     async def generate(self, cid: str, payload: bytes, *, meta: dict[str, int]) -> dict[str, Any]:
         """Run one attempt, and die if it is of a poisonous request."""

@@ -244,7 +244,7 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/routes.py",
-        "    return InstanceHeader(api, lambda: get_service().instance)",
+        "    return InstanceHeader(api, lambda: get_server().instance)",
         "    return api",
         ("app/test_ingress.py",),
         "an answer does not say which server gave it",

@@ -18,7 +18,7 @@ from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.dashboard import live_feed
 from app.metrics.engine_figures import engine_samples
-from app.metrics.fleet_figures import FleetFigures
+from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.samples import pack
 
 CHROMIUM = shutil.which("chromium")
@@ -31,8 +31,10 @@ def fleet(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> LocalServer:
     def engines() -> dict[str, list[float]]:
         return {"quire#engine#a1b2": pack(engine_samples(server.client.engine.stats(), SCALING, 0))}
 
-    own = server.service.fleet_figures._own
-    monkeypatch.setattr(server.service, "fleet_figures", FleetFigures("m", own, engines))
+    own = server.api._figures[0].own
+    monkeypatch.setattr(
+        server.api, "fleet_figures", FleetFigures([ModelFigures(server.service.model, own, engines)])
+    )
     return server
 
 
@@ -61,8 +63,8 @@ def test_its_events_are_the_past_and_then_the_fleet(fleet: LocalServer, http: ht
                 events.append(line.removeprefix("data: "))
             if len(events) == 3:  # the first fleet may be that of a moment before the request
                 break
-    assert isinstance(json.loads(events[0]), list)
-    message = json.loads(events[2])
+    assert isinstance(json.loads(events[0]), dict)
+    message = json.loads(events[2])["models"][fleet.service.model]
     (replica,) = message["replicas"]
     assert replica["name"] == "quire#engine#a1b2"
     assert sum(replica["blocks"]) == replica["pool"] == fleet.client.engine.stats().num_blocks
@@ -70,7 +72,7 @@ def test_its_events_are_the_past_and_then_the_fleet(fleet: LocalServer, http: ht
 
 
 def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet.service.live_feed, "viewers", live_feed.MOST_VIEWERS)
+    monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MOST_VIEWERS)
     answer = http.get("/dashboard/events")
     assert answer.status_code == 503
     assert "close one" in answer.json()["error"]["message"]
@@ -81,7 +83,7 @@ def test_viewers_that_come_together_are_limited_too(
     fleet: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.api.dashboard.MOST_VIEWERS", 2)
-    wait_until(lambda: fleet.service.live_feed.viewers == 0)
+    wait_until(lambda: fleet.api.live_feed.viewers == 0)
 
     async def status(http: httpx.AsyncClient, everyone: asyncio.Barrier) -> int:
         async with http.stream("GET", "/dashboard/events") as response:
@@ -97,10 +99,10 @@ def test_viewers_that_come_together_are_limited_too(
 
 
 def test_whoever_asks_for_the_headers_alone_gets_them_at_once(fleet: LocalServer, http: httpx.Client) -> None:
-    before = fleet.service.live_feed.viewers
+    before = fleet.api.live_feed.viewers
     answer = http.head("/dashboard/events", timeout=live_feed.STREAM_S / 2)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert fleet.service.live_feed.viewers <= before
+    assert fleet.api.live_feed.viewers <= before
 
 
 def test_both_need_a_key(
@@ -108,7 +110,7 @@ def test_both_need_a_key(
 ) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n")
-    monkeypatch.setattr(fleet.service, "gate", Gate(KeyFile(str(path), {})))
+    monkeypatch.setattr(fleet.api, "gate", Gate(KeyFile(str(path), {})))
     for route in ("/dashboard", "/dashboard/events"):
         assert http.get(route).status_code == 401
     assert http.get("/dashboard", headers={"x-api-key": "key"}).status_code == 200

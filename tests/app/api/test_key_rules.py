@@ -14,7 +14,7 @@ from app.api.audit_log import audit_to
 from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.api.routes import make_api
-from app.metrics.fleet_figures import FleetFigures
+from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.request_figures import RequestFigures
 from app.metrics.samples import Process
 
@@ -30,7 +30,7 @@ def keys(server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     path = tmp_path / "keys.yaml"
     path.write_text(KEYS % tuple(map(digest_of, ("narrow", "other", "operator"))))
     gate = Gate(KeyFile(str(path), {}))
-    monkeypatch.setattr(server.service, "gate", gate)
+    monkeypatch.setattr(server.api, "gate", gate)
     return gate
 
 
@@ -43,7 +43,7 @@ def used(server: LocalServer) -> list[float]:
 
 @pytest.mark.usefixtures("keys")
 def test_every_route_needs_a_key_but_health_and_ping(server: LocalServer, http: httpx.Client) -> None:
-    api = make_api(lambda: server.service)._api  # type: ignore[attr-defined]
+    api = make_api(lambda: server.api)._api  # type: ignore[attr-defined]
     asked = {
         (method, route.path.replace("{name:path}", MODEL)) for route in api.routes for method in route.methods
     }
@@ -150,8 +150,8 @@ def test_only_an_administrators_key_sees_what_others_have_used(
 ) -> None:
     figures = RequestFigures()
     figures.key_requests.update({"narrow": 2, "other": 3})
-    fleet = FleetFigures("m", lambda: Process("i", figures.samples()))
-    monkeypatch.setattr(server.service, "fleet_figures", fleet)
+    fleet = FleetFigures([ModelFigures("m", lambda: Process("i", figures.samples(), "m"))])
+    monkeypatch.setattr(server.api, "fleet_figures", fleet)
 
     def seen(key: str) -> set[str]:
         text = http.get("/metrics", headers={"x-api-key": key}).text

@@ -17,7 +17,7 @@ from app.api.authentication import Gate
 from app.api.errors import ApiError
 from app.api.keys import KeyFile, digest_of
 from app.metrics.engine_figures import engine_samples
-from app.metrics.fleet_figures import FleetFigures
+from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.request_figures import RequestFigures
 from app.metrics.samples import Process, pack
 from app.metrics.table import TABLE, Kind, Source
@@ -34,8 +34,9 @@ def fleet(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> LocalServer:
     def engines() -> dict[str, list[float]]:
         return {"engine#a": pack(engine_samples(server.client.engine.stats(), SCALING, 0))}
 
-    whole = FleetFigures("m", lambda: Process("ingress#a", figures.samples()), engines)
-    monkeypatch.setattr(server.service, "fleet_figures", whole)
+    own = ModelFigures("m", lambda: Process("ingress#a", figures.samples(), "m"), engines)
+    whole = FleetFigures([own])
+    monkeypatch.setattr(server.api, "fleet_figures", whole)
     return server
 
 
@@ -72,7 +73,7 @@ def streamed(http: httpx.Client, prompt: list[int], n: int = 1) -> tuple[float, 
 def test_histograms_agree_with_the_clients(fleet: LocalServer, http: httpx.Client) -> None:
     before = scraped(fleet)
     seen = [streamed(http, list(range(1000 + 50 * number, 1032 + 50 * number))) for number in range(6)]
-    fleet.service.fleet_figures._text_at = -1.0e9
+    fleet.api.fleet_figures._text_at = -1.0e9
     after = scraped(fleet)
     more = {name: value - before.get(name, 0.0) for name, value in after.items()}
     assert more["quire_ended_requests_total"] == 6
@@ -131,6 +132,6 @@ def test_a_key_is_needed(
 ) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n")
-    monkeypatch.setattr(fleet.service, "gate", Gate(KeyFile(str(path), {})))
+    monkeypatch.setattr(fleet.api, "gate", Gate(KeyFile(str(path), {})))
     assert http.get("/metrics").status_code == 401
     assert http.get("/metrics", headers={"x-api-key": "key"}).status_code == 200

@@ -22,7 +22,6 @@ from app.api.chat_messages import MAX_MESSAGES
 from app.api.errors import ERROR_HANDLERS, ApiError
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_body import INLINE_BYTES, MAX_BODY_BYTES, BodyReader, parse_json_object
-from app.metrics.request_figures import RequestFigures
 
 MESSAGE = {"role": "user", "content": ""}
 
@@ -38,7 +37,7 @@ def run(
 
     async def main() -> None:
         api = Starlette(routes=[Route("/", answer, methods=["POST"])], exception_handlers=ERROR_HANDLERS)
-        api.state.get_service = lambda: SimpleNamespace(figures=RequestFigures())
+        api.state.get_server = lambda: SimpleNamespace(count_refusal=lambda *_: None)
         transport = httpx.ASGITransport(app=api)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             await work(client)

@@ -119,7 +119,7 @@ def test_keys_guard_the_service_and_divide_its_cache(
         f"keys:\n  - {{id: a, sha256: {digest_of('key-a')}, requests_per_minute: 2}}\n"
         f"  - {{id: b, sha256: {digest_of('key-b')}}}\n"
     )
-    monkeypatch.setattr(server.service, "gate", Gate(KeyFile(str(path), {ENVIRONMENT: ""})))
+    monkeypatch.setattr(server.api, "gate", Gate(KeyFile(str(path), {ENVIRONMENT: ""})))
     body = {"model": MODEL, "prompt": list(range(1000, 1100)), "max_tokens": 1}
 
     def ask(key: str) -> httpx.Response:

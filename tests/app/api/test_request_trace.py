@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from engine_client_setting import until
+from ingress_support import ingress_for, only_model
 from loopback import TIMES, LoopbackHandle, stepping
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -36,10 +37,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never 
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch, bundled_model: object) -> None:
-    monkeypatch.setattr("app.ingress.tokenizer_digest", lambda _: "tokenizer")
+    monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")
     # The replicas and their channels are on the test's loop.
     monkeypatch.setattr(
-        "app.ingress.EngineClient", lambda *a, own_thread, **options: EngineClient(*a, **options)
+        "app.ingress_model.EngineClient", lambda *a, own_thread, **options: EngineClient(*a, **options)
     )
 
 
@@ -49,9 +50,10 @@ class Traced:
     def __init__(self, ingress: IngressReplica, handle: LoopbackHandle) -> None:
         self.ingress, self.handle = ingress, handle
         self.exporter = InMemorySpanExporter()
-        self.tracer = ingress.service.tracer = RequestTracer(self.exporter, 1.0)
+        self.service = only_model(ingress).service
+        self.tracer = self.service.tracer = RequestTracer(self.exporter, 1.0)
         self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(make_api(lambda: ingress.service)), base_url="http://ingress"
+            transport=httpx.ASGITransport(make_api(lambda: ingress.server)), base_url="http://ingress"
         )
 
     def spans(self) -> dict[str, list[ReadableSpan]]:
@@ -66,7 +68,7 @@ class Traced:
 def traced(test: Callable[[Traced], Awaitable[None]]) -> None:
     async def run() -> None:
         handle = LoopbackHandle(2)
-        ingress = IngressReplica(config.load({"instance": "test"}, {}), handle)
+        ingress = ingress_for(config.load({"instance": "test"}, {}), handle)
         try:
             await ingress.reconfigure({})
             await asyncio.wait_for(until(lambda: len(handle.fleet.ledger.routable()) == 2), 60)
@@ -121,7 +123,7 @@ def test_one_trace_joins_ingress_router_and_engine(caplog: pytest.LogCaptureFixt
         assert (line["replica"], line["queue_ms"], line["prefill_ms"]) == (replica, 250.0, 500.0)
         assert (line["moves"], line["retries"], line["preemptions"], line["status"]) == (0, 0, 1, 200)
         assert 1000 * seconds(root) == pytest.approx(line["total_ms"], abs=0.06)
-        figures = here.ingress.service.figures
+        figures = here.service.figures
         assert figures.whole.totals.sum == pytest.approx(seconds(root), abs=1e-6)
         assert 1000 * figures.first_token.totals.sum == pytest.approx(line["first_token_ms"], abs=0.06)
         assert figures.output_tokens.totals.sum == root.attributes["gen_ai.usage.output_tokens"] == 9
@@ -141,7 +143,7 @@ def test_a_move_is_in_the_trace(caplog: pytest.LogCaptureFixture, planned: bool)
         first, other = sorted(replicas, key=lambda replica: not replica.engine.live)
         for _ in range(3):
             here.handle.step()
-        await until(lambda: here.ingress.service.figures.first_token.totals.sum > 0)
+        await until(lambda: here.service.figures.first_token.totals.sum > 0)
         if planned:
             await here.ingress.cordon([first.name], 60.0, 0.0)
         else:

@@ -54,7 +54,7 @@ def test_tokens_are_counted_within_the_limits_of_a_caller(
 ) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}, requests_per_minute: 2}}\n")
-    monkeypatch.setattr(server.service, "gate", Gate(KeyFile(str(path), {})))
+    monkeypatch.setattr(server.api, "gate", Gate(KeyFile(str(path), {})))
     header = {"x-api-key": "key"}
     answers = [
         http.post(f"/{route}", json=body, headers=header)

@@ -37,7 +37,7 @@ def ingress(first_tokens: list[float], reasons: int = 6) -> Samples:
 
 
 def moment(at: float, *processes: tuple[str, Samples]) -> Moment:
-    return Moment.of(at, [Process(*process) for process in processes])
+    return Moment.of(at, [Process(*process, "m") for process in processes])
 
 
 def test_rates_are_of_what_came_between_two_moments() -> None:

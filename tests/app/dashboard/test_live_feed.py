@@ -28,10 +28,10 @@ class Fleet:
             raise RuntimeError("broken")
         scheduler = dataclasses.replace(SCHEDULER, generated_tokens=100 * self.looks)
         engine = engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0)
-        return [Process("engine#a", engine)]
+        return [Process("engine#a", engine, "m")]
 
     def feed(self) -> LiveFeed:
-        return LiveFeed(self.processes, lambda: {"engine#a": "open"}, loop_time)
+        return LiveFeed(self.processes, lambda: {"m": {"engine#a": "open"}, "asleep": {}}, loop_time)
 
 
 def parsed(event: bytes) -> tuple[str, Any]:
@@ -54,7 +54,11 @@ def test_viewers_share_each_look() -> None:
         assert fleet.looks <= 5
         assert [name for name, _ in first] == ["history", "fleet", "fleet", "fleet", "fleet"]
         assert first == second
-        assert [message["fleet"]["tokens_s"] for _, message in first[2:]] == [100.0, 100.0, 100.0]
+        assert [message["models"]["m"]["fleet"]["tokens_s"] for _, message in first[2:]] == [
+            100.0,
+            100.0,
+            100.0,
+        ]
         assert feed.viewers == 0
 
     run_virtually(test())
@@ -70,8 +74,9 @@ def test_without_viewers_nobody_looks_and_a_new_one_gets_the_past() -> None:
         await asyncio.sleep(60.0)
         assert fleet.looks == looks
         (name, past), (_, now) = await read(feed, 2)
-        assert (name, len(past)) == ("history", looks)
-        assert now["fleet"]["tokens_s"] == 0.0  # of no time that has passed
+        assert (name, len(past["m"]), len(past["asleep"])) == ("history", looks, looks)
+        assert list(now["models"]) == ["m", "asleep"]
+        assert now["models"]["m"]["fleet"]["tokens_s"] == 0.0  # of no time that has passed
 
     run_virtually(test())
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ingress_support import ingress_for, only_model
 from loopback import LoopbackHandle
 from ray import cloudpickle
 
 from app import config
 from app.background import Background
 from app.fleet.overload import EVERY_S, OverloadControl
-from app.ingress import IngressReplica
 from app.routing.waiting import ExpectedWait
 from engine.errors import ConfigError
 
@@ -226,8 +226,8 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
         )
         # As Serve hands them over: the number of the first replicas depends on which options were given.
         options = cloudpickle.loads(cloudpickle.dumps(options))
-        ingress = IngressReplica(options, LoopbackHandle(1))
-        overload = ingress._overload
+        ingress = ingress_for(options, LoopbackHandle(1))
+        overload = only_model(ingress).overload
         overload._expected = lambda: ExpectedWait(6.0, 1)
         overload.update()
         assert overload.inspect()["limit_s"] == limit
@@ -240,20 +240,20 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
 @pytest.fixture
 def replicas_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ingress has the tokenizer of the loopback replicas."""
-    monkeypatch.setattr("app.ingress.tokenizer_digest", lambda _: "tokenizer")
+    monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 @pytest.mark.usefixtures("replicas_tokenizer")
 def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> None:
     async def test() -> None:
-        ingress = IngressReplica(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
+        ingress = ingress_for(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
         await ingress.reconfigure({})
-        assert ingress.service.options.max_live_choices == 100
+        assert only_model(ingress).service.options.max_live_choices == 100
         await ingress.reconfigure({"max_live_choices": 7})
-        assert ingress.service.options.max_live_choices == 7
+        assert only_model(ingress).service.options.max_live_choices == 7
         await ingress.reconfigure({"log_level": "INFO"})
-        assert ingress.service.options.max_live_choices == 100
+        assert only_model(ingress).service.options.max_live_choices == 100
         await ingress.__del__()
 
     asyncio.run(test())
@@ -268,12 +268,12 @@ def test_a_wrong_user_config_fails_a_start_and_changes_nothing_later(
     """Serve replaces a replica whose ``reconfigure`` raises: a typing error would take the service down."""
 
     async def test() -> None:
-        ingress = IngressReplica(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
+        ingress = ingress_for(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
         with pytest.raises(ConfigError, match=r"block_size|max_live_choices=0|cannot change 1"):
             await ingress.reconfigure(wrong)
         await ingress.reconfigure({"max_live_choices": 7})
         await ingress.reconfigure(wrong)
-        assert ingress.service.options.max_live_choices == 7
+        assert only_model(ingress).service.options.max_live_choices == 7
         assert "the new user_config has no effect" in caplog.text
         await ingress.__del__()
 

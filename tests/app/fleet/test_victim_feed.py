@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from ingress_support import ingress_for
 from loopback import LoopbackHandle
 
 from app import config
@@ -18,7 +19,6 @@ from app.autoscaling.publishing import NAMESPACE
 from app.background import Background
 from app.fleet import victim_feed
 from app.fleet.victim_feed import LONGEST_S, VictimFeed, Victims, parse
-from app.ingress import IngressReplica
 from app.routing.timed_set import TimedSet
 
 
@@ -253,12 +253,12 @@ def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
         looked.set()
 
     monkeypatch.setattr(victim_feed, "_read_internal_kv", read)
-    monkeypatch.setattr("app.ingress.tokenizer_digest", lambda _: "tokenizer")  # the replica's
+    monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")  # the replica's
 
     async def test() -> None:
         options = config.load({"instance": "test", **({"max_replicas": 3} if scales else {})}, {})
         handle = LoopbackHandle(1)
-        ingress = IngressReplica(options, handle)
+        ingress = ingress_for(options, handle)
         await ingress.reconfigure({})
         if scales:
             assert await asyncio.to_thread(looked.wait, 20)

@@ -22,7 +22,6 @@ from app import __main__ as command
 from app import config
 from app.launch import local_server, preflight, serving, terminal
 from app.launch.instance import Instance
-from app.routing.fleet import DEPLOYMENT
 from engine.errors import ConfigError
 from engine.kv.pool_size import PoolSize
 
@@ -169,12 +168,12 @@ def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
 
 
 def test_more_replicas_than_cores_are_warned_of() -> None:
-    assert terminal.shared_cores(config.load({"max_replicas": 2}, {}).scaling, 2) == []
-    assert terminal.shared_cores(config.load({"max_replicas": 8}, {}).scaling, 2) == [
+    assert terminal.shared_cores(config.served_models(config.load({"max_replicas": 2}, {})), 2) == []
+    assert terminal.shared_cores(config.served_models(config.load({"max_replicas": 8}, {})), 2) == [
         "warning: 8 engine replicas would share 2 cores: more than 2 do not shorten a step; "
         "lower max_replicas or raise tpot_target_s"
     ]
-    assert terminal.shared_cores(config.load({}, {}).scaling, 1) == [
+    assert terminal.shared_cores(config.served_models(config.load({}, {})), 1) == [
         "warning: 2 engine replicas would share 1 core: more than 1 do not shorten a step; "
         "lower engine_replicas"
     ]
@@ -240,7 +239,7 @@ def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, 
 def test_replicas_that_a_new_controller_finds_have_not_gone() -> None:
     states = {ReplicaState.RECOVERING: 1, ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
     engine = SimpleNamespace(replica_states={**states, ReplicaState.STOPPING: 1})
-    application = SimpleNamespace(deployments={DEPLOYMENT: engine})
+    application = SimpleNamespace(deployments={config.ENGINES: engine})
     assert local_server._counted(application, *local_server.LOADED) == 2
     assert local_server._counted(application, "RUNNING") == 1
     assert local_server._counted(application) == 4
@@ -327,7 +326,7 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
     url = "http://127.0.0.1:8001"
     fit = preflight.Fit("bfloat16", PoolSize(100, 16, 1), 4096)
     options = config.load({}, {})
-    terminal.announce(url, "HAProxy", "127.0.0.1:8266", options, fit, keys_required, said.append)
+    terminal.announce(url, "HAProxy", "127.0.0.1:8266", options, [fit], keys_required, said.append)
     text = "\n".join(said)
     assert f"{url}/ to chat, {url}/dashboard for the fleet, {url}/docs" in text
     assert "Ray's dashboard http://127.0.0.1:8266" in text

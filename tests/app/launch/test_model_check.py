@@ -13,7 +13,7 @@ from ray.serve.exceptions import RayServeException
 
 from app import application, config
 from app.launch import model_check, model_store, placement
-from app.launch.model_check import Finding, check_model, look_at_model
+from app.launch.model_check import Finding, check_models, look_at_model
 from engine.errors import ConfigError
 
 
@@ -32,6 +32,10 @@ def options(folder: Path | str, **args: Any) -> config.AppConfig:
     return config.load({"model": str(folder), "device": "cpu", **args}, {})
 
 
+def served(folder: Path | str, **args: Any) -> tuple[config.ServedModel, ...]:
+    return config.served_models(options(folder, **args))
+
+
 def change_config(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -45,40 +49,40 @@ def test_a_model_that_is_not_there() -> None:
     with pytest.raises(
         ConfigError, match=r"^model '/no/such/folder' is not a folder, not a hub id .*"
     ) as caught:
-        check_model(options("/no/such/folder"))
+        check_models(served("/no/such/folder"))
     assert "\n" not in str(caught.value)
 
 
 def test_an_architecture_that_is_unknown(folder: Path) -> None:
     change_config(folder, architectures=["MambaForCausalLM"])
     with pytest.raises(ConfigError, match="MambaForCausalLM"):
-        check_model(options(folder))
+        check_models(served(folder))
 
 
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json"):
-        check_model(options(folder))
+        check_models(served(folder))
 
 
 def test_no_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
     with pytest.raises(ConfigError, match="tokenizer"):
-        check_model(options(folder))
+        check_models(served(folder))
 
 
 def test_no_weights(folder: Path) -> None:
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     with pytest.raises(ConfigError, match="safetensors"):
-        check_model(options(folder))
+        check_models(served(folder))
 
 
 def test_memory_that_the_machine_does_not_have(folder: Path) -> None:
     much = 2 * psutil.virtual_memory().total
     with pytest.raises(ConfigError, match=r"kv_memory asks for .* lower kv_memory"):
-        check_model(options(folder, kv_memory=much, engine_replicas=1))
+        check_models(served(folder, kv_memory=much, engine_replicas=1))
 
 
 def test_memory_for_no_more_than_was_asked_for(folder: Path) -> None:
@@ -123,11 +127,11 @@ def test_every_node_that_can_hold_an_engine_is_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model_check.ray, "get_runtime_context", Context)
     monkeypatch.setattr(model_check, "_ask", ask)
     findings = {"10.0.0.1": Finding(), "10.0.0.2": Finding(room=False)}
-    assert check_model(options("/only/there")) is False
+    assert check_models(served("/only/there")) is False
     assert asked == {"one": "10.0.0.1", "two": "10.0.0.2"}
     findings = {"10.0.0.1": Finding(), "10.0.0.2": Finding("it is not there")}
     with pytest.raises(ConfigError, match=r"^on node 10\.0\.0\.2: it is not there$"):
-        check_model(options("/only/there"))
+        check_models(served("/only/there"))
 
 
 def test_serve_gets_the_line_without_a_traceback() -> None:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.metrics.aliases import ALIASES
 from app.metrics.engine_figures import engine_samples
 from app.metrics.exposition import render, render_keys
-from app.metrics.fleet_figures import FleetFigures
+from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.ingress_figures import ingress_samples
 from app.metrics.page import page
 from app.metrics.request_figures import RequestFigures
@@ -99,8 +99,12 @@ def test_an_engines_figures_are_the_same_after_the_way_over_the_channel() -> Non
 
 
 def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
-    fleet = [Process("i", ingress(5)), Process("e", engine(90)), Process("", scaling_samples(DECISION))]
-    found = parsed(render("m", fleet) + render_keys("m", fleet, None))
+    fleet = [
+        Process("i", ingress(5), "m"),
+        Process("e", engine(90), "m"),
+        Process("", scaling_samples(DECISION), "m"),
+    ]
+    found = parsed(render(fleet) + render_keys(fleet, None))
     wanted = [name for metric in TABLE for name in names(metric.full_name, metric.kind)]
     wanted += [name for alias in ALIASES for name in names(f"vllm:{alias.name}", alias.kind)]
     assert [name for name in wanted if not found.get(name)] == []
@@ -120,8 +124,8 @@ def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ä {}=,"])
 def test_names_may_have_any_characters(name: str) -> None:
-    fleet = [Process(name, ingress(5))]
-    text = (render(name, fleet) + render_keys(name, fleet, None)).decode()
+    fleet = [Process(name, ingress(5), name)]
+    text = (render(fleet) + render_keys(fleet, None)).decode()
     labels = {
         (sample.labels["model_name"], sample.labels["replica"])
         for family in text_string_to_metric_families(text)
@@ -132,7 +136,7 @@ def test_names_may_have_any_characters(name: str) -> None:
 
 def test_whichever_ingress_answers_each_process_appears_once() -> None:
     engines = {"e": pack(engine(90)), "f": pack(engine(10))}
-    everyone = [Process("i", ingress(5)), Process("j", ingress(7))]
+    everyone = [Process("i", ingress(5), "m"), Process("j", ingress(7), "m")]
 
     async def others() -> list[Process]:
         return everyone
@@ -141,7 +145,10 @@ def test_whichever_ingress_answers_each_process_appears_once() -> None:
         return scaling_samples(DECISION)
 
     async def answers() -> list[dict[str, dict[str, float]]]:
-        fleets = [FleetFigures("m", lambda own=own: own, lambda: engines, others, scaling) for own in everyone]
+        fleets = [
+            FleetFigures([ModelFigures("m", lambda own=own: own, lambda: engines, scaling)], others)
+            for own in everyone
+        ]
         return [parsed(await fleet.text()) for fleet in fleets]
 
     first, second = asyncio.run(answers())
@@ -151,15 +158,44 @@ def test_whichever_ingress_answers_each_process_appears_once() -> None:
     assert first["quire_scaling_target"] == {"": 3}
 
 
+def test_models_have_series_of_their_own() -> None:
+    """The ingress counts for each model; replicas and the policy's decision belong to one."""
+
+    async def scaling() -> Samples:
+        return scaling_samples(DECISION)
+
+    async def others() -> list[Process]:
+        return [Process("j", ingress(7), "one"), Process("j", ingress(8), "other")]
+
+    models = [
+        ModelFigures("one", lambda: Process("i", ingress(5), "one"), lambda: {"e": pack(engine(90))}, scaling),
+        ModelFigures("other", lambda: Process("i", ingress(6), "other"), lambda: {"f": pack(engine(10))}),
+    ]
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(asyncio.run(FleetFigures(models, others).text()).decode()):
+        for sample in family.samples:
+            key = tuple(sample.labels.values())
+            assert key not in found.setdefault(sample.name, {}), f"{sample.name} {key} came twice"
+            found[sample.name][key] = sample.value
+    assert found["quire_generated_tokens_total"] == {("one", "e"): 90, ("other", "f"): 10}
+    assert found["quire_request_output_tokens_sum"] == {
+        ("one", "i"): 5,
+        ("other", "i"): 6,
+        ("one", "j"): 7,
+        ("other", "j"): 8,
+    }
+    assert found["quire_scaling_target"] == {("one",): 3}
+
+
 def test_frequent_scrapes_share_an_answer() -> None:
     now, made = [0.0], []
 
     def own() -> Process:
         made.append(now[0])
-        return Process("i", ingress(1))
+        return Process("i", ingress(1), "m")
 
     async def scrape() -> None:
-        fleet = FleetFigures("m", own, clock=lambda: now[0])
+        fleet = FleetFigures([ModelFigures("m", own)], clock=lambda: now[0])
         await asyncio.gather(*(fleet.text() for _ in range(5)))
         now[0] = 0.9
         await fleet.text()
@@ -176,7 +212,7 @@ def test_a_key_sees_its_own_figures_among_those_of_all_ingresses() -> None:
         figures.key_requests.update(keys)
         return figures.samples()
 
-    everyone = [Process("i", used("alice", "bob", 'a"b')), Process("j", used("bob", "bob", "carol"))]
+    everyone = [Process("i", used("alice", "bob", 'a"b'), "m"), Process("j", used("bob", "bob", "carol"), "m")]
 
     async def others() -> list[Process]:
         return everyone
@@ -187,7 +223,7 @@ def test_a_key_sees_its_own_figures_among_those_of_all_ingresses() -> None:
     async def scrape() -> list[dict[str, float]]:
         return [await seen(key) for key in (None, "bob", "carol", "nobody", "bob")]
 
-    fleet = FleetFigures("m", lambda: everyone[0], others=others, clock=lambda: 0.0)
+    fleet = FleetFigures([ModelFigures("m", lambda: everyone[0])], others, clock=lambda: 0.0)
     every, bob, carol, nobody, again = asyncio.run(scrape())
     assert every == {"i,alice": 1, "i,bob": 1, 'i,a"b': 1, "j,bob": 2, "j,carol": 1}
     assert bob == again == {"i,bob": 1, "j,bob": 2}

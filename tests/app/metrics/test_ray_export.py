@@ -23,9 +23,10 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], float]:
 
     def key(metric: Any, tags: dict[str, str]) -> tuple[str, str]:
         assert set(tags) == set(metric.info["tag_keys"])
-        assert tags["model_name"] == "m"
         assert "route" not in tags
-        return metric.info["name"], ",".join(value for name, value in tags.items() if name != "model_name")
+        return metric.info["name"], ",".join(
+            value for name, value in tags.items() if (name, value) != ("model_name", "m")
+        )
 
     def set_gauge(self: Any, value: float, tags: dict[str, str]) -> None:
         found[key(self, tags)] = value
@@ -40,8 +41,8 @@ def published(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], float]:
 
 
 def test_memory_and_recovery_are_published(published: dict[tuple[str, str], float]) -> None:
-    export = RayExport("m", Source.ENGINE)
-    export.update(engine_samples(STATS, SCALING, 2))
+    export = RayExport(Source.ENGINE)
+    export.update("m", engine_samples(STATS, SCALING, 2))
     assert export.faults.count == 0
     wanted = {
         ("quire_kv_blocks", "referenced"): 30,
@@ -71,19 +72,26 @@ def test_memory_and_recovery_are_published(published: dict[tuple[str, str], floa
 
 
 def test_counters_move_by_what_has_come_since(published: dict[tuple[str, str], float]) -> None:
-    export = RayExport("m", Source.ENGINE)
-    export.update(engine_samples(STATS, SCALING, 0))
-    export.update(engine_samples(STATS, SCALING, 0))
+    export = RayExport(Source.ENGINE)
+    export.update("m", engine_samples(STATS, SCALING, 0))
+    export.update("m", engine_samples(STATS, SCALING, 0))
     recovery = dataclasses.replace(RECOVERY, outcomes={Recovery.SWAP: 1.0, Recovery.RECOMPUTE: 0.125})
     scheduler = dataclasses.replace(SCHEDULER, recovery=recovery, generated_tokens=95, swapped=0)
-    export.update(engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0))
+    export.update("m", engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0))
     assert published["quire_generated_tokens", ""] == 95
     scheduler = dataclasses.replace(SCHEDULER, generated_tokens=100)
-    export.update(engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0))
+    export.update("m", engine_samples(dataclasses.replace(STATS, scheduler=scheduler), SCALING, 0))
     assert published["quire_generated_tokens", ""] == 100
     assert published["quire_recovery_seconds", "swap"] == 1.0
     assert published["quire_recovery_seconds", "recompute"] == 0.125
     assert published["quire_requests", "swapped"] == 4
+
+
+def test_models_count_for_themselves(published: dict[tuple[str, str], float]) -> None:
+    export = RayExport(Source.ENGINE)
+    for model in ("m", "other", "m", "other"):
+        export.update(model, engine_samples(STATS, SCALING, 0))
+    assert published["quire_generated_tokens", ""] == published["quire_generated_tokens", "other"] > 0
 
 
 def test_a_histogram_is_cumulative_and_has_sum_and_count(published: dict[tuple[str, str], float]) -> None:
@@ -91,7 +99,7 @@ def test_a_histogram_is_cumulative_and_has_sum_and_count(published: dict[tuple[s
     for seconds in (0.004, 0.02, 0.04, 500.0):
         figures.first_token.add(seconds)
     figures.ended["chat", "ok"] += 4
-    RayExport("m", Source.INGRESS).update(figures.samples())
+    RayExport(Source.INGRESS).update("m", figures.samples())
     for name in ("quire_time_to_first_token_seconds", "vllm_time_to_first_token_seconds"):
         buckets = {
             bound: published[f"{name}_bucket", bound] for bound in ("0.005", "0.02", "0.05", "120.0", "+Inf")
@@ -106,7 +114,7 @@ def test_a_failure_of_ray_is_counted_and_harms_nothing(monkeypatch: pytest.Monke
         raise RuntimeError("no agent")
 
     monkeypatch.setattr(metrics.Gauge, "set", fail)
-    export = RayExport("m", Source.ENGINE)
+    export = RayExport(Source.ENGINE)
     for _ in range(2):
-        export.update(engine_samples(STATS, SCALING, 0))
+        export.update("m", engine_samples(STATS, SCALING, 0))
     assert export.faults.count == 2

@@ -276,7 +276,7 @@ def test_an_error_after_the_first_event_is_one(
 def test_the_sdks_header_is_a_key(server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('right')}}}\n")
-    monkeypatch.setattr(server.service, "gate", Gate(KeyFile(str(path), {})))
+    monkeypatch.setattr(server.api, "gate", Gate(KeyFile(str(path), {})))
     with anthropic.Anthropic(base_url=server.url, api_key="right") as client:
         assert client.messages.create(**CAPITAL).stop_reason == "end_turn"
     with (

@@ -1,0 +1,173 @@
+"""What one ingress replica serves: its models, and what belongs to none of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.responses import JSONResponse, Response
+
+from app.api.audit_log import audited
+from app.api.authentication import Gate
+from app.api.caller import Caller
+from app.api.errors import ApiFault, admin_only, model_not_allowed, model_not_found
+from app.api.key_limits import KeyLimits
+from app.api.keys import KeyFile
+from app.api.live_requests import LiveRequests
+from app.api.openai_service import OpenAIService
+from app.api.request_body import BodyReader
+from app.api.request_trace import RequestTracer
+from app.api.server_state import health_response
+from app.api.tenant import sender_of
+from app.config import IngressOptions
+from app.dashboard.live_feed import LiveFeed
+from app.fleet.cache_reset import CacheReset
+from app.fleet.generation import UnavailableError
+from app.metrics.exposition import CONTENT_TYPE
+from app.metrics.fleet_figures import FleetFigures, ModelFigures, nobody
+from app.metrics.samples import Process
+
+
+class ApiServer:
+    """One per ingress replica; runs on its event loop.
+
+    ``names`` are the models, of which the first is for requests that name none; :meth:`add` brings what serves
+    one. A model that cannot be served here is in ``broken`` with the reason. ``options`` may be replaced at any
+    time; each request reads the current ones. ``instance`` names the server. ``gate`` knows the API keys; by
+    default there are none. ``others`` asks the other ingresses for their figures, and ``tracer``
+    exports what requests do; by default nobody does.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        options: IngressOptions,
+        *,
+        several: bool = False,
+        instance: str = "",
+        gate: Gate | None = None,
+        tracer: RequestTracer | None = None,
+        others: Callable[[], Awaitable[list[Process]]] = nobody,
+    ) -> None:
+        self.options = options
+        self.instance = instance
+        self.gate = gate or Gate(KeyFile(None, {}))
+        self.bodies = BodyReader(lambda request: sender_of(request, self.options.tenant_header))
+        self.live = LiveRequests()
+        self.tracer = tracer
+        self.broken = dict.fromkeys(names, "it has yet to be loaded")
+        self._names = tuple(names)
+        self._several = several
+        self._services: dict[str, OpenAIService] = {}
+        self._figures: list[ModelFigures] = []
+        self.fleet_figures = FleetFigures(self._figures, others)
+        self.live_feed = LiveFeed(
+            lambda: self.fleet_figures.processes(),
+            lambda: {service.model: service.channel_states() for service in self.services},
+        )
+
+    def add(self, service: OpenAIService, figures: ModelFigures | None = None) -> None:
+        """Serve a model from now on; by default its figures are those of its requests."""
+        self._services[service.model] = service
+        self.broken.pop(service.model, None)
+        own = ModelFigures(service.model, lambda: Process("", service.figures.samples(), service.model))
+        self._figures.append(figures or own)
+
+    @property
+    def services(self) -> list[OpenAIService]:
+        """Those of the models that can be served, in the order of the options."""
+        return [self._services[name] for name in self._names if name in self._services]
+
+    def choose(self, name: str | None, key: KeyLimits | None) -> OpenAIService:
+        """What serves the model ``name``; without a name, the first model that ``key`` may use.
+
+        Raises:
+            ApiError: 404, there is no such model; 403, it is not for ``key``.
+            UnavailableError: it cannot be served here.
+        """
+        usable = self._usable(key)
+        wanted = next(iter(usable), self._names[0]) if name is None else name
+        if wanted not in usable:
+            if key is not None and (wanted in self._names or not usable):
+                raise model_not_allowed(wanted, key.key.id)
+            raise model_not_found(wanted, usable)
+        if wanted not in self._services:
+            raise UnavailableError(f"the model {wanted!r} cannot be served: {self.broken[wanted]}")
+        return self._services[wanted]
+
+    def models(self, key: KeyLimits | None = None) -> Response:
+        """Answer ``GET /v1/models``: those that ``key`` may use."""
+        listed = [service.state.entry() for service in self._services_for(key)]
+        return JSONResponse({"object": "list", "data": listed})
+
+    def health(self, brief: bool = False) -> Response:
+        """Answer ``GET /health``; ``brief`` is for those without a key."""
+        broken = {name: {"status": "unavailable", "reason": reason} for name, reason in self.broken.items()}
+        working = {service.model: service.state.health() for service in self.services}
+        found = {name: working.get(name) or broken[name] for name in self._names}
+        return health_response(self.instance, found, self._several, brief)
+
+    def ping(self) -> Response:
+        """The status of :meth:`health` without its body."""
+        return Response(status_code=self.health(brief=True).status_code)
+
+    async def reset_prefix_cache(self, name: str | None, caller: Caller) -> Response:
+        """Answer ``POST /admin/reset_prefix_cache``, for all models if no ``name`` is given.
+
+        An error names each replica that failed.
+
+        Raises:
+            ApiError: 403 without an administrator's key; and as :meth:`choose`.
+            UnavailableError: no engine replica is routable.
+        """
+        with audited(caller, "reset_prefix_cache") as said:
+            if caller.limits is not None and not caller.limits.key.admin:
+                raise admin_only(caller.limits.key.id)
+            reset = await self._reset(name, caller.limits)
+            replicas, freed = len(reset.freed_blocks), sum(reset.freed_blocks.values())
+            said |= {"replicas": replicas, "freed_blocks": freed}
+            if reset.failures:
+                said["outcome"] = "reset_failed"
+        if reset.failures:
+            causes = "; ".join(f"{replica}: {why}" for replica, why in reset.failures.items())
+            message = f"{replicas} replicas freed {freed} blocks, {len(reset.failures)} failed: {causes}"
+            return ApiFault(500, message, "server_error", code="reset_failed").to_response()
+        return JSONResponse({"replicas": replicas, "freed_blocks": freed})
+
+    async def _reset(self, name: str | None, key: KeyLimits | None) -> CacheReset:
+        """Of one model or all; engines of some may be asleep, and have nothing to forget."""
+        chosen = [self.choose(name, key)] if name is not None else self._services_for(key)
+        resets = await asyncio.gather(
+            *(service.reset_prefix_cache() for service in chosen), return_exceptions=True
+        )
+        for reset in resets:
+            if isinstance(reset, BaseException) and not isinstance(reset, UnavailableError):
+                raise reset
+        done = [reset for reset in resets if isinstance(reset, CacheReset)]
+        if not done:
+            raise UnavailableError("no engine replica has an open channel; try again later")
+        return CacheReset(
+            {replica: blocks for reset in done for replica, blocks in reset.freed_blocks.items()},
+            {replica: why for reset in done for replica, why in reset.failures.items()},
+        )
+
+    async def metrics(self, key: KeyLimits | None) -> Response:
+        """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format.
+
+        Only an administrator's key sees what others have used.
+        """
+        only = None if key is None or key.key.admin else key.key.id
+        return Response(await self.fleet_figures.text(only), media_type=CONTENT_TYPE)
+
+    def count_refusal(self, model: str | None, code: str) -> None:
+        """A request was answered with a 429 or 503; for the first model, if it ended before it had one."""
+        service = self._services.get(self._names[0] if model is None else model)
+        if service is not None:
+            service.figures.refused[code] += 1
+
+    def _services_for(self, key: KeyLimits | None) -> list[OpenAIService]:
+        usable = self._usable(key)
+        return [service for service in self.services if service.model in usable]
+
+    def _usable(self, key: KeyLimits | None) -> list[str]:
+        return [name for name in self._names if key is None or key.may_use(name)]

@@ -1,0 +1,128 @@
+"""What an ingress has for one model: channels to its engines, overload control, tokenizer, and service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from app import config
+from app.api.api_server import ApiServer
+from app.api.openai_service import OpenAIService
+from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
+from app.background import Background
+from app.config import ServedModel
+from app.fleet.engine_client import EngineClient
+from app.fleet.overload import OverloadControl
+from app.fleet.victim_feed import VictimFeed
+from app.launch.model_store import resolve
+from app.metrics.fleet_figures import ModelFigures
+from app.metrics.ingress_figures import ingress_samples
+from app.metrics.samples import Process, Samples
+from app.metrics.scaling_figures import DecisionReader, scaling_samples
+from app.routing import fleet
+from app.routing.policies import Policy
+from app.routing.waiting import ExpectedWait
+from engine.models.identity import tokenizer_digest
+
+
+def routing_policy(routing: config.Routing) -> Policy:
+    """How the ledger chooses; with Serve's own routers it gets one candidate."""
+    return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
+
+
+def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
+    """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it."""
+    engines = fleet.get_fleet(engine.deployment_id.app_name, engine.deployment_id.name)
+    return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
+
+
+class IngressModel:
+    """Belongs to one ingress replica; everything runs on its event loop.
+
+    ``engine`` is the Serve handle of the model's engine deployment, ``ingress`` the name of the replica.
+    """
+
+    def __init__(
+        self, model: ServedModel, engine: Any, server: ApiServer, background: Background, ingress: str
+    ) -> None:
+        options, of = model.options, engine.deployment_id
+        folder = resolve(options.service.model)
+        tokenizer = PromptTokenizer(TokenizerParts.read(folder))
+        self.model = model
+        self._background = background
+        self._ingress = ingress
+        self.client = EngineClient(
+            engine,
+            options.replica_wait_s,
+            routing_policy(options.ingress.routing),
+            options.scaling.to_zero,
+            tokenizer_digest(folder),
+            own_thread=True,
+            drain_timeout_s=options.service.drain_timeout_s,
+            background=background,
+        )
+        self._victims: VictimFeed | None = None
+        if options.scaling.scales:
+            likely = fleet.get_fleet(of.app_name, of.name).likely_victims
+            self._victims = VictimFeed(of.app_name, of.name, likely)
+        self.overload = OverloadControl(
+            expected_wait(engine),
+            max_wait_s=options.max_wait_s,
+            max_replicas=options.scaling.reachable_replicas,
+            startup_s=options.scaling.startup_grace_s,
+            backlog_s=self.client.lag_s,
+        )
+        self.service = OpenAIService(
+            self.client,
+            tokenizer,
+            model.name,
+            options.ingress,
+            server.live,
+            server.bodies.in_thread,
+            engine_wait_s=options.replica_wait_s,
+            overload=self.overload,
+            tracer=server.tracer,
+        )
+        self._decision = DecisionReader(of.app_name, of.name)
+        self.figures = ModelFigures(
+            model.name, self.process, lambda: self.client.engine_figures, self._scaling_samples
+        )
+
+    async def apply(self, model: ServedModel) -> None:
+        """Take over the live options of ``model``; the first time, connect to the engines."""
+        options = model.options
+        self.service.options = options.ingress
+        self.service.engine_wait_s = options.replica_wait_s
+        self.client.configure(options.replica_wait_s)
+        self.overload.configure(options.max_wait_s)
+        self.overload.start(self._background)
+        if self._victims is not None:
+            self._victims.start(self._background)
+        await self.client.start()
+
+    async def answers(self) -> None:
+        """Wait, without a limit, until an engine is routable, unless none needs to run."""
+        if not self.model.options.scaling.to_zero:
+            await self.client.first_route()
+
+    def process(self) -> Process:
+        """What this ingress has counted of the model."""
+        samples = ingress_samples(self.service.figures, self.client.inspect(), self.overload.inspect())
+        return Process(self._ingress, samples, self.model.name)
+
+    def inspect(self) -> dict[str, Any]:
+        """State for tests and debugging."""
+        victims = {} if self._victims is None else self._victims.state()
+        return {"victims": victims, "overload": self.overload.inspect(), **self.client.inspect()}
+
+    async def stop(self) -> None:
+        """Let go of the engines."""
+        if self._victims is not None:
+            self._victims.stop()
+        self.overload.stop()
+        await self.client.stop()
+
+    async def _scaling_samples(self) -> Samples:
+        decision = await self._decision.latest()
+        return {} if decision is None else scaling_samples(decision)
