@@ -94,10 +94,9 @@ class DrawOptions:
 class LogitEdit:
     """What to change in one row of logits, in the order of the fields; all tensors are on the CPU.
 
-    No id comes twice in one tensor. Tokens that are not allowed get minus infinity.
+    No id comes twice in one tensor.
     """
 
-    allowed: Tensor | None = None  # int32 [ceil(vocab / 32)]; bit t % 32 of word t // 32 allows token t
     bias_ids: Tensor | None = None  # int64 [B]
     bias: Tensor | None = None  # float32 [B], added
     seen: Tensor | None = None  # int64 [N], tokens to penalize
@@ -109,11 +108,12 @@ class LogitEdit:
 
 @dataclass(frozen=True, slots=True)
 class RowEdit:
-    """The edit of one row; ``forbidden`` tokens get minus infinity."""
+    """The edit of one row; ``forbidden`` tokens, and all that are not ``allowed``, get minus infinity."""
 
     row: int
     edit: LogitEdit | None
     forbidden: tuple[int, ...] = ()
+    allowed: Tensor | None = None  # int32 on the CPU, a word for each 32 tokens: bit t % 32 of word t // 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Kernels(ABC):
 
     name: str
     draws = False
-    """Whether :meth:`draw` and :meth:`mask` are there; the engine's sampler does them in torch otherwise."""
+    """Whether :meth:`draw` is there; the engine's sampler draws in torch otherwise."""
 
     takes_codes = False
     """Whether :meth:`pack_codes` is there."""
@@ -298,23 +298,18 @@ class Kernels(ABC):
         """
         raise NotImplementedError(f"{self.name} kernels draw no tokens")
 
-    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-        """Set the logits of tokens that ``masks`` leaves out to minus infinity.
-
-        ``logits`` ``[R, vocab]`` is float32, ``rows`` int64 ``[M]``, and ``masks`` int32 ``[M, words]``: bit
-        ``t % 32`` of word ``t // 32`` is set where row ``rows[m]`` keeps token ``t``.
-        """
-        raise NotImplementedError(f"{self.name} kernels mask no logits")
-
 
 def edit_logits(logits: Tensor, edits: Sequence[RowEdit]) -> None:
     """The definition of :meth:`Kernels.edit_logits`."""
     device, vocab = logits.device, logits.shape[1]
+    masks = {each.row: each.allowed for each in edits if each.allowed is not None}
+    if masks:  # together: on a device each operation has its price
+        words = torch.stack(list(masks.values())).to(device)
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+        rows = torch.tensor(list(masks), device=device)
+        logits[rows] = logits[rows].masked_fill_(bits.flatten(1)[:, :vocab] == 0, -math.inf)
     for each in edits:
         row, edit = logits[each.row], each.edit
-        if edit is not None and edit.allowed is not None:
-            bits = edit.allowed.to(device)[:, None] >> torch.arange(32, dtype=torch.int32, device=device)
-            row.masked_fill_((bits & 1).flatten()[:vocab] == 0, -math.inf)
         if each.forbidden:
             row[list(each.forbidden)] = -math.inf
         if edit is not None and edit.bias_ids is not None and edit.bias is not None:

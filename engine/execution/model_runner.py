@@ -18,7 +18,7 @@ from engine.devices import resolve_device, usable_cores
 from engine.errors import ConfigError
 from engine.execution.batch import Batch, build_batch
 from engine.execution.recorded_steps import RecordedSteps
-from engine.execution.sampler import Sampler, SampleRow, edit_after
+from engine.execution.sampler import Sampler, SampleRow, both_allowed, edit_after
 from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, free_ram, plan_pool
 from engine.kv.transfers import Transfers
@@ -284,8 +284,9 @@ class ModelRunner:
         if sequence.matcher is None:
             row.forbidden = self._forbidden(sequence)
         else:
-            row.mask = sequence.matcher.mask  # without the forbidden ones
+            row.allowed = torch.from_numpy(sequence.matcher.mask)  # without the forbidden ones
         if sequence.edits is not None:
+            row.allowed = both_allowed(row.allowed, sequence.edits.allowed)
             row.edit = edit_after(sequence.edits, sequence.token_ids)
             row.forbidden += sequence.edits.banned(sequence.token_ids)
         if params.logprobs is not None:

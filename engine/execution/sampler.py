@@ -71,7 +71,7 @@ class SampleRow:
         logprobs: also return the log probability of a single draw.
         edit: how to change the logits first.
         top: also return what is asked of each token chosen, and so many of the likeliest tokens.
-        mask: the only tokens that may be chosen, bit ``t % 32`` of word ``t // 32``, int32.
+        allowed: the only tokens that may be chosen, as :class:`kernels.interface.RowEdit` has them.
     """
 
     params: SamplingParams
@@ -83,12 +83,12 @@ class SampleRow:
     logprobs: bool = False
     edit: LogitEdit | None = None
     top: int | None = None
-    mask: NDArray[np.int32] | None = None
+    allowed: Tensor | None = None
 
     @property
     def changes_logits(self) -> bool:
         """Whether the logits are not those of the model when a token is chosen."""
-        return bool(self.forbidden) or self.edit is not None or self.mask is not None
+        return bool(self.forbidden) or self.edit is not None or self.allowed is not None
 
     @property
     def plain(self) -> bool:
@@ -101,7 +101,6 @@ class Sampler:
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels if kernels is not None and kernels.draws else None
-        self._masks: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)  # memory that each step uses again
         self._edit_logits = edit_logits if kernels is None else kernels.edit_logits
         self._logprobs = row_logprobs if kernels is None else kernels.logprobs
 
@@ -204,21 +203,6 @@ class Sampler:
             results.append(tuple(scores))
         return results
 
-    def _mask(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Keep what the rows' masks allow; rows without one cost nothing."""
-        masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
-        if not masks:
-            return
-        masked = torch.tensor(list(masks))
-        words = len(next(iter(masks.values())))
-        if self._masks.shape[0] < len(masks) or self._masks.shape[1] != words:
-            self._masks = np.empty((len(masks), words), dtype=np.int32)
-        allowed = torch.from_numpy(np.stack(list(masks.values()), out=self._masks[: len(masks)]))
-        if self._kernels is not None:
-            self._kernels.mask(logits, masked, allowed)
-        else:
-            _mask_logits(logits, masked.to(logits.device), allowed.to(logits.device))
-
     def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[int]]:
         """``1 + len(extra_seeds)`` tokens for each row of ``logits`` ``[S, vocab]``, which are edited.
 
@@ -226,13 +210,12 @@ class Sampler:
         forbidden; theirs mean nothing.
         """
         edits = [
-            RowEdit(index, row.edit, row.forbidden)
+            RowEdit(index, row.edit, row.forbidden, row.allowed)
             for index, row in enumerate(rows)
-            if row.forbidden or row.edit is not None
+            if row.changes_logits
         ]
         if edits:
             self._edit_logits(logits, edits)
-        self._mask(logits, rows)
         best = _argmax(logits)
         random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
         best_logits = logits.gather(1, best[:, None])
@@ -259,12 +242,18 @@ class Sampler:
         return _ints(best), exhausted
 
 
+def both_allowed(mask: Tensor | None, other: NDArray[np.int32] | None) -> Tensor | None:
+    """The tokens that both allow; ``None`` allows all."""
+    if other is None:
+        return mask
+    return torch.from_numpy(other) if mask is None else mask & torch.from_numpy(other)
+
+
 def edit_after(edits: LogitEdits, token_ids: list[int]) -> LogitEdit:
     """What ``edits`` do to the logits after ``token_ids``, the whole sequence; it holds until the next call."""
     params = edits.params
     seen, counts = edits.counts(token_ids)
     return LogitEdit(
-        None if edits.allowed is None else torch.from_numpy(edits.allowed),
         torch.from_numpy(edits.bias_ids) if len(edits.bias_ids) else None,
         torch.from_numpy(edits.bias) if len(edits.bias_ids) else None,
         torch.from_numpy(seen) if len(seen) else None,
@@ -316,13 +305,6 @@ def _exhausted(best: Sequence[float], rows: Sequence[SampleRow]) -> list[int]:
     if any(not rows[index].changes_logits or best[index] != -math.inf for index in found):
         raise no_finite_maximum()
     return found
-
-
-def _mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """What :meth:`kernels.interface.Kernels.mask` does, in torch."""
-    bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
-    kept = bits.flatten(1)[:, : logits.shape[1]].bool()
-    logits[rows] = logits[rows].masked_fill_(~kept, -math.inf)
 
 
 def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:

@@ -205,7 +205,7 @@ class CpuKernels(Kernels):
         for each in edits:
             edit = each.edit
             words.append(each.row)
-            words.append(0 if edit is None or edit.allowed is None else edit.allowed.data_ptr())
+            words.append(0 if each.allowed is None else each.allowed.data_ptr())
             if each.forbidden:
                 kept.append(torch.tensor(each.forbidden, dtype=torch.int64))
                 words += (len(each.forbidden), kept[-1].data_ptr())
@@ -261,11 +261,3 @@ class CpuKernels(Kernels):
         if failed:
             raise MemoryError(f"no memory to draw from {rows} rows of {vocab} logits")
         return tokens
-
-    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-        masks = masks.contiguous()
-        self._calls(
-            "quire_mask",
-            *(logits.data_ptr(), logits.stride(0), logits.shape[1], rows.data_ptr(), rows.shape[0]),
-            *(masks.data_ptr(), masks.shape[1], self.num_threads),
-        )

@@ -209,11 +209,17 @@ struct Edit {
 };
 static_assert(sizeof(Edit) == 10 * sizeof(int64_t));
 
+constexpr int FEW_OUT = 26;  // of 32 tokens so many stay: the others are written one by one
+
 static void keep_allowed(float* row, int64_t vocab, const uint32_t* allowed) {
     for (int64_t first = 0; first < vocab; first += 32) {
         const uint32_t bits = allowed[first / 32];
         if (bits == ~0u) continue;
         const int64_t end = std::min(first + 32, vocab);
+        if (end == first + 32 && __builtin_popcount(bits) >= FEW_OUT) {
+            for (uint32_t out = ~bits; out; out &= out - 1) row[first + __builtin_ctz(out)] = NOTHING;
+            continue;
+        }
         for (int64_t t = first; t < end; ++t) row[t] = bits >> (t - first) & 1 ? row[t] : NOTHING;
     }
 }
@@ -292,23 +298,6 @@ static int64_t rank_of(const float* row, int64_t vocab, float value) {
 using namespace quire;
 
 extern "C" {
-
-// Makes the logits of tokens whose bits are not set in `masks` [count, words] minus infinity. Row m of it is for row
-// rows[m] of the logits, which start `stride` apart; bit t % 32 of word t / 32 is that of token t.
-void quire_mask(float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t count, const int32_t* masks,
-                int64_t words, int num_threads) {
-    parallel_for(count, count, num_threads, [=](int64_t m) {
-        float* row = logits + rows[m] * stride;
-        const int32_t* mask = masks + m * words;
-        for (int64_t first = 0; first < vocab; first += 32) {
-            const uint32_t kept = first / 32 < words ? static_cast<uint32_t>(mask[first / 32]) : 0;
-            if (kept == ~0u) continue;
-            const int64_t many = std::min<int64_t>(32, vocab - first);
-            for (int64_t i = 0; i < many; ++i)
-                if (!(kept >> i & 1)) row[first + i] = -std::numeric_limits<float>::infinity();
-        }
-    });
-}
 
 // Draws num_draws[r] tokens for each of `rows` rows of logits [rows, vocab], which start `stride` apart. `best` has
 // each row's largest logit, `keys` the keys of all draws, row after row; `tokens` takes their tokens. Returns 1 if

@@ -147,17 +147,24 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/execution/sampler.py",
-        "        return bool(self.forbidden) or self.edit is not None or self.mask is not None\n",
+        "        return bool(self.forbidden) or self.edit is not None or self.allowed is not None\n",
         "        return bool(self.forbidden) or self.edit is not None\n",
         _ENGINE,
         "log probabilities are taken after the form has left tokens out",
     ),
     Fault(
         "kernels/cpu/sampling.cpp",
-        "if (!(kept >> i & 1)) row[first + i]",
-        "if (!(kept >> (31 - i) & 1)) row[first + i]",
+        "row[t] = bits >> (t - first) & 1 ? row[t]",
+        "row[t] = bits >> (31 - t + first) & 1 ? row[t]",
         _SAMPLER,
         "a mask's words are read from the wrong end",
+    ),
+    Fault(
+        "engine/execution/sampler.py",
+        "    return torch.from_numpy(other) if mask is None else mask & torch.from_numpy(other)\n",
+        "    return torch.from_numpy(other) if mask is None else mask\n",
+        ("engine/execution/test_logit_edits.py",),
+        "allowed_token_ids mean nothing beside a form",
     ),
     Fault(
         "app/api/output_form.py",

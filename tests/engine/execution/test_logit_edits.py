@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.sampler import Sampler, SampleRow, edit_after
-from engine.logit_edits import LogitEdits
+from engine.execution.sampler import Sampler, SampleRow, both_allowed, edit_after
+from engine.logit_edits import LogitEdits, allowed_mask
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
 from kernels.cpu import CpuKernels
@@ -64,7 +64,7 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
 
 def row_edit(params: SamplingParams, row: int = 0) -> RowEdit:
     edits = LogitEdits(params, len(PROMPT), VOCAB)
-    return RowEdit(row, edit_after(edits, TOKENS), edits.banned(TOKENS))
+    return RowEdit(row, edit_after(edits, TOKENS), edits.banned(TOKENS), both_allowed(None, edits.allowed))
 
 
 @pytest.mark.parametrize("params", EDITS, ids=range(len(EDITS)))
@@ -103,8 +103,20 @@ def test_counts_are_a_function_of_the_tokens(params: SamplingParams) -> None:
     growing.counts([*TOKENS, 1, 1])  # of no effect on the fork
     made = [logits.clone() for _ in range(2)]
     for each, edits in zip(made, (LogitEdits(params, len(PROMPT), VOCAB), fork), strict=True):
-        edit_logits(each, [RowEdit(0, edit_after(edits, TOKENS), edits.banned(TOKENS))])
+        allowed = both_allowed(None, edits.allowed)
+        edit_logits(each, [RowEdit(0, edit_after(edits, TOKENS), edits.banned(TOKENS), allowed)])
     assert made[0].equal(made[1])
+
+
+def test_a_form_and_allowed_tokens_leave_what_both_allow() -> None:
+    form = torch.from_numpy(allowed_mask(range(0, VOCAB, 2), VOCAB))
+    thirds = allowed_mask(range(0, VOCAB, 3), VOCAB)
+    assert both_allowed(form, None) is form
+    for edit in (edit_logits, CpuKernels(1).edit_logits):
+        logits = torch.zeros(1, VOCAB)
+        edit(logits, [RowEdit(0, None, (12,), both_allowed(form, thirds))])
+        kept = torch.isfinite(logits[0]).nonzero()[:, 0].tolist()
+        assert kept == [token for token in range(0, VOCAB, 6) if token != 12]
 
 
 def test_many_tokens_are_counted() -> None:

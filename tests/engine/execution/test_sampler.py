@@ -163,7 +163,8 @@ def test_masks_leave_out_all_other_tokens(chooser: Sampler, vocab: int) -> None:
     logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(1))
     greedy = SamplingParams(temperature=0)
     masked = {0: 0, 2: 1, 3: 2}
-    rows = [SampleRow(greedy, 0, 0, mask=masks[masked[i]] if i in masked else None) for i in range(5)]
+    allowed = {row: torch.from_numpy(masks[number]) for row, number in masked.items()}
+    rows = [SampleRow(greedy, 0, 0, allowed=allowed.get(i)) for i in range(5)]
     expected = logits.clone()
     for row, number in masked.items():
         expected[row, torch.from_numpy(~kept[number])] = -math.inf
