@@ -419,6 +419,9 @@ class LaunchOptions(Group):
     host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` admits other machines")
     open_access: bool = option(False, "Allow a `host` that other machines reach although there are no API keys")
     port: int = option(8000, "Port to listen on", ge=1, le=65535)
+    ray_dashboard: bool = option(
+        False, "Start Ray's dashboard, too, which takes seconds of processor time and a quarter of a GB"
+    )
     tls_file: str | None = option(
         None,
         "PEM file with the certificate, its chain, and the private key: clients then connect by HTTPS. "

@@ -145,19 +145,17 @@ class LocalCluster:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a look at /health is no news
-        ray.init(
-            address="local",
-            _temp_dir=self._instance.ray_folder,
-            include_dashboard=False,
-            num_cpus=8,  # more than one configuration at a time while a change rolls
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _metrics_export_port=self.metrics_port,
-        )
-        serve.start(
-            http_options={"host": "127.0.0.1", "port": self.port},
-            controller_options={"runtime_env": {"env_vars": self._instance.controller_environment()}},
-        )
+        with self._instance.inherited():
+            ray.init(
+                address="local",
+                _temp_dir=self._instance.ray_folder,
+                include_dashboard=False,
+                num_cpus=8,  # more than one configuration at a time while a change rolls
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                _metrics_export_port=self.metrics_port,
+            )
+        serve.start(http_options={"host": "127.0.0.1", "port": self.port})
 
     def deploy(self, **options: Any) -> None:
         """Deploy, or change the application; returns when every replica runs and has an open channel.
@@ -274,7 +272,6 @@ class LocalCluster:
     def _config(self) -> dict[str, Any]:
         args = {**self.options, "instance": self.instance}
         config = serving.deploy_config(args, LaunchOptions(port=self.port))
-        config["controller_options"] = {"runtime_env": {"env_vars": self._instance.controller_environment()}}
         config["applications"][0]["import_path"] = self._import_path
         return config
 

@@ -6,12 +6,14 @@ each other's clients: HAProxy falls back to whatever listens on port 8500.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from app.config import CACHE_SECRET
@@ -55,12 +57,28 @@ class Instance:
         drawn = {CACHE_SECRET: os.environ.get(CACHE_SECRET) or self._secret}
         return {**serving.controller_environment(), **self._controller, **drawn}
 
+    @contextlib.contextmanager
+    def inherited(self) -> Iterator[None]:
+        """While Ray starts here: all its workers get ``controller_environment``, as if each were given it.
+
+        A worker with an environment of its own loads Ray twice.
+        """
+        before = dict(os.environ)
+        os.environ.update(self.controller_environment())
+        try:
+            yield
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
+
     def prepare_environment(self) -> None:
         """Set in this process what Ray's own processes inherit, before Ray starts."""
         os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
         # Ray would start a worker for each core in advance; replicas, with an environment, need others.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         for variable in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):
             os.environ[variable] = str(self.ports.take())
 

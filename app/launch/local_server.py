@@ -62,6 +62,8 @@ class LocalServer:
             ConfigError: they do not start; one line on why.
         """
         self._instance.prepare_environment()
+        # All processes inherit it from Ray's. Those with an environment of their own would load Ray twice.
+        os.environ.update(self._environment())
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of the replicas' log lines
         path = os.environ.get("PYTHONPATH")
@@ -78,15 +80,13 @@ class LocalServer:
                 address="local",
                 _temp_dir=self._instance.ray_folder,
                 dashboard_host="127.0.0.1",
-                include_dashboard=True,  # at 8265 or the next free port, which Ray finds only if none is named
+                include_dashboard=self._launch.ray_dashboard,  # at 8265, or the next free port if none is named
                 log_to_driver=True,
                 logging_level=logging.ERROR,
             )
-            self.dashboard = str(context.dashboard_url or "")
-            serve.start(
-                http_options={"host": self._launch.host, "port": self._launch.port},
-                controller_options={"runtime_env": {"env_vars": self._environment()}},
-            )
+            if self._launch.ray_dashboard:
+                self.dashboard = str(context.dashboard_url or "")
+            serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
         except (RayError, RayServeException, RuntimeError, OSError) as error:
             raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
 
@@ -95,50 +95,50 @@ class LocalServer:
     ) -> None:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
 
-        The application is built with ``args``, from which ``models`` were made, and the instance's name.
-        ``say`` reports progress. Of several models those that cannot start are named, and the others serve.
+        The application is built here, with ``args``, from which ``models`` were made, and the instance's name:
+        Serve would build it in a process that ends at once. ``say`` reports progress. Of several models those
+        that cannot start are named, and the others serve.
 
         Raises:
             ConfigError: the application, or every model, cannot start; the message says why.
         """
         from ray import serve
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
 
+        from app.application import build
         from app.launch import placement
 
         nodes = placement.cluster_nodes()
         placement.check_gpus(models, nodes)
         placement.check_cpus(models, nodes)
-        quire = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}
         if "models" in args:
-            quire.pop(f"{ENV_PREFIX}MODELS", None)  # the path of a file, which has been read
-        document = serving.deploy_config({**args, "instance": self._instance.name}, self._launch)
-        document["controller_options"]["runtime_env"]["env_vars"] = self._environment()
-        if quire:
-            document["applications"][0]["runtime_env"] = {"env_vars": quire}
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
+            os.environ.pop(f"{ENV_PREFIX}MODELS", None)  # the path of a file, which has been read
+        application = build({**args, "instance": self._instance.name})
+        serve.run_many(
+            [serve.RunTarget(application, serving.APP_NAME)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
         progress = Progress(sum(model.options.scaling.initial_replicas for model in models), say)
         deadline = time.monotonic() + START_TIMEOUT_S
         waiting = list(models)
         while not stop.wait(0.2):
-            application = serve.status().applications.get(serving.APP_NAME)
-            status = str(application.status) if application is not None else ""
+            found = serve.status().applications.get(serving.APP_NAME)
+            status = str(found.status) if found is not None else ""
             if status.endswith("DEPLOY_FAILED"):
-                failed = [model for model in waiting if _failed(application, model.deployment)]
+                failed = [model for model in waiting if _failed(found, model.deployment)]
                 waiting = [model for model in waiting if model not in failed]
                 if not waiting or not (failed or len(waiting) < len(models)):
-                    raise ConfigError(f"the application cannot start: {_cause(application)}")
+                    raise ConfigError(f"the application cannot start: {_cause(found)}")
                 for model in failed:
-                    cause = _cause(application, model.deployment)
+                    cause = _cause(found, model.deployment)
                     say(f"warning: {model.name} cannot start, the others can: {cause}")
             if status.endswith(("RUNNING", "DEPLOY_FAILED")):
                 health = self._health()
-                if all(_serves(model, health, application) for model in waiting):
+                if all(_serves(model, health, found) for model in waiting):
                     return
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
-            progress.update(_counted(application, "RUNNING"), time.monotonic())
+            progress.update(_counted(found, "RUNNING"), time.monotonic())
 
     def ready(self) -> int | None:
         """Number of running engine replicas; ``None`` if unknown, as while Serve's controller restarts."""

@@ -88,6 +88,13 @@ LAUNCH: list[Fault] = [
         "two clusters share the port of Serve's fallback",
     ),
     Fault(
+        "app/launch/instance.py",
+        "            for name in os.environ.keys() - before.keys():\n                del os.environ[name]\n",
+        "",
+        _INSTANCE,
+        "what Serve needs stays in the environment of the process that started Ray",
+    ),
+    Fault(
         "app/launch/local_server.py",
         'health if health.get("instance") == self._instance.name else {}',
         "health",

@@ -68,6 +68,15 @@ def test_rays_own_processes_inherit_free_ports(monkeypatch: pytest.MonkeyPatch) 
     instance.remove()
 
 
+def test_only_rays_processes_inherit_what_serve_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    instance, before = Instance(), dict(os.environ)
+    with instance.inherited():
+        assert os.environ.items() >= instance.controller_environment().items()
+    assert dict(os.environ) == before
+    instance.remove()
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
