@@ -98,7 +98,6 @@ class IngressReplica:
             if not model.one_of_several:
                 raise
             logger.error("the model %s cannot be served: %s", model.name, error)
-            self.server.broken[model.name] = str(error)
             return
         self._models[model.name] = made
         self.server.add(made.service, made.figures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
@@ -32,7 +33,7 @@ class ApiServer:
     """One per ingress replica; runs on its event loop.
 
     ``names`` are the models, of which the first is for requests that name none; :meth:`add` brings what serves
-    one. A model that cannot be served here is in ``broken`` with the reason. ``options`` may be replaced at any
+    one. A model that cannot be served here, or not yet, is in ``broken``. ``options`` may be replaced at any
     time; each request reads the current ones. ``instance`` names the server. ``gate`` knows the API keys; by
     default there are none. ``others`` asks the other ingresses for their figures, and ``tracer``
     exports what requests do; by default nobody does.
@@ -55,7 +56,7 @@ class ApiServer:
         self.bodies = BodyReader(lambda request: sender_of(request, self.options.tenant_header))
         self.live = LiveRequests()
         self.tracer = tracer
-        self.broken = dict.fromkeys(names, "it has yet to be loaded")
+        self.broken = set(names)
         self._names = tuple(names)
         self._several = several
         self._services: dict[str, OpenAIService] = {}
@@ -69,7 +70,7 @@ class ApiServer:
     def add(self, service: OpenAIService, figures: ModelFigures | None = None) -> None:
         """Serve a model from now on; by default its figures are those of its requests."""
         self._services[service.model] = service
-        self.broken.pop(service.model, None)
+        self.broken.discard(service.model)
         own = ModelFigures(service.model, lambda: Process("", service.figures.samples(), service.model))
         self._figures.append(figures or own)
 
@@ -92,7 +93,7 @@ class ApiServer:
                 raise model_not_allowed(wanted, key.key.id)
             raise model_not_found(wanted, usable)
         if wanted not in self._services:
-            raise UnavailableError(f"the model {wanted!r} cannot be served: {self.broken[wanted]}")
+            raise UnavailableError(f"the model {wanted!r} cannot be served now; the server's log says why")
         return self._services[wanted]
 
     def models(self, key: KeyLimits | None = None) -> Response:
@@ -102,9 +103,8 @@ class ApiServer:
 
     def health(self, brief: bool = False) -> Response:
         """Answer ``GET /health``; ``brief`` is for those without a key."""
-        broken = {name: {"status": "unavailable", "reason": reason} for name, reason in self.broken.items()}
-        working = {service.model: service.state.health() for service in self.services}
-        found = {name: working.get(name) or broken[name] for name in self._names}
+        found: dict[str, dict[str, Any]] = {name: {"status": "unavailable"} for name in self._names}
+        found |= {service.model: service.state.health() for service in self.services}
         return health_response(self.instance, found, self._several, brief)
 
     def ping(self) -> Response:

@@ -100,7 +100,7 @@ class OpenAIService:
             InvalidRequestError, ApiError, UnavailableError: before anything has been sent.
         """
         self.admission.check_priority(request.options.priority, caller.limits)
-        record = RequestRecord(caller, "completions", request.options.stream, self.figures, self.tracer)
+        record = self._record(caller, "completions", request.options.stream)
         choices = len(request.prompts) * request.options.params.width
         with self.admission.admit(record, choices) as (permit, held):
             limits = await self._limits()
@@ -130,7 +130,7 @@ class OpenAIService:
         Raises as :meth:`completions` does.
         """
         self.admission.check_priority(request.options.priority, caller.limits)
-        record = RequestRecord(caller, route, request.options.stream, self.figures, self.tracer)
+        record = self._record(caller, route, request.options.stream)
         with self.admission.admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
             family = self._family()
@@ -173,14 +173,14 @@ class OpenAIService:
 
     async def count_tokens(self, request: ChatRequest, caller: Caller) -> Response:
         """Answer ``POST /v1/messages/count_tokens``; raises as :meth:`completions` does."""
-        record = RequestRecord(caller, "count_tokens", False, self.figures, self.tracer)
+        record = self._record(caller, "count_tokens", False)
         with self.admission.admit(record, 1), record.running():
             tokens = await self._chat_tokens(request, caller, await self._limits())
         return JSONResponse({"input_tokens": len(tokens)})
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
-        record = RequestRecord(caller, "tokenize", False, self.figures, self.tracer)
+        record = self._record(caller, "tokenize", False)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             if request.prompt is None:
@@ -196,7 +196,7 @@ class OpenAIService:
 
     async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Response:
         """Answer ``POST /detokenize``; raises as :meth:`completions` does."""
-        record = RequestRecord(caller, "detokenize", False, self.figures, self.tracer)
+        record = self._record(caller, "detokenize", False)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
             text = await self._tokenizer.decode(request.tokens, longest)
@@ -214,6 +214,9 @@ class OpenAIService:
     def num_live(self) -> int:
         """Choices that are live, each from its request's arrival to the end of the response."""
         return self.admission.live.count
+
+    def _record(self, caller: Caller, route: str, stream: bool) -> RequestRecord:
+        return RequestRecord(caller, route, stream, self.figures, self.tracer, self.model)
 
     async def _chat_tokens(self, request: ChatRequest, caller: Caller, limits: FleetLimits) -> list[int]:
         owner = caller.tenant, request.options.cache_salt

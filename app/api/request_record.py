@@ -33,6 +33,7 @@ class RequestRecord:
     stream: bool
     figures: RequestFigures = field(default_factory=RequestFigures)
     tracer: RequestTracer | None = None
+    model: str = ""
     journals: list[Journal] = field(default_factory=list)  # of each prompt, once they are known
     usage: Usage = field(default_factory=Usage)
     finish_reasons: list[str] = field(default_factory=list)
@@ -113,6 +114,7 @@ class RequestRecord:
         return {
             "request_id": self.caller.request_id,
             **({} if self.caller.limits is None else {"key": self.caller.limits.key.id}),
+            "model": self.model,
             "route": self.route,
             "stream": self.stream,
             "outcome": self.outcome,

@@ -1,4 +1,4 @@
-"""Replicas that die of a request, of other weights, and of other pools, under real Ray Serve."""
+"""Replicas that die of a request, of other weights, pools, and models, under real Ray Serve."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def fingerprints(outcome: Outcome) -> set[str]:
     return {event["system_fingerprint"] for event in outcome.events if "system_fingerprint" in event}
 
 
-def fingerprint(model: Path) -> str:
-    return ModelIdentity(model_revision(model), "torch.float32", tokenizer_digest(model)).fingerprint
+def fingerprint(model: Path, dtype: str = "torch.float32") -> str:
+    return ModelIdentity(model_revision(model), dtype, tokenizer_digest(model)).fingerprint
 
 
 async def streams(cluster: BreakableCluster, count: int, tokens: int) -> list[Outcome]:
@@ -140,3 +140,41 @@ def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(
     (refused,) = asyncio.run(ask(201 * 16, 1))
     assert (refused.status, [error["code"] for error in refused.errors]) == (400, ["kv_pool_exceeded"])
     cluster.wait_routable(2)
+
+
+def test_a_model_comes_and_sleeps_beside_one_that_goes_on(
+    bare_cluster: BreakableCluster, old_model: Path, new_model: Path
+) -> None:
+    cluster = bare_cluster
+    shared = {**OPTIONS, "max_model_len": CONTEXT, "kv_memory": "64MiB", "engine_replicas": 1}
+    del shared["engine_cpus"]
+    stays = {"name": "stays", "model": str(old_model)}
+    sleeps = {"name": "sleeps", "model": str(new_model), "dtype": "bfloat16", "max_replicas": 1}
+    cluster.deploy(**shared, models=[stays])
+    before = cluster.engine_pids()
+
+    def woken() -> dict[str, str]:
+        """Of each model what generates its answers."""
+        with cluster.http() as http:
+            found = {}
+            for model in ("sleeps", "stays"):
+                body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+                answer = http.post("/v1/completions", json=body).json()
+                found[answer["model"]] = answer["system_fingerprint"]
+            refused = http.post("/v1/completions", json={**body, "model": "goes"})
+        assert refused.status_code == 404
+        assert "this server has 'stays', 'sleeps'" in refused.json()["error"]["message"]
+        return found
+
+    sleeps |= {"min_replicas": 0, "scale_down_after_s": 0.1}
+    cluster.deploy(**shared, models=[stays, sleeps])
+
+    def states() -> dict[str, str]:
+        return {name: model["status"] for name, model in cluster.health().get("models", {}).items()}
+
+    asleep = {"stays": "ok", "sleeps": "asleep"}
+    wait_for(
+        lambda: states() == asleep and cluster.engine_pids() == before, SOON_S, "the second does not sleep"
+    )
+    assert woken() == {"stays": fingerprint(old_model), "sleeps": fingerprint(new_model, "torch.bfloat16")}
+    assert set(before) <= set(cluster.engine_pids())

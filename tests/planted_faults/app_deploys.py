@@ -9,8 +9,116 @@ _CHECK = ("app/launch/test_model_check.py",)
 _PLACEMENT = ("app/launch/test_placement.py",)
 _CONFIG = ("app/test_config.py",)
 _INGRESS = ("app/test_ingress_replica.py",)
+_ENTRIES = ("app/test_model_entries.py",)
+_CHOICE = ("app/api/test_several_models.py",)
+_LAUNCHER = ("app/launch/test_launcher.py",)
 
 DEPLOYS: list[Fault] = [
+    Fault(
+        "app/model_entries.py",
+        "        if keys.count(key) > 1:\n",
+        "        if False:\n",
+        _ENTRIES,
+        "of two models with one name in a file, one vanishes without a word",
+    ),
+    Fault(
+        "app/config.py",
+        '{"model": entry["name"], **own, "served_model_name": entry["name"]}',
+        '{"model": entry["name"], **own}',
+        _ENTRIES,
+        "a model is called by its folder instead of its name",
+    ),
+    Fault(
+        "app/config.py",
+        "            tree[option.group].pop(name, None)\n",
+        "            pass\n",
+        _ENTRIES,
+        "`auto` of one model does not undo an option of the application",
+    ),
+    Fault(
+        "app/config.py",
+        'lambda match: f"~{ord(match[0]):02x}"',
+        'lambda match: "-"',
+        _ENTRIES,
+        "two models share a deployment",
+    ),
+    Fault(
+        "app/config.py",
+        "[model.options.fixed(deployment) for model in served_models(self)]",
+        "self.service.models",
+        _VERSION,
+        "an engine's option of one model restarts the ingresses",
+    ),
+    Fault(
+        "app/launch/placement.py",
+        "    return replicas_on_a_node(model.options, nodes) + others\n",
+        "    return replicas_on_a_node(model.options, nodes)\n",
+        _PLACEMENT,
+        "engines of several models each take all cores and all memory",
+    ),
+    Fault(
+        "app/launch/placement.py",
+        "ANY_CPU if model.one_of_several and options.scaling.engine_cpus is None",
+        "ANY_CPU if False",
+        _PLACEMENT,
+        "another model restarts the engines of all",
+    ),
+    Fault(
+        "app/launch/preflight.py",
+        "    left = available - each * most - beside.bytes\n",
+        "    left = available - each * most\n",
+        _LAUNCHER,
+        "models are started that do not fit together",
+    ),
+    Fault(
+        "app/launch/launcher.py",
+        '        args["models"] = options.service.models\n',
+        "        pass\n",
+        _LAUNCHER,
+        "replicas look for the file of models in a folder of their own",
+    ),
+    Fault(
+        "app/api/api_server.py",
+        "            raise model_not_found(wanted, usable)\n",
+        "            raise model_not_found(wanted, self._names)\n",
+        _CHOICE,
+        "a client learns of models that are not for its key",
+    ),
+    Fault(
+        "app/api/api_server.py",
+        "        wanted = next(iter(usable), self._names[0]) if name is None else name\n",
+        "        wanted = self._names[0] if name is None else name\n",
+        _CHOICE,
+        "a key for another than the first model must name it",
+    ),
+    Fault(
+        "app/api/routes.py",
+        "    setattr(request.state, CHOSEN, service.model)\n",
+        "",
+        _CHOICE,
+        "refusals are counted for the first model",
+    ),
+    Fault(
+        "app/ingress.py",
+        "return_when=asyncio.FIRST_COMPLETED",
+        "return_when=asyncio.ALL_COMPLETED",
+        _INGRESS,
+        "a model whose engines do not start keeps the ingress from serving the others",
+    ),
+    Fault(
+        "app/ingress.py",
+        "            if not model.one_of_several:\n",
+        "            if True:\n",
+        _INGRESS,
+        "a model that cannot be loaded takes the others down",
+    ),
+    Fault(
+        "app/ingress_model.py",
+        "        if not self.model.options.scaling.to_zero:\n",
+        "        if True:\n",
+        _INGRESS,
+        "an ingress waits for engines that sleep",
+    ),
     Fault(
         "app/deployment_version.py",
         '        if name != "version":\n',
@@ -90,15 +198,15 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/ingress.py",
-        "        if first and not options.scaling.to_zero:\n",
-        "        if False:\n",
+        "            await self._first_answers()\n",
+        "            pass\n",
         _INGRESS,
         "the old ingress leaves while the new one has no engine",
     ),
     Fault(
         "app/ingress.py",
-        "        if first and not options.scaling.to_zero:\n",
-        "        if not options.scaling.to_zero:\n",
+        "            await self._first_answers()\n",
+        "        await self._first_answers()\n",
         _INGRESS,
         "a change of options hangs while no engine is routable",
     ),

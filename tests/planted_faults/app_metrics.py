@@ -75,7 +75,7 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/metrics/fleet_figures.py",
-        "[process for process in others if process.name != own.name]",
+        "[process for process in others if process.name not in names]",
         "list(others)",
         _FIGURES,
         "the ingress that is asked counts twice",
@@ -89,8 +89,8 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/metrics/ray_export.py",
-        "self._last[series.name, key] = total",
-        "self._last[series.name, key] = more",
+        "self._last[key] = total",
+        "self._last[key] = more",
         _RAY,
         "counters grow by their totals",
     ),

@@ -43,7 +43,7 @@ def test_a_complete_request_is_logged_with_its_usage(
 ) -> None:
     http.post("/v1/completions", json={**COUNT, "stream": stream}, headers={"x-request-id": "trace-7"}).read()
     (fields,) = wait_for(records, 1)
-    assert fields["request_id"] == "trace-7"
+    assert (fields["request_id"], fields["model"]) == ("trace-7", MODEL)
     assert (fields["route"], fields["stream"], fields["outcome"]) == ("completions", stream, "ok")
     assert (fields["output_tokens"], fields["finish"]) == (8, "length")
     assert 0 < fields["first_token_ms"] <= fields["total_ms"]

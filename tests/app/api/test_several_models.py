@@ -61,7 +61,6 @@ def api(server: LocalServer) -> ApiServer:
                 engine_wait_s=60.0,
             )
         )
-    made.broken["sleeper"] = "its folder is empty"
     return made
 
 
@@ -100,7 +99,7 @@ def test_every_route_chooses_by_model(api: ApiServer, path: str) -> None:
     assert answer.body.get("type") == ("error" if path.startswith("/v1/messages") else None)
     answer = ask(api, "POST", path, {"model": "sleeper", **ASKED[path]})
     assert answer.status == 503
-    assert "cannot be served: its folder is empty" in answer.body["error"]["message"]
+    assert "'sleeper' cannot be served now" in answer.body["error"]["message"]
 
 
 def test_requests_are_counted_for_their_model(api: ApiServer) -> None:
@@ -166,8 +165,6 @@ def test_health_says_which_models_work(
         "Other/Large": "ok",
         "sleeper": "unavailable",
     }
-    assert answer.body["models"]["sleeper"]["reason"] == "its folder is empty"
-    del api.broken["sleeper"]
     api._names = NAMES[:2]
     assert ask(api, "GET", "/health").body["status"] == "ok"
     monkeypatch.setattr(server.client, "status", lambda: {"routable": 0, "asleep": True})

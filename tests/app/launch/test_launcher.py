@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from app import __main__ as command
 from app import config
-from app.launch import local_server, preflight, serving, terminal
+from app.launch import launcher, local_server, preflight, serving, terminal
 from app.launch.instance import Instance
 from engine.errors import ConfigError
 from engine.kv.pool_size import PoolSize
@@ -337,6 +337,84 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == options.service.model_name
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
+
+
+TWO: dict[str, Any] = {"a": {"engine_replicas": 1}, "b": {"max_replicas": 3, "dtype": "float32"}}
+
+
+def two_models(folder: Path) -> tuple[config.ServedModel, ...]:
+    models = {name: {**options, "model": str(folder)} for name, options in TWO.items()}
+    return config.served_models(config.load({"device": "cpu", "models": models}, {}))
+
+
+def test_models_share_the_memory(tmp_path: Path) -> None:
+    """Each of four engines may use a quarter of what all weights leave."""
+    save_model(tmp_path, "bfloat16")
+    needed = 4 * preflight.PROCESS_BYTES + (2 + 3 * 4) * WEIGHTS
+    a, b = preflight.check_models(two_models(tmp_path), [tmp_path] * 2, needed + GIB)
+    assert a.pool is not None
+    assert b.pool is not None
+    assert a.pool.num_blocks == GIB // 8 // (16 * TOKEN)
+    assert (a.pool.bytes, a.dtype, b.dtype) == (b.pool.bytes, "bfloat16", "float32")
+    with pytest.raises(
+        ConfigError, match=r"models: a: 1 engine replicas need .* pools, 3 of other models another"
+    ):
+        preflight.check_models(two_models(tmp_path), [tmp_path] * 2, needed)
+
+
+def test_the_share_of_each_model_is_announced(tmp_path: Path) -> None:
+    said: list[str] = []
+    fits = [preflight.Fit("bfloat16", PoolSize(100, 16, 1), 16), preflight.Fit("float32", None, 16)]
+    options = config.load({"models": TWO, "threads": 2}, {})
+    terminal.announce("http://here", "HAProxy", "", options, fits, False, said.append)
+    assert said[0] == "Quire serves a, b at http://here/v1 through HAProxy"
+    assert "a: engine replicas 1, each with 2 CPU threads" in said[1]
+    assert "1,600 tokens" in said[2]
+    assert "b: engine replicas 1, 1 to 3 with demand" in said[3]
+    assert "KV in float32" in said[4]
+
+
+@pytest.mark.parametrize(("of_b", "serving_b"), [("asleep", True), ("unavailable", False)])
+def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
+    a, b = config.served_models(config.load({"models": TWO}, {}))
+    engine = SimpleNamespace(replica_states={ReplicaState.RUNNING: 1})
+    application = SimpleNamespace(deployments={"engine-a": engine, "ingress": engine})
+    health = {"routable": 1, "models": {"a": {"routable": 1}, "b": {"routable": 0, "asleep": of_b == "asleep"}}}
+    assert local_server._serves(a, health, application)
+    assert local_server._serves(b, health, application) is serving_b
+    assert not local_server._serves(b, {}, application)
+    assert local_server._counted(application) == 1
+
+
+def test_models_of_a_file_reach_the_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have another folder, where the file may not be."""
+    (tmp_path / "models.yaml").write_text("{a: {}, b: {}}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher.model_store, "resolve", lambda name: tmp_path / name)
+    monkeypatch.setattr(
+        launcher, "check_models", lambda models, folders: [preflight.Fit("bfloat16", None, 1)] * 2
+    )
+    given: dict[str, Any] = {}
+
+    class Server:
+        url, dashboard = "http://here", ""
+
+        def __init__(self, *_: object) -> None: ...
+
+        def start(self) -> None: ...
+
+        def deploy(self, args: dict[str, Any], models: Any, stop: Any, say: Any) -> None:
+            given.update(args)
+            raise ConfigError("enough")
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(launcher, "LocalServer", Server)
+    with pytest.raises(ConfigError, match="enough"):
+        launcher.serve_here({"models": "models.yaml", "port": str(free_port())})
+    assert given == {"models": [{"name": "a"}, {"name": "b"}]}
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
