@@ -80,6 +80,13 @@ class EngineOptions:
         "How a preempted request gets its KV back: `swap`, `recompute`, or `auto`, the one with the lower "
         "estimated time",
     )
+    speculation: int | None = option(
+        None,
+        "Maximum number of tokens guessed ahead for a sequence in one step, from its own text; 0 turns it off. "
+        "`auto`: 15, and in any case only as many as are expected to save time",
+        ge=0,
+        le=63,
+    )
     priority_aging: float | None = option(
         None,
         "Seconds of waiting that offset one level of a request's `priority`. `auto`: waiting never offsets "

@@ -18,6 +18,7 @@ from engine.execution.calibration import (
     OFFLINE_CPU_BUDGET,
     Calibration,
     calibrate,
+    decode_row_cost,
     processor_clock,
     steady_prefill_rate,
     swap_costs,
@@ -29,11 +30,12 @@ from engine.kv.host_pool import HostPool
 from engine.kv.kv_events import KvEvents, root_key_of
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits, Request, TokenDelta
-from engine.scheduling.candidates import Candidates
+from engine.scheduling.candidates import Outcome
 from engine.scheduling.load_report import LoadReporter
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import ScheduledChunk
+from engine.scheduling.speculation import MAX_DRAFTS, Speculation
 from engine.scheduling.step import StepTiming
 from engine.seeds import request_seed
 from engine.stats import EngineStats
@@ -83,6 +85,7 @@ class Engine:
             recovery=self._recovery_policy(calibration),
             host=HostPool(self.runner.memory.host_blocks),
             priority_aging=config.priority_aging,
+            speculation=self._speculation(),
             check_invariants=config.check_invariants,
         )
         self.grammars = GrammarCompiler(
@@ -178,7 +181,7 @@ class Engine:
             grammar_faults=self.grammars.faults,
         )
 
-    def _run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:
         """Run a step, by parts if it fails; see :meth:`_run_in_parts`.
 
         Returns the outcomes of all chunks that sample, and the message of each request that failed.
@@ -201,14 +204,17 @@ class Engine:
                 self.grammars.forget(sequence.params.structured_output)
         return failed
 
-    def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[int | Candidates], dict[str, str]]:
+    def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:
         """Run a failed step by halves, and a chunk that runs out of memory by halves of its tokens.
 
-        Returns the outcomes of all chunks that sample (0 for a failed one), and the message of each failed
-        request. If every chunk fails, a probe of the model decides whether they or the engine are at fault.
+        All without drafts: no request may fail by a guess. Returns the outcomes of all chunks that sample (0
+        for a failed one), and the message of each failed request. If every chunk fails, a probe of the model
+        decides whether they or the engine are at fault.
         """
-        outcomes: dict[tuple[str, int], int | Candidates] = {}
+        outcomes: dict[tuple[str, int], Outcome] = {}
         failed: dict[tuple[str, int], str] = {}
+        for chunk in chunks:
+            chunk.drafts = ()
         parts = [chunks]
         while parts:
             part = parts.pop()
@@ -242,6 +248,15 @@ class Engine:
             rates = Rates(calibration.prefill_rate, out.rate, back.rate, out.call_seconds, back.call_seconds)
         mode, refit = RecoveryMode(self.config.recovery), self.runner.device.type == "cpu"  # see CopyClock
         return RecoveryPolicy(mode, self.limits.block_size, rates, refit_calls=refit)
+
+    def _speculation(self) -> Speculation | None:
+        """Measures what a row costs here, unless there is to be none."""
+        most = MAX_DRAFTS if self.config.speculation is None else self.config.speculation
+        if not most:
+            return None
+        runner = self.runner
+        clock = processor_clock(runner.num_threads) if runner.device.type == "cpu" else time.perf_counter
+        return Speculation(most, decode_row_cost(runner.decode, clock))
 
     def _calibrate(self, offline: bool) -> Calibration:
         """Choose the token budget; measure the prefill rate if that, a router or a recovery needs it."""

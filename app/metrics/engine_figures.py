@@ -29,6 +29,8 @@ def engine_samples(stats: EngineStats, scaling: ReplicaStats, lost_leases: int) 
         "steps": stats.steps,
         "prompt_tokens": scheduler.prompt_tokens,
         "generated_tokens": scheduler.generated_tokens,
+        "drafted_tokens": scheduler.drafted_tokens,
+        "accepted_tokens": scheduler.accepted_tokens,
         "preemptions": scheduler.preemptions,
         "recovery_fallbacks": recovery.fallbacks,
         "lost_leases": lost_leases,

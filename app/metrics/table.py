@@ -172,6 +172,8 @@ TABLE: tuple[Metric, ...] = (
     _counter(_E, "steps", "Engine steps."),
     _counter(_E, "prompt_tokens", "Prompt tokens of admitted requests."),
     _counter(_E, "generated_tokens", "Generated tokens."),
+    _counter(_E, "drafted_tokens", "Tokens that speculation guessed and ran."),
+    _counter(_E, "accepted_tokens", "Of the guessed tokens, those that were right."),
     _counter(_E, "finished_requests", "Finished sequences by reason.", "finished_reason", *_REASONS),
     _histogram(
         _E,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,12 +20,25 @@ class Batch:
 
     token_ids: Tensor  # int64 [T]
     metadata: AttentionMetadata
-    sample_rows: Tensor  # int64 [S], row of the last token of each chunk that samples, in chunk order
-    decodes: bool  # every chunk is one token and samples
+    sample_rows: Tensor  # int64 [S], row of the last token of each chunk that samples, then those of its drafts
+    decodes: bool  # every row samples
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
-    """Lay out ``chunks`` one after the other; their blocks must already be in their sequences' block tables."""
+    """Lay out ``chunks`` one after the other; their blocks must already be in their sequences' block tables.
+
+    A draft is laid out as a sequence of its own that decodes one token and shares all blocks: attention then
+    needs no kind of chunk of its own, and a step of drafts is recorded and replayed as any decode step.
+    """
+    token_ids = np.fromiter(
+        chain.from_iterable(
+            chain(chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length], chunk.drafts)
+            for chunk in chunks
+        ),
+        dtype=np.int64,
+    )
+    if any(chunk.drafts for chunk in chunks):
+        chunks = list(chain.from_iterable(map(_parts, chunks)))
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
@@ -34,13 +47,6 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     np.cumsum(lengths, out=query_start[1:])
     total = int(query_start[-1])
 
-    token_ids = np.fromiter(
-        chain.from_iterable(
-            chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length] for chunk in chunks
-        ),
-        dtype=np.int64,
-        count=total,
-    )
     num_blocks = -(-ends // block_size)
     tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
     for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
@@ -62,6 +68,14 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
     )
     decodes = bool(samples.all()) and total == len(chunks) > 0
     return Batch(_tensor(token_ids, device), metadata, _tensor(query_start[1:][samples] - 1, device), decodes)
+
+
+def _parts(chunk: ScheduledChunk) -> Iterator[ScheduledChunk]:
+    """A chunk, and behind it one for each of its drafts."""
+    yield chunk
+    end = chunk.start + chunk.length
+    for place in range(end, end + len(chunk.drafts)):
+        yield ScheduledChunk(chunk.sequence, place, 1, True)
 
 
 def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""How fast this machine prefills and swaps, and the token budget that follows."""
+"""How fast this machine prefills, decodes and swaps, and the token budget that follows."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ _TRIAL_TOKENS = (16, 64, CPU_TRIAL_TOKENS)
 _REPEAT_BELOW = 0.1  # seconds
 _LONGEST_TRIAL = 0.4  # seconds expected; a longer trial is not begun
 _REPEATS = 3
+
+_TRIAL_ROWS = 8
+"""Of the larger decode step: about what a sequence has with its drafts."""
 
 _SWAP_BYTES = 32 << 20  # of the larger trial, on each side
 _CACHE_BYTES = 64 << 20  # more than caches hold
@@ -85,6 +88,21 @@ def steady_prefill_rate(
     """
     prefill(tokens)
     return tokens / min(_timed(prefill, tokens, clock) for _ in range(_REPEATS))
+
+
+def decode_row_cost(decode: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> float:
+    """What a row adds to a decode step over what the step costs without any; ``decode(rows)`` runs one.
+
+    The best of a few trials; the first calls, which may record or compile, do not count.
+    """
+    least = dict.fromkeys((1, _TRIAL_ROWS), math.inf)
+    for rows in least:
+        decode(rows)
+    for _ in range(_REPEATS):
+        for rows in least:
+            least[rows] = min(least[rows], _timed(decode, rows, clock))
+    row = max(least[_TRIAL_ROWS] - least[1], 0.0) / (_TRIAL_ROWS - 1)
+    return row / max(least[1] - row, row / _TRIAL_ROWS, 1e-6)
 
 
 def swap_costs(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> tuple[CopyCost, CopyCost]:

@@ -8,6 +8,7 @@ import logging
 from collections import abc
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from engine.config import EngineConfig
 from engine.devices import resolve_device, usable_cores
 from engine.errors import ConfigError
 from engine.execution.batch import Batch, build_batch
+from engine.execution.calibration import MAX_BUDGET
 from engine.execution.recorded_steps import RecordedSteps
 from engine.execution.sampler import Sampler, SampleRow, both_allowed, edit_after
 from engine.kv.kv_cache import KVCache
@@ -28,8 +30,10 @@ from engine.models.identity import ModelIdentity, model_revision, tokenizer_dige
 from engine.models.loader import load_model
 from engine.prompt_logprobs import PromptLogprobs
 from engine.request import ModelLimits
-from engine.scheduling.candidates import Candidates
+from engine.sampling_params import SamplingParams
+from engine.scheduling.candidates import Choice, Outcome
 from engine.scheduling.sequence import ScheduledChunk, Sequence
+from engine.scheduling.speculation import MAX_ROWS
 from engine.seeds import sequence_seed
 from engine.sizes import format_bytes
 from engine.structured.matcher import Matcher
@@ -43,7 +47,10 @@ _SCORED_AT_ONCE = 64
 _MANY_ROWS = 17  # float32 products on a GPU have a kernel of their own from here on
 
 LogitsHook = Callable[[abc.Sequence[Sequence], Tensor], None]
-"""Sees the sequences that sample in a step and their logits, float32 ``[S, vocab]``, before sampling."""
+"""Sees the sequences that sample in a step and their logits, float32 ``[S, vocab]``, before sampling.
+
+Not those of drafts.
+"""
 
 
 class ModelRunner:
@@ -97,7 +104,7 @@ class ModelRunner:
         self._steps = RecordedSteps(
             self.decoder,
             self.kv_cache.pool,
-            min(config.max_num_seqs, config.token_budget or config.max_num_seqs),
+            min(max(config.max_num_seqs, MAX_ROWS), config.token_budget or MAX_BUDGET),
             -(-self.max_model_len // config.block_size),
         )
         self.sampler = Sampler(self.decoder.kernels)
@@ -140,27 +147,34 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[int | Candidates]:
+    def run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[Outcome]:
         """Compute ``chunks`` and choose for each that samples, in their order.
 
-        The outcome is a token, or for a sequence of a group the candidates that the group's next step needs.
+        The outcome is a token, or for a sequence of a group the candidates that the group's next step needs;
+        of a chunk with drafts, one such choice of each row before which all drafts were right.
         Running the same chunks again writes the same keys and values and chooses the same tokens, so a step
         that failed half-way may be repeated in parts.
         """
         with _one_torch_thread() if self._one_torch_thread else contextlib.nullcontext():
             return self._run(chunks)
 
-    def _run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[int | Candidates]:
+    def _run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[Outcome]:
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
         scored = [] if batch.decodes else _scored_rows(chunks)
         logits = self._forward_scoring(batch, scored) if scored else self._steps.forward(batch)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampling = [chunk for chunk in chunks if chunk.samples]
         if not sampling:
             return []
         if self.on_logits is not None:
-            self.on_logits(sampling, logits)
-        return self.sampler.sample(logits, [self._sample_row(sequence) for sequence in sampling])
+            self.on_logits([chunk.sequence for chunk in sampling], logits[_first_rows(sampling)])
+        rows = [
+            self._sample_row(chunk.sequence, drafts)
+            for chunk in sampling
+            for drafts in range(1 + len(chunk.drafts))
+        ]
+        choices = self.sampler.sample(logits, rows)
+        return [*choices] if len(rows) == len(sampling) else _verified(sampling, choices)
 
     def advance_grammars(self, chunks: abc.Sequence[ScheduledChunk]) -> list[tuple[Sequence, str]]:
         """Work out which tokens the grammars of sequences that sample allow next; before :meth:`run`.
@@ -221,7 +235,7 @@ class ModelRunner:
         """The blocks that ``chunks`` write keys and values to."""
         size = self.kv_cache.block_size
         for chunk in chunks:
-            first, last = chunk.start // size, (chunk.start + chunk.length - 1) // size
+            first, last = chunk.start // size, (chunk.start + chunk.num_rows - 1) // size
             yield from chunk.sequence.block_table[first : last + 1]
 
     @torch.inference_mode()
@@ -230,6 +244,27 @@ class ModelRunner:
         self.forward_alone([0] * tokens, self.kv_cache)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def decode(self, rows: int) -> None:
+        """Run a step that samples ``rows`` sequences of a token each, in the first blocks; for calibration."""
+        places = torch.arange(min(rows, self.memory.tokens), device=self.device)
+        rows, size = len(places), self.kv_cache.block_size
+        blocks = torch.arange(-(-rows // size), dtype=torch.int32, device=self.device)
+        metadata = AttentionMetadata(
+            query_start=torch.arange(rows + 1, dtype=torch.int32, device=self.device),
+            context_lens=torch.arange(1, rows + 1, dtype=torch.int32, device=self.device),
+            block_tables=blocks.repeat(rows, 1),
+            positions=places,
+            slot_mapping=places.clone(),
+            max_query_len=1,
+            max_context_len=rows,
+        )
+        batch = Batch(torch.zeros_like(places), metadata, places.clone(), decodes=True)
+        params = SamplingParams()
+        with _one_torch_thread() if self._one_torch_thread else contextlib.nullcontext():
+            logits = self._steps.forward(batch)
+            self.sampler.sample(logits, [SampleRow(params, 0, place) for place in range(rows)])
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -272,17 +307,18 @@ class ModelRunner:
         forward = partial(self.decoder.forward, tokens, cache.pool, metadata, last)
         return self.decoder.kernels.in_buffers(forward).clone()
 
-    def _forbidden(self, sequence: Sequence) -> tuple[int, ...]:
+    def _forbidden(self, sequence: Sequence, drafts: int = 0) -> tuple[int, ...]:
         params = sequence.params
-        if sequence.num_generated >= params.min_tokens:
+        if sequence.num_generated + drafts >= params.min_tokens:
             return ()
         return params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
 
-    def _sample_row(self, sequence: Sequence) -> SampleRow:
+    def _sample_row(self, sequence: Sequence, drafts: int) -> SampleRow:
+        """For the row after a sequence's tokens and ``drafts`` drafts."""
         params = sequence.params
-        row = SampleRow(params, sequence.seed, len(sequence.token_ids))
+        row = SampleRow(params, sequence.seed, len(sequence.token_ids) + drafts)
         if sequence.matcher is None:
-            row.forbidden = self._forbidden(sequence)
+            row.forbidden = self._forbidden(sequence, drafts)
         else:
             row.allowed = torch.from_numpy(sequence.matcher.mask)  # without the forbidden ones
         if sequence.edits is not None:
@@ -332,8 +368,34 @@ def _scored_rows(chunks: abc.Sequence[ScheduledChunk]) -> list[_ScoredRows]:
                 shift = begin - chunk.start
                 tokens = sequence.token_ids[wanted.start + 1 : wanted.stop + 1]
                 found.append(_ScoredRows(asked, range(wanted.start + shift, wanted.stop + shift), tokens))
-        begin += chunk.length
+        begin += chunk.num_rows
     return found
+
+
+def _first_rows(sampling: abc.Sequence[ScheduledChunk]) -> list[int]:
+    """The place of each chunk's first row among the rows that are sampled from."""
+    counts = [1 + len(chunk.drafts) for chunk in sampling]
+    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def _verified(sampling: abc.Sequence[ScheduledChunk], choices: abc.Sequence[Choice]) -> list[Outcome]:
+    """Of each chunk the choices up to the first one that its next draft differs from."""
+    following = iter(choices)
+    outcomes: list[Outcome] = []
+    for chunk in sampling:
+        own = list(islice(following, 1 + len(chunk.drafts)))
+        right = 0
+        while right < len(chunk.drafts) and _token(own[right]) == chunk.drafts[right]:
+            right += 1
+        outcomes.append(tuple(own[: right + 1]) if chunk.drafts else own[0])
+    return outcomes
+
+
+def _token(choice: Choice) -> int | None:
+    """The token drawn; ``None`` where every token is forbidden."""
+    if isinstance(choice, int):
+        return choice
+    return choice.tokens[0] if choice.tokens else None
 
 
 @contextlib.contextmanager

@@ -55,6 +55,15 @@ class BlockTables:
         sequence.writable = len(table) * size
         return min(length, sequence.writable - computed)
 
+    def extend_further(self, sequence: Sequence, length: int) -> int:
+        """:meth:`extend` for a sequence that may write a token already: nothing is released, nothing copied."""
+        pool, table = self._pool, sequence.block_table
+        missing = min(pool.blocks_for(sequence.computed + length) - len(table), pool.num_available)
+        if missing > 0:
+            table.extend(pool.allocate(missing, table[-1]) or ())
+            sequence.writable = len(table) * pool.block_size
+        return min(length, sequence.writable - sequence.computed)
+
     def _copy_on_write(self, table: list[int], place: int, block: int, transfers: Transfers) -> None:
         """Replace a shared block by ``block``, its copy: the step copies the contents before it writes."""
         transfers.copies.append((table[place], block))

@@ -19,3 +19,10 @@ class Candidates:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     details: tuple[TokenLogprobs, ...] = ()
+
+
+Choice = int | Candidates
+"""What is chosen from one row of logits."""
+
+Outcome = int | Candidates | tuple[int | Candidates, ...]
+"""What comes of a chunk that samples: a choice, or with drafts those of its rows whose tokens are all right."""

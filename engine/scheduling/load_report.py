@@ -20,7 +20,7 @@ class EngineLoad:
     free: int
     evictable: int
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
-    step_seconds: float  # of the last step that only decoded; 0 before the first
+    step_seconds: float  # of the last step that only decoded, for a token of each sequence; 0 before the first
     waiting: int  # sequences that do not run: never did, or were preempted
     num_blocked: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
     max_running: int  # sequences at once
@@ -37,10 +37,11 @@ class LoadReporter:
         self._num_blocked = 0
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
-        """A step has been run."""
+        """A step has been run and committed; one whose drafts were right made more than a token of each."""
         self._num_blocked = plan.num_blocked
         if not plan.prefill_tokens and not plan.transfers:
-            self._step_seconds = seconds
+            made = len(plan.chunks)
+            self._step_seconds = seconds * made / (made + plan.accepted_tokens)
 
     def read(self) -> EngineLoad:
         """The load now; 50 ns for each running sequence, and what the pending prefill costs."""

@@ -17,7 +17,7 @@ from engine.scheduling.admission import (
     preempt_for_first,
     preempt_held_beams,
 )
-from engine.scheduling.candidates import Candidates
+from engine.scheduling.candidates import Choice, Outcome
 from engine.scheduling.intake import Intake
 from engine.scheduling.latency_stats import LatencyStats
 from engine.scheduling.outcomes import Outcomes
@@ -27,6 +27,7 @@ from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.scheduling.sequence import ScheduledChunk, Sequence, SequenceState
 from engine.scheduling.sequence_groups import SequenceGroups
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan, StepTiming
 from engine.scheduling.workload_stats import WorkloadStats
@@ -57,6 +58,7 @@ class Scheduler:
             priority absolute, so that better ones can delay worse ones without bound.
         look_ahead: waiting sequences that do not fit and are passed over in one step.
         max_overtakes: admissions past a waiting sequence after which nothing passes it.
+        speculation: adds guessed tokens to steps; ``None`` for none.
         clock: monotonic seconds; stamps requests that bring no ``arrival``.
         check_invariants: verify pool, index and state after each call (slow; for tests).
     """
@@ -77,6 +79,7 @@ class Scheduler:
         priority_aging: float | None = None,
         look_ahead: int = 8,
         max_overtakes: int = 32,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
         check_invariants: bool = False,
     ) -> None:
@@ -113,6 +116,8 @@ class Scheduler:
             priority_aging=priority_aging,
             clock=clock,
         )
+        self.speculation = speculation
+        self._drafted_tokens = self._accepted_tokens = 0
         self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
         self._uncommitted: StepPlan | None = None
@@ -149,6 +154,8 @@ class Scheduler:
                 state.num_blocked = admit_waiting(state, plan)
             if state.shares.limited:
                 _share_rest(state, plan)
+        if self.speculation is not None:
+            self.speculation.add_drafts(state, plan)
         plan.num_blocked = state.num_blocked
         for sequence in plan.admitted:
             self._workload.admitted(sequence, state.prefix_caching)
@@ -159,7 +166,7 @@ class Scheduler:
         return plan
 
     def commit(
-        self, plan: StepPlan, outcomes: abc.Sequence[int | Candidates], timing: StepTiming | None = None
+        self, plan: StepPlan, outcomes: abc.Sequence[Outcome], timing: StepTiming | None = None
     ) -> list[TokenDelta]:
         """Account for a step that ran; ``outcomes`` are of the chunks that sample, in their order.
 
@@ -178,7 +185,7 @@ class Scheduler:
         state.settle_swaps()
         if timing is not None:
             state.recoveries.account(plan, timing)
-        by_chunk: Iterable[int | Candidates | None] = outcomes
+        by_chunk: Iterable[Outcome | None] = outcomes
         if samples < len(plan.chunks):
             following = iter(outcomes)
             by_chunk = [next(following) if chunk.samples else None for chunk in plan.chunks]
@@ -188,6 +195,9 @@ class Scheduler:
         for chunk, outcome in zip(plan.chunks, by_chunk, strict=True):
             sequence = chunk.sequence
             if sequence.state is finished:
+                continue
+            if isinstance(outcome, tuple):
+                deltas += self._commit_drafts(plan, chunk, outcome)
                 continue
             computed = sequence.computed = chunk.start + chunk.length
             if caching and computed >= (sequence.indexed + 1) * size:
@@ -206,9 +216,35 @@ class Scheduler:
             elif outcome is not None:
                 deltas += self._count_finished(self._groups.advance(sequence, outcome))
         self._outcomes.generated_tokens += appended
+        self._drafted_tokens += plan.drafted_tokens
+        self._accepted_tokens += plan.accepted_tokens
         self._latency.committed(deltas)
         self._maybe_check()
         return deltas
+
+    def _commit_drafts(
+        self, plan: StepPlan, chunk: ScheduledChunk, choices: abc.Sequence[Choice]
+    ) -> list[TokenDelta]:
+        """Account for a chunk with drafts as if each of its ``choices`` had come in a step of its own.
+
+        Each is that of a row all of whose tokens were right. What comes after a sequence's end is dropped.
+        """
+        sequence = chunk.sequence
+        deltas: list[TokenDelta] = []
+        for place, choice in enumerate(choices):
+            sequence.computed = chunk.start + chunk.length + place
+            if self.state.prefix_caching:
+                self._index_full_blocks(sequence)
+            plan.accepted_tokens += place > 0
+            if isinstance(choice, int):
+                deltas += self._groups.append(sequence, choice, 0.0)
+            else:
+                deltas += self._groups.advance(sequence, choice)
+            if sequence.state is SequenceState.FINISHED:
+                break
+        if len(deltas) > 1 and not sequence.params.ranked:
+            deltas = [_joined(deltas)]
+        return self._count_finished(deltas)
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """End all sequences of a request in any state; empty when there is no such request."""
@@ -279,6 +315,8 @@ class Scheduler:
             arrived_tokens=workload.arrived_tokens,
             remaining_output=workload.remaining_output,
             running_limit=state.running_limit,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def check(self) -> None:
@@ -297,6 +335,8 @@ class Scheduler:
         """Hand full blocks to the prefix index: only now is their KV sure to be there."""
         state = self.state
         full = sequence.computed // state.pool.block_size
+        if full <= sequence.indexed:
+            return
         sequence.node = state.index.extend(
             sequence.root, sequence.node, sequence.token_ids, sequence.block_table, full
         )
@@ -326,6 +366,16 @@ class Scheduler:
             self.check()
 
 
+def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+    """One delta for consecutive ones of a sequence."""
+    joined = deltas[-1]
+    joined.index = deltas[0].index
+    joined.token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+    if joined.logprobs is not None:
+        joined.logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
+    return joined
+
+
 def _share_rest(state: SchedulerState, plan: StepPlan) -> None:
     """Tokens that the shares left over go by the order alone, so that none is idle."""
     if plan.budget_left > 0:
@@ -352,6 +402,7 @@ def _continue_running(state: SchedulerState, plan: StepPlan) -> None:
             if chunk is None:
                 chunk = sequence.decode_chunk = ScheduledChunk(sequence, computed, 1, True)
             chunk.start = computed
+            chunk.drafts = ()
             chunks.append(chunk)
             continue
         if length == 0:  # a held beam, which has nothing to compute

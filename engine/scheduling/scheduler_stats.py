@@ -37,3 +37,5 @@ class SchedulerStats:
     )
     remaining_output: float = 0.0  # tokens that a running sequence is expected to generate yet
     running_limit: int = 0  # tokens that the running sequences may reach together
+    drafted_tokens: int = 0  # guesses that were run as further rows
+    accepted_tokens: int = 0  # of those, that were right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.fair_queue import Ticket
+from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.recovery import RecoveryDecision
 from engine.token_logprobs import TokenLogprobs
 
@@ -93,6 +95,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output; only kept where it is ranked
     logprob: float = 0.0  # sum over the output's tokens; only kept where sequences are ranked
     decode_chunk: ScheduledChunk | None = None  # its chunk of one token, made once for all its decode steps
+    lookup: PromptLookup | None = None  # guesses its next tokens; made when speculation first asks
     matcher: Matcher | None = None  # follows its output in the grammar; the model runner's
     finish_reason: FinishReason | None = None
     queued_at: float = 0.0  # monotonic seconds, as are the next two; 0 if it has not been
@@ -135,14 +138,21 @@ class ScheduledChunk:
     """Tokens ``start:start + length`` of one sequence to run in this step.
 
     ``sequence.block_table`` covers them. ``samples`` says that the chunk reaches the end of ``token_ids``, so
-    that one token is sampled from its last row. Only the scheduler changes a chunk: it uses that of a decoding
-    sequence in every step, so a chunk is valid until the next step is planned.
+    that one token is sampled from its last row. ``drafts`` are guesses of the tokens after that: each is a row
+    more, with a KV slot behind the others', that samples, too. Only the scheduler changes a chunk: it uses that
+    of a decoding sequence in every step, so a chunk is valid until the next step is planned.
     """
 
     sequence: Sequence
     start: int
     length: int
     samples: bool
+    drafts: abc.Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Of the step, its drafts included."""
+        return self.length + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 
 from engine.kv.transfers import Transfers
@@ -44,6 +45,10 @@ class StepPlan:
     prefill_tokens: int = 0  # of these, in this step
     out_of_blocks: bool = False  # so that the running sequences could not all grow
     num_blocked: int = 0  # waiting sequences that no newcomer can overtake: the engine is full
+    drafted_tokens: int = 0  # of all chunks
+    accepted_tokens: int = (
+        0  # of these, those that turned out to be right; known once the step has been committed
+    )
     _extra_tokens: int = 0  # of all chunks, beyond one of each
     _num_without_sample: int = 0  # chunks that end before their sequences do
 
@@ -72,6 +77,12 @@ class StepPlan:
         self.chunks.append(ScheduledChunk(sequence, start, length, length == remaining))
         self._extra_tokens += length - 1
         self._num_without_sample += length < remaining
+
+    def add_drafts(self, chunk: ScheduledChunk, drafts: abc.Sequence[int]) -> None:
+        """Run ``drafts`` behind a chunk that samples; the block table covers them."""
+        chunk.drafts = drafts
+        self.drafted_tokens += len(drafts)
+        self._extra_tokens += len(drafts)
 
     def lengthen(self, chunk: ScheduledChunk, length: int) -> None:
         """Run ``length`` tokens in a chunk that does not reach the end yet; the block table covers them."""

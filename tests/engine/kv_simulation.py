@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from engine.kv.block_pool import BlockPool
@@ -14,10 +15,11 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.kv.transfers import Transfers
 from engine.request import CacheNamespace, ModelLimits, Request, TokenDelta
 from engine.sampling_params import SamplingParams
-from engine.scheduling.candidates import Candidates
+from engine.scheduling.candidates import Candidates, Outcome
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import ScheduledChunk, Sequence
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import StepPlan, StepTiming
 
 VOCAB = 50
@@ -44,6 +46,7 @@ def make_scheduler(
     recovery: str = "recompute",
     window: int | None = None,
     priority_aging: float | None = None,
+    speculation: Speculation | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     pool = BlockPool(num_blocks, block_size)
@@ -61,6 +64,7 @@ def make_scheduler(
         priority_aging=priority_aging,
         look_ahead=look_ahead,
         max_overtakes=max_overtakes,
+        speculation=speculation,
         clock=clock,
         check_invariants=check_invariants,
     )
@@ -138,9 +142,9 @@ class KVSimulation:
     def text(self, sequence: Sequence) -> int:
         return self.texts(sequence)[-1]
 
-    def texts(self, sequence: Sequence) -> list[int]:
+    def texts(self, sequence: Sequence, drafts: Iterable[int] = ()) -> list[int]:
         texts: list[int] = []
-        for token in sequence.token_ids:
+        for token in chain(sequence.token_ids, drafts):
             texts.append(self.extend(texts[-1] if texts else sequence.root, token))
         return texts
 
@@ -162,28 +166,41 @@ class KVSimulation:
                     destination.pop((to, offset), None)
                 destination.update({(to, offset): text for offset, text in contents.items()})
 
-    def run(self, plan: StepPlan) -> list[int | Candidates]:
+    def run(self, plan: StepPlan) -> list[Outcome]:
         """Make the transfers, write all slots of the step, then let each chunk read what it sees."""
         self.transfer(plan.transfers)
         writers: set[tuple[int, int]] = set()
         for chunk in plan.chunks:
-            texts = self.texts(chunk.sequence)
+            texts = self.texts(chunk.sequence, chunk.drafts)
             self.computed_tokens += chunk.length
-            for position in range(chunk.start, chunk.start + chunk.length):
+            for position in range(chunk.start, chunk.start + chunk.num_rows):
                 slot = self._slot(chunk.sequence, position)
                 assert slot not in writers, "two rows of one step write one slot"
                 assert slot[0] >= 0, "a write to a block that is gone"
                 writers.add(slot)
                 self.slots[slot] = texts[position]
-        outcomes: list[int | Candidates] = []
+        outcomes: list[Outcome] = []
         for chunk in plan.chunks:
-            texts = self.texts(chunk.sequence)
+            texts = self.texts(chunk.sequence, chunk.drafts)
             first = 0 if self.window is None else max(0, chunk.start - self.window + 1)
-            for position in range(first, chunk.start + chunk.length):
+            for position in range(first, chunk.start + chunk.num_rows):
                 assert self.slots[self._slot(chunk.sequence, position)] == texts[position], "another text's KV"
             if chunk.samples:
-                outcomes.append(self.outcome(chunk.sequence))
+                outcomes.append(self.outcomes(chunk) if chunk.drafts else self.outcome(chunk.sequence))
         return outcomes
+
+    def outcomes(self, chunk: ScheduledChunk) -> tuple[int | Candidates, ...]:
+        """Of a chunk's rows up to the first whose token is not the next draft."""
+        tokens = chunk.sequence.token_ids
+        length, choices = len(tokens), [self.outcome(chunk.sequence)]
+        for draft in chunk.drafts:
+            last = choices[-1]
+            if draft != (last.tokens[0] if isinstance(last, Candidates) else last):
+                break
+            tokens.append(draft)
+            choices.append(self.outcome(chunk.sequence))
+        del tokens[length:]
+        return tuple(choices)
 
     def outcome(self, sequence: Sequence) -> int | Candidates:
         """A token; for groups some tokens with log probabilities that only the text decides."""

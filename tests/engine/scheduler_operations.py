@@ -11,6 +11,7 @@ from scheduler_steps import assert_no_idle_budget
 from engine.errors import InvalidRequestError
 from engine.request import Request
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Driver:
             recovery=case.recovery,
             window=case.window,
             priority_aging=case.aging,
+            speculation=Speculation(self.rng.choice([1, 4, 15])) if seed % 2 else None,
         )
         self.simulation = KVSimulation(case.block_size, self._sample, window=case.window)
         self.requests: dict[str, Request] = {}

@@ -33,6 +33,7 @@ def tiny_engine_config(folder: Path, **options: Any) -> EngineConfig:
         "num_blocks": 128,
         "token_budget": 64,
         "num_threads": 1,
+        "speculation": 0,
         "check_invariants": True,
     }
     return EngineConfig(model=str(folder), **{**defaults, **options})

@@ -25,6 +25,34 @@ _PACKER = ("engine/models/test_models_packer.py",)
 
 EXECUTION: list[Fault] = [
     Fault(
+        "engine/execution/model_runner.py",
+        "while right < len(chunk.drafts) and _token(own[right]) == chunk.drafts[right]:",
+        "while right < len(chunk.drafts):",
+        ("engine/test_speculation_bits.py",),
+        "drafts are taken for right unseen",
+    ),
+    Fault(
+        "engine/execution/model_runner.py",
+        "SampleRow(params, sequence.seed, len(sequence.token_ids) + drafts)",
+        "SampleRow(params, sequence.seed, len(sequence.token_ids))",
+        ("engine/test_speculation_bits.py",),
+        "the rows of drafts draw the same random numbers as the first",
+    ),
+    Fault(
+        "engine/execution/model_runner.py",
+        "if sequence.num_generated + drafts >= params.min_tokens:",
+        "if sequence.num_generated >= params.min_tokens:",
+        ("engine/test_speculation_bits.py",),
+        "with drafts min_tokens ends late",
+    ),
+    Fault(
+        "engine/engine.py",
+        "            chunk.drafts = ()\n",
+        "            pass\n",
+        ("engine/test_speculation_bits.py",),
+        "a guess can fail a request",
+    ),
+    Fault(
         "kernels/cpu/gemm_codes.cpp",
         "static_cast<int32_t>(0u - kCodeOffset * sum)};\n",
         "0};\n",
@@ -264,7 +292,7 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/model_runner.py",
-        "            first, last = chunk.start // size, (chunk.start + chunk.length - 1) // size",
+        "            first, last = chunk.start // size, (chunk.start + chunk.num_rows - 1) // size",
         "            first, last = chunk.start // size, chunk.start // size",
         _RUNNER,
         "a chunk is said to write its first block alone",

@@ -20,7 +20,79 @@ _RESERVE = ("engine/scheduling/test_growth_reserve.py",)
 _PENDING = ("engine/scheduling/test_pending_prefill.py",)
 _GROUPS = ("engine/test_llm_sequences.py", *_RANDOM)
 
+_SPECULATION = ("engine/scheduling/test_speculation.py", "engine/test_speculation_bits.py", *_RANDOM)
+
 SCHEDULING: list[Fault] = [
+    Fault(
+        "engine/scheduling/prompt_lookup.py",
+        "if found and tokens[found - MATCHED : found] == tokens[place + 1 - MATCHED : place + 1]:",
+        "if found:",
+        ("engine/scheduling/test_prompt_lookup.py",),
+        "tokens with the same hash are taken for equal",
+    ),
+    Fault(
+        "engine/scheduling/prompt_lookup.py",
+        "guess = guess + 1 if right else 0",
+        "guess = guess + 1",
+        ("engine/scheduling/test_prompt_lookup.py",),
+        "a wrong guess is followed on",
+    ),
+    Fault(
+        "engine/scheduling/speculation.py",
+        "min(room, sequence.max_total_tokens - len(tokens) - 1)",
+        "room",
+        _SPECULATION,
+        "drafts run beyond max_tokens, behind the blocks that a sequence may ever have",
+    ),
+    Fault(
+        "engine/scheduling/speculation.py",
+        "if covered < wanted and state.pool.num_available > len(state.running):",
+        "if covered < wanted:",
+        _SPECULATION,
+        "drafts take the last blocks",
+    ),
+    Fault(
+        "engine/scheduling/speculation.py",
+        "drafts[: _room(state, chunk, len(drafts))]",
+        "drafts",
+        _SPECULATION,
+        "drafts are written to blocks that the sequence does not have",
+    ),
+    Fault(
+        "engine/scheduling/speculation.py",
+        "(group.search is None and group.forked)",
+        "group.search is None",
+        _SPECULATION,
+        "the first row of a group, which draws for all its sequences, has drafts",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "sequence.computed = chunk.start + chunk.length + place\n",
+        "sequence.computed = chunk.start + chunk.num_rows\n",
+        _SPECULATION,
+        "the KV of rejected drafts counts as the sequence's",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "            if sequence.state is SequenceState.FINISHED:\n                break\n",
+        "",
+        _SPECULATION,
+        "tokens come after the end",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "            chunk.drafts = ()\n",
+        "",
+        _SPECULATION,
+        "a step has the drafts of the one before",
+    ),
+    Fault(
+        "engine/scheduling/load_report.py",
+        "seconds * made / (made + plan.accepted_tokens)",
+        "seconds",
+        ("engine/scheduling/test_speculation.py",),
+        "a step that makes several tokens of each sequence counts as slow",
+    ),
     Fault(
         "engine/scheduling/recovery.py",
         "self._in.mean(victim.blocks - found)",

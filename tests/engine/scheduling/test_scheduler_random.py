@@ -11,6 +11,7 @@ from scheduler_steps import assert_no_idle_budget
 from engine.errors import InvalidRequestError
 from engine.request import FinishReason
 from engine.scheduling.sequence import SequenceState
+from engine.scheduling.speculation import Speculation
 
 
 @pytest.mark.parametrize("hash_tokens", [hash, constant_hash], ids=["hash", "constant"])
@@ -39,6 +40,7 @@ def test_every_request_ends(
         hash_tokens=constant_hash if hash_tokens is constant_hash else hash,
         look_ahead=rng.choice([0, 2, 8]),
         max_overtakes=rng.choice([1, 32]),
+        speculation=Speculation(rng.choice([1, 4, 15])) if seed % 2 else None,
     )
     simulation = KVSimulation(block_size, lambda sequence: rng.choice([0, 0, 1, 1, EOS]))
     capacity = num_blocks * block_size
