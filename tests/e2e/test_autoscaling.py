@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import shutil
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -16,12 +19,15 @@ from typing import Any
 import httpx
 import pytest
 import ray
+import yaml
 from local_cluster import SOON_S, BreakableCluster
+from monitoring import DEPLOY, alert_queries, board_queries
 from ray import serve
 from ray.serve.context import _get_global_client
 from scaled_toy import FIRST, Other, asked, broken, toy
 
 from app.launch import serving
+from app.launch.port_block import PortBlock
 from loadtests.client import Outcome, complete
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.workloads import prompts
@@ -183,6 +189,62 @@ def test_to_zero_and_back_for_the_first_request(scaled: BreakableCluster) -> Non
         assert (outcome.status, outcome.errors, outcome.finish_reason) == (200, [], "length")
     assert len(scaled.engine_pids()) == 1
     assert scaled.health()["status"] == "ok"
+
+
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)"
+)
+def test_prometheus_has_data_for_all_boards_and_alerts(scaled: BreakableCluster, tmp_path: Path) -> None:
+    text = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    (job,) = (job for job in text["scrape_configs"] if job["job_name"] == "quire")
+    job["static_configs"] = [{"targets": [f"127.0.0.1:{scaled.port}"]}]
+    text |= {"scrape_configs": [job], "rule_files": [str(DEPLOY / "prometheus/alerts.yml")]}
+    text["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(text))
+    ports = PortBlock()
+    address = f"127.0.0.1:{ports.take()}"
+    process = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--web.listen-address={address}",
+            "--log.level=error",
+        ]
+    )
+
+    def result(query: str) -> list[Any]:
+        try:
+            answer = prometheus.get("/api/v1/query", params={"query": query})
+        except httpx.TransportError:
+            return []
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it starts
+            return []
+        assert answer.status_code == 200, answer.text
+        found: list[Any] = answer.json()["data"]["result"]
+        return found
+
+    # Nothing may hold the target at the moment.
+    unseen = {query for query in board_queries() + alert_queries() if "quire_scaling_held" not in query}
+
+    def all_seen() -> bool:
+        unseen.difference_update({query for query in unseen if result(query)})
+        return not unseen
+
+    try:
+        with Clients(scaled, prompts(FEW), 16), httpx.Client(base_url=f"http://{address}") as prometheus:
+            with contextlib.suppress(TimeoutError):
+                wait_for(all_seen, SOON_S, "some queries return nothing", 1.0)
+            assert not unseen
+            samples = result('count({job="quire"}) by (__name__)')
+            assert {sample["metric"]["__name__"] for sample in samples} >= {
+                "quire_scaling_target",
+                "vllm:num_requests_running",
+            }
+    finally:
+        process.kill()
+        process.wait()
+        ports.release()
 
 
 async def both(url: str, instance: str) -> list[Outcome]:
