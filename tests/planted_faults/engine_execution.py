@@ -173,8 +173,8 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/sampler.py",
-        "            if row.forbidden or row.edit is not None\n",
-        "            if (row.forbidden and index == 0) or row.edit is not None\n",
+        "            RowEdit(index, row.edit, row.forbidden, row.allowed)\n",
+        "            RowEdit(index, row.edit, () if index else row.forbidden, row.allowed)\n",
         _SAMPLER,
         "only the first row of a batch heeds its forbidden tokens",
     ),
