@@ -153,7 +153,11 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
             # Serve answers an ID that is not UTF-8 with a plain 500; without one it makes its own.
             r"\n    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }"
             rf"\n    http-request del-header '^({STEERING})$' -m reg"
-            rf"\n    http-request set-header {CLIENT_ADDRESS} %[src]",
+            rf"\n    http-request set-header {CLIENT_ADDRESS} %[src]"
+            # HAProxy may start anew, for new ingresses, before a stream ends. The HAProxy of before knows only
+            # ingresses of before: the client's next request on that connection would be refused.
+            r"\n    http-response set-header connection close"
+            r" if { res.hdr(content-type) -m beg text/event-stream }",
         ),
     ]
     for pattern, replacement in rules:

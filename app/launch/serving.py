@@ -26,10 +26,22 @@ PATIENCE = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 
+ONE_LOOP = {
+    # By default Serve runs a deployment's code in a thread beside that of its HTTP server. The way of an event
+    # from one to the other costs an ingress more than all else that is done to it (docs/channel.md), and what
+    # slow clients have not read gathers between them without a bound.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+"""Environment of the ingress replicas. An engine's channels stay apart from what Serve asks it."""
+
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(SILENT_CLIENT_S),
+    # An ingress that leaves fails HAProxy's checks at once, though it answers for a while. By default a second
+    # failure 0.25 s later puts it out of use, even where HAProxy has yet to hear of its successor.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "4s",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_RISE": "1",  # or an ingress that recovers waits for 4 s, too
 }
 
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.serve._private import deploy_utils
+from ray.serve._private import constants, deploy_utils
 from ray.serve._private.build_app import build_app
 from ray.serve._private.config import DeploymentConfig
 
 from app import application, config, deployment_version
+from app.launch import serving
 
 FIXED = {"engine_cpus": 1, "threads": 1}  # no shares, which depend on the number of replicas
 
@@ -61,6 +62,17 @@ def as_serve_gets_them(**args: Any) -> dict[str, DeploymentConfig]:
         )
         found[one.name] = DeploymentConfig.from_proto_bytes(made["deployment_config_proto_bytes"])
     return found
+
+
+def test_only_ingresses_serve_http_on_the_loop_of_their_own_code() -> None:
+    built = build_app(application.assemble(config.load(FIXED, {}), Replica), name="quire")
+    environments = {
+        one.name: one._replica_config.ray_actor_options.get("runtime_env", {}).get("env_vars")
+        for one in built.deployments
+    }
+    assert environments == {"ingress": serving.ONE_LOOP, "engine": None}
+    assert serving.ONE_LOOP.keys() <= vars(constants).keys()
+    assert serving.ONE_LOOP["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -26,6 +26,13 @@ LAUNCH: list[Fault] = [
     ),
     Fault(
         "app/launch/haproxy.py",
+        "-m beg text/event-stream }",
+        "-m beg text/plain }",
+        _HAPROXY,
+        "after a stream during a deploy the client's next request is refused",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
         '        (r"^( *server \\S+ \\S+ check backup)$", r"\\1 disabled"),\n',
         "",
         _HAPROXY,

@@ -42,6 +42,7 @@ class Ingress:
     """Answers to /ready, and to anything else never; notes what it is asked, and which clients leave."""
 
     answer: bytes = b"own"
+    media_type: bytes = b"application/json"
     asked: int = 0
     left: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
     last_head: bytes = b""
@@ -57,7 +58,8 @@ class Ingress:
                     self.asked += 1
                     await reader.read(1)
                     raise ConnectionError
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self.answer) + self.answer)
+                headers = b"content-type: %s\r\ncontent-length: %d\r\n" % (self.media_type, len(self.answer))
+                writer.write(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n" + self.answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             self.left.put_nowait(path)
         finally:
@@ -173,6 +175,8 @@ def test_serves_template_gets_every_change(setting: Setting) -> None:
             "    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }",
             f"    http-request del-header '^({haproxy.STEERING})$' -m reg",
             "    http-request set-header x-quire-client %[src]",
+            "    http-response set-header connection close"
+            " if { res.hdr(content-type) -m beg text/event-stream }",
             "backend quire_addresses",
             "    stick-table type ipv6 size 100k expire 10m store conn_cur",
         ]
@@ -255,6 +259,27 @@ def test_a_request_id_that_serve_cannot_read_is_left_out(setting: Setting, given
             assert (b"\xff" in ingress.last_head) is False
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("media_type", "requests"), [(b"application/json", 2), (b"text/event-stream; charset=utf-8", 1)]
+)
+def test_a_connection_ends_with_a_stream(setting: Setting, media_type: bytes, requests: int) -> None:
+    """The HAProxy that began a stream may know no living ingress once it has ended."""
+
+    async def use() -> None:
+        ingress = Ingress(media_type=media_type)
+        async with await asyncio.start_server(ingress.handle, "127.0.0.1", setting.back), running(setting):
+            await setting.until(b"own")
+            reader, writer = await asyncio.open_connection("127.0.0.1", setting.front)
+            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readuntil(b"own")).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert (await reader.read()).count(b"own") == requests - 1
+            writer.close()
+
+    run(use)
 
 
 def test_headers_that_would_steer_serve_do_not_reach_it(setting: Setting) -> None:
