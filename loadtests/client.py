@@ -255,10 +255,12 @@ async def complete(url: str, prompt: str, max_tokens: int, *, instance: str = ""
         return await client.complete(prompt, max_tokens, **how)
 
 
-async def complete_all(url: str, texts: Sequence[str], max_tokens: int, instance: str = "") -> list[Outcome]:
-    """All at once."""
-    async with Client(url, instance) as client:
-        return await asyncio.gather(*(client.complete(text, max_tokens) for text in texts))
+async def complete_all(
+    url: str, prompts: Sequence[Any], max_tokens: int, instance: str = "", **options: Any
+) -> list[Outcome]:
+    """All at once; ``options`` are those of :class:`Client`."""
+    async with Client(url, instance, **options) as client:
+        return await asyncio.gather(*(client.complete(prompt, max_tokens) for prompt in prompts))
 
 
 async def vanish(url: str, count: int, seed: int, instance: str = "") -> int:

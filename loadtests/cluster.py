@@ -32,7 +32,7 @@ from app.launch.instance import Instance
 from app.launch.port_block import PortBlock
 from loadtests.report import ROOT
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0  # of a machine that may be busy
 POLL_S, SLOW_POLL_S = 0.05, 0.2
 """Between two looks at what takes moments, and at a start, which each look would slow down."""
 
@@ -84,40 +84,46 @@ def health(url: str, instance: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def application(options: Sequence[str]) -> Iterator[tuple[psutil.Process, str, str]]:
-    """``python -m app`` with options (``key=value``) on a free port: process, address, instance, once healthy.
+def running(
+    command: Sequence[str], healthy: Callable[[], bool], cwd: Path | None = None
+) -> Iterator[psutil.Process]:
+    """A server in a session of its own, once it is healthy; it ends with this context.
 
-    Raises:
-        RuntimeError: it ended, or was not healthy in time; the message has the end of its log.
+    Raises ``RuntimeError`` with the end of its log if it ends, or is not healthy in time.
     """
-    ports, instance = PortBlock(), secrets.token_hex(4)
-    port = ports.take()
-    url = f"http://127.0.0.1:{port}"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the application outlives this process
-    with tempfile.NamedTemporaryFile(prefix="quire-app-", suffix=".log") as log:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server outlives this process
+    with tempfile.NamedTemporaryFile(prefix="quire-server-", suffix=".log") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", f"port={port}", f"instance={instance}", *options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd
         )
         try:
-
-            def healthy() -> bool:
-                return health(url, instance).get("status") == "ok"
-
             seconds_until(lambda: process.poll() is not None or healthy(), START_TIMEOUT_S, 0.5)
             if process.poll() is not None or not healthy():
                 end = Path(log.name).read_text()[-3000:]
-                raise RuntimeError(f"the application has not started within {START_TIMEOUT_S:.0f} s:\n{end}")
-            yield psutil.Process(process.pid), url, instance
+                raise RuntimeError(f"the server has not started within {START_TIMEOUT_S:.0f} s:\n{end}")
+            yield psutil.Process(process.pid)
         finally:
             process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)  # it may stand still
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-            ports.release()
+
+
+@contextlib.contextmanager
+def application(options: Sequence[str]) -> Iterator[tuple[psutil.Process, str, str]]:
+    """``python -m app`` with options (``key=value``) on a free port: process, address, instance."""
+    ports, instance = PortBlock(), secrets.token_hex(4)
+    port = ports.take()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "app", f"port={port}", f"instance={instance}"]
+    try:
+        with running([*command, *options], lambda: health(url, instance).get("status") == "ok") as process:
+            yield process, url, instance
+    finally:
+        ports.release()
 
 
 class LocalCluster:

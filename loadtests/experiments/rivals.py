@@ -9,16 +9,15 @@ import gc
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine import LLM, SamplingParams
+from loadtests.report import machine
 
 PEER_BATCH = 32
-PEER_DTYPES = ("bfloat16", "float32")
 TOKEN_RANGE = (100, 40_000)  # ordinary tokens: neither special nor the rare tail
 OURS, OURS_INT4, TRANSFORMERS = "ours", "ours in int4", "transformers"
 Prompts = list[list[int]]
@@ -33,7 +32,7 @@ class Workload:
     prompt: int
     shared: int
     output: int
-    bar: float  # least ratio to transformers in its faster dtype
+    bar: float  # least ratio to transformers
 
     @property
     def title(self) -> str:
@@ -85,30 +84,18 @@ def run_peer(model: Any, prompts: Prompts, output: int) -> int:
 
 
 class Transformers:
-    """The peer with the same weights, for each workload in the dtype that is faster there."""
+    """The peer with the same weights, in bfloat16 where the CPU multiplies it in hardware, else float32."""
 
-    def __init__(self, folder: str, dtypes: list[str]) -> None:
+    def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._models: dict[str, Any] = {
-            dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-            for dtype in dtypes
-        }
-        self.chosen: dict[str, str] = {}  # dtype, by workload
+        self.dtype = "bfloat16" if "bf16" in machine()["vector"] else "float32"
+        dtype = getattr(torch, self.dtype)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def __call__(self, workload: Workload, prompts: Prompts) -> int:
         """See ``Side``."""
-        return run_peer(self._models[self.chosen[workload.key]], prompts, workload.output)
-
-    def warm_up(self, workload: Workload) -> None:
-        """Choose the dtype: an eighth of the batch at most, and some tokens of each."""
-        short = replace(workload, requests=max(1, min(workload.requests, PEER_BATCH) // 8), output=8)
-        prompts = short.prompts(-1)
-
-        def rate(dtype: str) -> float:
-            return tokens_per_second(partial(run_peer, self._models[dtype], prompts, short.output))
-
-        self.chosen[workload.key] = max(self._models, key=rate)
+        return run_peer(self._model, prompts, workload.output)
 
 
 def tokens_per_second(run: Callable[[], int]) -> float:

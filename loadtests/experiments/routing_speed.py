@@ -141,23 +141,12 @@ class Desk:
         """``Ledger.book`` of one request in steady state: all that a request waits for, under one lock.
 
         A hundred requests are under way. Not in it: what a choice leaves to the next call, which here is a
-        first token or an end; hashing (``hash_and_decide``); what Serve does around it.
+        first token or an end; hashing; what Serve does around it.
         """
         attempt, tokens = self._next(), self.fleet.blocks * BLOCK_SIZE
         return partial(
             self.ledger.book, RoutingMeta(str(attempt), attempt, tokens, 1000, keys=self.fleet.prompt())
         )
-
-    def hash_and_decide(self) -> Callable[[], object]:
-        """Hashing a prompt of 8,192 tokens, deciding and booking."""
-        attempt = self._next()
-        tokens = [self.fleet.draw.getrandbits(17) for _ in range(8192)]
-
-        def route() -> None:
-            keys = block_keys(ROOT, tokens, BLOCK_SIZE)
-            self.ledger.book(RoutingMeta(str(attempt), attempt, len(tokens), 1000, keys=keys))
-
-        return route
 
     def _next(self) -> int:
         """Another attempt, 5 ms later; the oldest of a hundred ends."""
@@ -179,7 +168,6 @@ def measure() -> Iterator[list[Figure]]:
         title, desk = fleet.title, Desk(fleet)
         yield timed(f"decision{title}", desk.decision, ROUNDS, 200, p50=p50, p99=p99)
         if size == SMALL:
-            yield timed(f"hash_and_decide{title}", Desk(fleet).hash_and_decide, 1000, 50, p99=1000.0)
             yield timed(f"apply{title}", fleet.apply, 1000, 20, 512, per_s=2e6)
         if desk.ledger.faults or fleet.index.counters.gaps or fleet.index.counters.unknown:
             raise RuntimeError(f"the ledger or the index of {title} has counted faults")

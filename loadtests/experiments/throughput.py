@@ -3,7 +3,7 @@
 ``python -m loadtests.throughput``: each round runs every workload on every side with the same fresh random
 prompts, and the medians over the rounds are compared (``docs/benchmarks.md``): our bfloat16 with the rivals',
 our int4 with llama.cpp's Q4_1. ``--http``: 32 streams of token ids through HAProxy, ingress and channel of
-``python -m app``, and the same offline.
+``python -m app``, and the same offline; with ``--peer vllm`` against vLLM's server (``peers/server.py``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tqdm import tqdm
 
 from app.launch.model_store import resolve
 from engine import LLM
-from loadtests.client import MODEL, Client
+from loadtests.client import MODEL, complete_all
 from loadtests.cluster import application
+from loadtests.experiments.peers import server
 from loadtests.experiments.peers.process import LLAMA_CPP, peer_processes
 from loadtests.experiments.rivals import (
     OURS,
     OURS_INT4,
-    PEER_DTYPES,
     TRANSFORMERS,
     WORKLOADS,
     Prompts,
@@ -57,20 +57,17 @@ def compare(arguments: argparse.Namespace) -> None:
     workloads = [w for w in WORKLOADS if w.key in arguments.workloads]
     llm = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="model")
     small = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="int4")
-    peer = Transformers(folder, arguments.peer_dtypes)
+    peer = Transformers(folder)
     sides: dict[str, Side] = {
         OURS: lambda workload, prompts: run_ours(llm, prompts, workload.output),
         OURS_INT4: lambda workload, prompts: run_ours(small, prompts, workload.output),
         TRANSFORMERS: peer,
     }
     logs = Path(tempfile.mkdtemp(prefix="quire-peers-"))
-    with peer_processes(os.environ.get("QUIRE_PEERS"), THREADS, logs) as peers:
+    with peer_processes(arguments.peers, THREADS, logs) as peers:
         sides.update(peers)
-        for workload in workloads:
-            peer.warm_up(workload)
-        for name, side in sides.items():
-            if name != TRANSFORMERS:
-                side(WARM_UP, WARM_UP.prompts(-1))
+        for side in sides.values():
+            side(WARM_UP, WARM_UP.prompts(-1))
         rates = by_turns(sides, workloads, arguments.rounds)
     figures: list[Figure] = []
     for workload in workloads:
@@ -80,8 +77,11 @@ def compare(arguments: argparse.Namespace) -> None:
             if theirs and name != OURS:
                 title, bar = name, None
                 if name == TRANSFORMERS:
-                    title, bar = f"{name} {peer.chosen[workload.key]}", workload.bar
+                    title, bar = f"{name} {peer.dtype}", workload.bar
                 figures.append(Figure(f"{workload.title} {title}", median(theirs), " tokens/s"))
+                if name == OURS_INT4:
+                    figures.append(Figure(f"{workload.title} {name} / {OURS}", ratio(theirs, ours), "x"))
+                    continue
                 of_like_weights = OURS_INT4 if name == LLAMA_CPP else OURS
                 over = ratio(rates[workload.key][of_like_weights], theirs)
                 figures.append(Figure(f"{workload.title} {of_like_weights} / {title}", over, "x", bar))
@@ -116,21 +116,12 @@ def processor_time(application: psutil.Process) -> tuple[float, float]:
 
 
 def run_http(url: str, model: str, prompts: Prompts, output: int) -> int:
-    """All prompts at once, each in a stream of its own; the number of tokens that usage reports.
-
-    Raises:
-        RuntimeError: a stream was not whole.
-    """
-
-    async def everything() -> int:
-        async with Client(url, limit_s=STREAM_LIMIT_S, model=model) as client:
-            outcomes = await asyncio.gather(*(client.complete(prompt, output) for prompt in prompts))
-        fault = next((outcome.fault for outcome in outcomes if outcome.fault), "")
-        if fault:
-            raise RuntimeError(fault)
-        return sum(outcome.tokens for outcome in outcomes)
-
-    return asyncio.run(everything())
+    """All prompts at once, a stream each; the tokens that usage reports. ``RuntimeError``: one is not whole."""
+    outcomes = asyncio.run(complete_all(url, prompts, output, limit_s=STREAM_LIMIT_S, model=model))
+    fault = next((outcome.fault for outcome in outcomes if outcome.fault), "")
+    if fault:
+        raise RuntimeError(fault)
+    return sum(outcome.tokens for outcome in outcomes)
 
 
 def compare_http(arguments: argparse.Namespace) -> None:
@@ -164,10 +155,16 @@ def compare_http(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     options = {
-        "--http": (False, "one engine behind HTTP against itself offline"),
+        "--http": (False, "one engine behind HTTP against itself offline, or the peer's server"),
+        "--peer": (("none", "vllm"), "whose server to compare with over HTTP"),
+        "--peers": (os.environ.get("QUIRE_PEERS", ""), "folder with the other engines' environments"),
+        "--served": (list(server.WORKLOADS), "which workloads, with --peer: A to C, or a prompt's tokens"),
+        "--deployments": (server.DEPLOYMENTS, "of our engine, with --peer"),
         "--rounds": (3, "of each workload on each side"),
         "--workloads": ("abcd", "which to run, for example 'ac'"),
-        "--peer-dtypes": (list(PEER_DTYPES), "of which transformers runs in the faster one"),
     }
     arguments = parse("throughput", __doc__, options)
-    (compare_http if arguments.http else compare)(arguments)
+    if arguments.peer != "none":
+        server.compare(arguments)
+    else:
+        (compare_http if arguments.http else compare)(arguments)

@@ -20,7 +20,7 @@ COUNTS = (
 
 
 def test_a_peer_answers_with_the_tokens_that_it_made(tmp_path: Path) -> None:
-    peer = PeerProcess("counter", [sys.executable, "-c", COUNTS], {}, tmp_path / "log")
+    peer = PeerProcess("counter", [sys.executable, "-c", COUNTS], tmp_path, 1, tmp_path / "log")
     try:
         assert peer(WORKLOAD, WORKLOAD.prompts(0)) == 10
         assert peer(WORKLOAD, WORKLOAD.prompts(1)[:1]) == 5
@@ -30,7 +30,7 @@ def test_a_peer_answers_with_the_tokens_that_it_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ["raise SystemExit('no model')", "print('hello')"])
 def test_a_peer_that_fails_is_an_error_that_names_its_log(tmp_path: Path, code: str) -> None:
-    peer = PeerProcess("counter", [sys.executable, "-c", code], {}, tmp_path / "log")
+    peer = PeerProcess("counter", [sys.executable, "-c", code], tmp_path, 1, tmp_path / "log")
     try:
         with pytest.raises(PeerError, match=str(tmp_path / "log")):
             peer(WORKLOAD, WORKLOAD.prompts(0))

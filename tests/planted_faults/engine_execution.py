@@ -305,6 +305,13 @@ EXECUTION: list[Fault] = [
         "attention is not causal within a chunk",
     ),
     Fault(
+        "kernels/cpu/attention.cpp",
+        "        item.begin = lengths[item.request];",
+        "        item.begin = 0;",
+        _KERNELS,
+        "what requests share counts twice",
+    ),
+    Fault(
         "kernels/reference.py",
         "                visible &= k_position > q_position - window",
         "                visible &= k_position >= q_position - window",

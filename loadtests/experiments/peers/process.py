@@ -20,6 +20,7 @@ from loadtests.experiments.rivals import Prompts, Side, Workload
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp Q4_1"
 SCRIPT = Path(__file__).with_name("offline.py")
+VLLM_SCRIPT = str(Path(__file__).with_name("vllm.sh"))
 
 
 class PeerError(Exception):
@@ -29,7 +30,7 @@ class PeerError(Exception):
 class PeerProcess:
     """Runs workloads in a peer's interpreter; one at a time."""
 
-    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, name: str, command: list[str], folder: Path, threads: int, log: Path) -> None:
         self._name = name
         self._log = log
         with log.open("wb") as errors:
@@ -38,7 +39,8 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=os.environ | environment,
+                cwd=folder,
+                env=os.environ | {"OMP_NUM_THREADS": str(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 text=True,
             )
 
@@ -64,31 +66,15 @@ class PeerProcess:
         self._process.communicate()
 
 
-def command_of(name: str, peers: Path, threads: int) -> tuple[list[str], dict[str, str]] | None:
-    """A peer's command and environment; none if its own environment is not complete.
-
-    vLLM runs with the allocator and the OpenMP library that its makers advise for a CPU, llama.cpp with the
-    weights that it is used with: four bits and a scale, a quarter of the bytes of bfloat16.
-    """
+def command_of(name: str, peers: Path, threads: int) -> list[str] | None:
+    """A peer's command, to be run in the folder ``peers``; none if its own environment is not complete."""
     folder = peers / ("vllm" if name == VLLM else "llamacpp")
-    python = folder / "bin" / "python"
     model = peers / "smol_hf" if name == VLLM else next((peers / "smol").rglob("*.gguf"), None)
-    if not (folder / ".ready").exists() or not python.exists() or model is None:
+    if not (folder / ".ready").exists() or model is None:
         return None
-    command = [str(python), str(SCRIPT), "vllm" if name == VLLM else "llama.cpp", str(model), str(threads)]
-    found = (Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"), folder.rglob("libiomp5.so"))
-    preloaded = [path for paths in found for path in sorted(paths)[:1]]
-    environment = {
-        "LD_PRELOAD": ":".join(map(str, preloaded)),
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{folder / 'bin'}:{os.environ.get('PATH', '')}",
-    }
-    return command, environment if name == VLLM else {}
+    if name == VLLM:
+        return ["bash", VLLM_SCRIPT, "python", str(SCRIPT), "vllm", str(model), str(threads)]
+    return [str(folder / "bin" / "python"), str(SCRIPT), "llama.cpp", str(model), str(threads)]
 
 
 @contextmanager
@@ -97,11 +83,12 @@ def peer_processes(folder: str | None, threads: int, logs: Path) -> Iterator[dic
     with ExitStack() as stack:
         sides: dict[str, Side] = {}
         for name in (VLLM, LLAMA_CPP):
-            command = command_of(name, Path(folder), threads) if folder else None
+            peers = Path(folder or os.devnull).absolute()
+            command = command_of(name, peers, threads)
             if command is None:
                 print(f"{name} is left out: QUIRE_PEERS names no folder that has it", file=sys.stderr)
                 continue
             log = logs / f"{name.split()[0].lower()}.log"
-            sides[name] = peer = PeerProcess(name, *command, log)
+            sides[name] = peer = PeerProcess(name, command, peers, threads, log)
             stack.callback(peer.stop)
         yield sides
