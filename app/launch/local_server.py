@@ -104,7 +104,7 @@ class LocalServer:
         """
         from ray import serve
 
-        from app.application import build
+        from app.application import INGRESS, build
         from app.launch import placement
 
         nodes = placement.cluster_nodes()
@@ -127,7 +127,8 @@ class LocalServer:
             if status.endswith("DEPLOY_FAILED"):
                 failed = [model for model in waiting if _failed(found, model.deployment)]
                 waiting = [model for model in waiting if model not in failed]
-                if not waiting or not (failed or len(waiting) < len(models)):
+                known = failed or len(waiting) < len(models)
+                if not waiting or not known or _failed(found, INGRESS):
                     raise ConfigError(f"the application cannot start: {_cause(found)}")
                 for model in failed:
                     cause = _cause(found, model.deployment)

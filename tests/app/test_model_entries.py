@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app import config
@@ -124,6 +124,7 @@ def test_the_only_models_name_has_no_place_beside_several(name: str) -> None:
 
 
 @given(st.lists(st.from_regex(NAME, fullmatch=True), min_size=2, unique=True))
+@example(["a/b", "a-b", "a:b", "a~b", "a~2fb"])
 def test_each_model_has_a_deployment_of_its_own(names: list[str]) -> None:
     deployments = [config.deployment_of(name) for name in names]
     assert len(set(deployments)) == len(names)

@@ -6,10 +6,11 @@ import io
 import json
 import shlex
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -384,6 +385,58 @@ def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
     assert local_server._serves(b, health, application) is serving_b
     assert not local_server._serves(b, {}, application)
     assert local_server._counted(application) == 1
+
+
+def status_of(**deployments: str) -> SimpleNamespace:
+    """An application in Serve's words: of each deployment its status; one that is healthy has a replica."""
+    found = {
+        name: SimpleNamespace(
+            status=f"DeploymentStatus.{status}",
+            replica_states={ReplicaState.RUNNING: 1} if status == "HEALTHY" else {},
+            message="ValueError: no memory" if status == "DEPLOY_FAILED" else "",
+        )
+        for name, status in deployments.items()
+    }
+    words = {"DEPLOY_FAILED", "UPDATING"}.intersection(deployments.values())
+    application = SimpleNamespace(status=min(words, default="RUNNING"), deployments=found, message="")
+    return SimpleNamespace(applications={serving.APP_NAME: application})
+
+
+def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: SimpleNamespace) -> list[str]:
+    """What the launcher says while the application goes through ``course``; model a serves from the start."""
+    statuses = iter(course)
+    monkeypatch.setattr("app.application.build", lambda args: args)
+    monkeypatch.setattr("app.launch.placement.cluster_nodes", lambda: [{"CPU": 2.0}])
+    monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
+    monkeypatch.setattr("ray.serve.status", lambda: next(statuses))
+    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}, "b": {"routable": 0}}})
+    models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
+    said: list[str] = []
+    server.deploy({}, models, cast(threading.Event, SimpleNamespace(wait=lambda _: False)), said.append)
+    return said
+
+
+def test_a_model_that_cannot_start_is_named_and_the_others_serve(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    starting = status_of(**{"engine-a": "UPDATING", "engine-b": "UPDATING", "ingress": "UPDATING"})
+    half = status_of(**{"engine-a": "UPDATING", "engine-b": "DEPLOY_FAILED", "ingress": "UPDATING"})
+    failed = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
+    said = deploy_two(monkeypatch, instance, starting, half, failed)
+    (warning,) = [line for line in said if "warning" in line]
+    assert warning == "warning: b cannot start, the others can: ValueError: no memory"
+
+
+def test_without_any_model_that_can_start_the_launcher_ends(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    failed = status_of(**{"engine-a": "DEPLOY_FAILED", "engine-b": "DEPLOY_FAILED", "ingress": "UPDATING"})
+    with pytest.raises(ConfigError, match="cannot start: ValueError: no memory"):
+        deploy_two(monkeypatch, instance, failed)
+    for others in ({}, {"engine-b": "DEPLOY_FAILED"}):
+        with pytest.raises(ConfigError, match="cannot start: ValueError: no memory"):
+            deploy_two(monkeypatch, instance, status_of(ingress="DEPLOY_FAILED", **others))
 
 
 def test_models_of_a_file_reach_the_replicas(
