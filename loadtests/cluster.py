@@ -30,6 +30,7 @@ from app.config import LaunchOptions
 from app.launch import serving
 from app.launch.instance import Instance
 from app.launch.port_block import PortBlock
+from app.launch.ray_processes import left_out
 from loadtests.report import ROOT
 
 START_TIMEOUT_S = 600.0  # of a machine that may be busy
@@ -151,7 +152,7 @@ class LocalCluster:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a look at /health is no news
-        with self._instance.inherited():
+        with self._instance.inherited(), left_out():
             ray.init(
                 address="local",
                 _temp_dir=self._instance.ray_folder,

@@ -22,6 +22,7 @@ from app.config import ENGINES, ENV_PREFIX, LaunchOptions, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
+from app.launch.ray_processes import left_out
 from app.launch.terminal import Progress, Say
 from engine.errors import ConfigError
 
@@ -76,14 +77,15 @@ class LocalServer:
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.WARNING)
         try:
-            context = ray.init(
-                address="local",
-                _temp_dir=self._instance.ray_folder,
-                dashboard_host="127.0.0.1",
-                include_dashboard=self._launch.ray_dashboard,  # at 8265, or the next free port if none is named
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-            )
+            with left_out(dashboard=self._launch.ray_dashboard):
+                context = ray.init(
+                    address="local",
+                    _temp_dir=self._instance.ray_folder,
+                    dashboard_host="127.0.0.1",
+                    include_dashboard=self._launch.ray_dashboard,  # without dashboard_port at the next free one
+                    log_to_driver=True,
+                    logging_level=logging.ERROR,
+                )
             if self._launch.ray_dashboard:
                 self.dashboard = str(context.dashboard_url or "")
             serve.start(http_options={"host": self._launch.host, "port": self._launch.port})

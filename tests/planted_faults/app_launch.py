@@ -102,6 +102,13 @@ LAUNCH: list[Fault] = [
         "what Serve needs stays in the environment of the process that started Ray",
     ),
     Fault(
+        "app/launch/ray_processes.py",
+        "            setattr(Node, name, method)",
+        "            pass",
+        ("app/launch/test_ray_processes.py",),
+        "a Ray that starts later lacks processes",
+    ),
+    Fault(
         "app/launch/local_server.py",
         'health if health.get("instance") == self._instance.name else {}',
         "health",
