@@ -127,6 +127,7 @@ def test_one_trace_joins_ingress_router_and_engine(caplog: pytest.LogCaptureFixt
         assert figures.whole.totals.sum == pytest.approx(seconds(root), abs=1e-6)
         assert 1000 * figures.first_token.totals.sum == pytest.approx(line["first_token_ms"], abs=0.06)
         assert figures.output_tokens.totals.sum == root.attributes["gen_ai.usage.output_tokens"] == 9
+        assert root.attributes["gen_ai.request.model"] == "smollm2-135m-instruct"
 
     with caplog.at_level(logging.INFO, logger="app.api.request_record"):
         traced(test)
