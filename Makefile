@@ -14,6 +14,13 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1,
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Dozens of Python processes load this code: each would compile it anew, and each worker rewrite all tests.
+export PYTHONDONTWRITEBYTECODE :=
+
+ifeq ($(sort $(MAKECMDGOALS)),check test)
+MAKEFLAGS += --jobs=2  # type-checking takes one core, and the tests seldom fill all
+endif
+
 .PHONY: help serve test check faults loadtest bench clean
 
 help:  ## Show the targets.
@@ -36,10 +43,9 @@ serve: $(READY)  ## Serve the bundled model on http://127.0.0.1:8000 (options: m
 test: $(READY)  ## Run all tests, in parallel, in a random order that ARGS="--randomly-seed=N" repeats.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-check: $(READY)  ## Lint and type-check.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+check: $(READY)  ## Lint and type-check; `make check test` does it beside the tests.
+	@report=$$( { $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy; } 2>&1 ) && failed=0 || failed=$$?; \
+	printf '\ncheck: %s\n' "$$([ $$failed = 0 ] && echo passed || echo FAILED)"; printf '%s\n' "$$report"; exit $$failed
 
 faults: $(READY)  ## Plant faults in copies of the code: 95 % must be caught by the unit tests of the file (ARGS="--only WORDS").
 	$(BIN)/python -m tests.planted_faults $(ARGS)

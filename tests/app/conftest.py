@@ -12,9 +12,9 @@ from local_server import CONTEXT, MODEL, POOL, LocalServer, serve_locally
 from engine.config import EngineConfig
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(bundled_model: Path) -> Iterator[LocalServer]:
-    """The bundled model in this process, fp32, with a pool smaller than its context."""
+    """The bundled model in this process, fp32, with a pool smaller than its context: two seconds to load."""
     config = EngineConfig(
         model=str(bundled_model),
         dtype="float32",
