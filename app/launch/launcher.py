@@ -63,9 +63,17 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         # would wait a minute for the ones that it ended.
         server.start()
         _on_interrupt(stop)
-        server.deploy(args, models, stop, say)
+        started = server.deploy(args, models, stop, say)
         if not stop.is_set():
-            announce(server.url, server.proxy(), server.dashboard, options, fits, keys_required, say)
+            announce(
+                server.url,
+                server.proxy(),
+                server.dashboard,
+                options,
+                [(model, fit) for model, fit in zip(models, fits, strict=True) if model in started],
+                keys_required,
+                say,
+            )
             say(f"  Ray's logs, until it stops: {instance.ray_folder}")
             say("  stop with Ctrl-C")
         watch = ReplicaWatch(initial, say)

@@ -94,12 +94,12 @@ class LocalServer:
 
     def deploy(
         self, args: Mapping[str, Any], models: Sequence[ServedModel], stop: threading.Event, say: Say
-    ) -> None:
+    ) -> list[ServedModel]:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
 
         The application is built here, with ``args``, from which ``models`` were made, and the instance's name:
         Serve would build it in a process that ends at once. ``say`` reports progress. Of several models those
-        that cannot start are named, and the others serve.
+        that cannot start are named, and the others serve: they are returned.
 
         Raises:
             ConfigError: the application, or every model, cannot start; the message says why.
@@ -138,10 +138,11 @@ class LocalServer:
             if status.endswith(("RUNNING", "DEPLOY_FAILED")):
                 health = self._health()
                 if all(_serves(model, health, found) for model in waiting):
-                    return
+                    return waiting
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
             progress.update(_counted(found, "RUNNING"), time.monotonic())
+        return waiting
 
     def ready(self) -> int | None:
         """Number of running engine replicas; ``None`` if unknown, as while Serve's controller restarts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from app.config import AppConfig, ScalingOptions, ServedModel, served_models
+from app.config import AppConfig, ScalingOptions, ServedModel
 from app.launch.preflight import Fit
 
 PROGRESS_EVERY_S = 5.0
@@ -85,22 +85,23 @@ def announce(
     proxy: str,
     dashboard: str,
     options: AppConfig,
-    fits: Sequence[Fit],
+    served: Sequence[tuple[ServedModel, Fit]],
     keys_required: bool,
     say: Say,
 ) -> None:
-    """Say where the server answers, with what, and how to try it; ``fits`` has that of each model.
+    """Say where the server answers, with what, and how to try it; ``served`` are the models that have started.
 
     ``dashboard`` is the address of Ray's; empty without one.
     """
     from app.launch import placement  # here, so that the launcher refuses a wrong option before Ray is loaded
 
-    models, nodes = served_models(options), placement.cluster_nodes()
-    name = models[0].name
-    say(f"Quire serves {', '.join(model.name for model in models)} at {url}/v1 through {proxy}")
+    nodes = placement.cluster_nodes()
+    first, fit = served[0]
+    name = first.name
+    say(f"Quire serves {', '.join(model.name for model, _ in served)} at {url}/v1 through {proxy}")
     ingresses = options.ingress.ingress_replicas
-    if models[0].one_of_several:
-        for model, fit in zip(models, fits, strict=True):
+    if first.one_of_several:
+        for model, fit in served:
             threads = placement.threads_of_an_engine(model, nodes)
             share = f"{threads} CPU threads" if threads > 1 else "1 CPU thread"
             say(f"  {model.name}: engine replicas {replicas_line(model.options.scaling)}, each with {share}")
@@ -109,7 +110,7 @@ def announce(
         say(f"  ingress replicas {ingresses}")
     else:
         say(f"  engine replicas {replicas_line(options.scaling)}, ingress replicas {ingresses}")
-        for line in fit_lines(fits[0]):
+        for line in fit_lines(fit):
             say(line)
     say(f"  in a browser: {url}/ to chat, {url}/dashboard for the fleet, {url}/docs for the API")
     if dashboard:

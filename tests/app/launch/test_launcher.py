@@ -327,7 +327,15 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
     url = "http://127.0.0.1:8001"
     fit = preflight.Fit("bfloat16", PoolSize(100, 16, 1), 4096)
     options = config.load({}, {})
-    terminal.announce(url, "HAProxy", "127.0.0.1:8266", options, [fit], keys_required, said.append)
+    terminal.announce(
+        url,
+        "HAProxy",
+        "127.0.0.1:8266",
+        options,
+        [(*config.served_models(options), fit)],
+        keys_required,
+        said.append,
+    )
     text = "\n".join(said)
     assert f"{url}/ to chat, {url}/dashboard for the fleet, {url}/docs" in text
     assert "Ray's dashboard http://127.0.0.1:8266" in text
@@ -367,7 +375,8 @@ def test_the_share_of_each_model_is_announced(tmp_path: Path) -> None:
     said: list[str] = []
     fits = [preflight.Fit("bfloat16", PoolSize(100, 16, 1), 16), preflight.Fit("float32", None, 16)]
     options = config.load({"models": TWO, "threads": 2}, {})
-    terminal.announce("http://here", "HAProxy", "", options, fits, False, said.append)
+    served = list(zip(config.served_models(options), fits, strict=True))
+    terminal.announce("http://here", "HAProxy", "", options, served, False, said.append)
     assert said[0] == "Quire serves a, b at http://here/v1 through HAProxy"
     assert "a: engine replicas 1, each with 2 CPU threads" in said[1]
     assert "1,600 tokens" in said[2]
@@ -413,7 +422,10 @@ def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: Sim
     monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}, "b": {"routable": 0}}})
     models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
     said: list[str] = []
-    server.deploy({}, models, cast(threading.Event, SimpleNamespace(wait=lambda _: False)), said.append)
+    started = server.deploy(
+        {}, models, cast(threading.Event, SimpleNamespace(wait=lambda _: False)), said.append
+    )
+    assert [model.name for model in started] == ["a"]
     return said
 
 
