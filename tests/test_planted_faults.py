@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.planted_faults.__main__ import ListError, check
+from tests.planted_faults.catalog import FAULTS
 from tests.planted_faults.fault import Fault
 
 SOUND = Fault(
@@ -31,3 +32,7 @@ def test_a_fault_whose_text_occurs_once_is_sound() -> None:
 def test_any_other_is_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ListError, match=message):
         check([SOUND, dataclasses.replace(SOUND, **change)])  # type: ignore[arg-type]
+
+
+def test_the_list_fits_the_sources() -> None:
+    check(FAULTS)
