@@ -2,8 +2,9 @@
 
 ``python -m loadtests.throughput``: each round runs every workload on every side with the same fresh random
 prompts, and the medians over the rounds are compared (``docs/benchmarks.md``): our bfloat16 with the rivals',
-our int4 with llama.cpp's Q4_1. ``--http``: 32 streams of token ids through HAProxy, ingress and channel of
-``python -m app``, and the same offline; with ``--peer vllm`` against vLLM's server (``peers/server.py``).
+our int4 with llama.cpp's Q4_1. Without speculation: answers to random prompts repeat themselves. ``--http``:
+32 streams of token ids through HAProxy, ingress and channel of ``python -m app``, and the same offline; with
+``--peer vllm`` against vLLM's server (``peers/server.py``).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def compare(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(THREADS)
     folder = str(resolve(MODEL))
     workloads = [w for w in WORKLOADS if w.key in arguments.workloads]
-    llm = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="model")
-    small = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="int4")
+    llm = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="model", speculation=0)
+    small = LLM(folder, dtype=DTYPE, num_threads=THREADS, weights="int4", speculation=0)
     peer = Transformers(folder)
     sides: dict[str, Side] = {
         OURS: lambda workload, prompts: run_ours(llm, prompts, workload.output),
@@ -130,8 +131,8 @@ def compare_http(arguments: argparse.Namespace) -> None:
     served: list[float] = []
     offline: list[float] = []
     shares: list[float] = []
-    llm = LLM(str(resolve(MODEL)), dtype=DTYPE, num_threads=THREADS)
-    options = [f"model={MODEL}", f"served_model_name={name}", f"dtype={DTYPE}", f"threads={THREADS}"]
+    llm = LLM(str(resolve(MODEL)), dtype=DTYPE, num_threads=THREADS, speculation=0)
+    options = f"model={MODEL} served_model_name={name} dtype={DTYPE} threads={THREADS} speculation=0".split()
     with application([*options, "engine_replicas=1"]) as (process, url, _):
         run_ours(llm, [[5, 6, 7, 8]], 4)
         run_http(url, name, [[5, 6, 7, 8]], 4)

@@ -84,7 +84,7 @@ def compare(arguments: argparse.Namespace) -> None:
         for deployment in arguments.deployments:
             rounds: dict[str, list[tuple[Result, Result]]] = {key: [] for key in arguments.served}
             os.killpg(vllm.pid, signal.SIGSTOP)
-            options = [f"model={MODEL}", "served_model_name=ours", "dtype=bfloat16", "weights=model"]
+            options = f"model={MODEL} served_model_name=ours dtype=bfloat16 weights=model speculation=0".split()
             with application([*options, *DEPLOYMENTS[deployment]]) as (_, url, _):
                 for key in tqdm(arguments.served * arguments.rounds, unit="run", desc=deployment):
                     seed += 1
