@@ -162,7 +162,8 @@ class LocalCluster:
                 logging_level=logging.WARNING,
                 _metrics_export_port=self.metrics_port,
             )
-        serve.start(http_options={"host": "127.0.0.1", "port": self.port})
+        # The head's proxy alone: that of another node of this host would take the same port.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
 
     def deploy(self, **options: Any) -> None:
         """Deploy, or change the application; returns when every replica runs and has an open channel.

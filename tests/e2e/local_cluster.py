@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
+import ray
 from ray import serve
 
 from app.launch import serving
+from app.launch.port_block import PortBlock
 from loadtests.client import INSTANCE
 from loadtests.cluster import LocalCluster, wait_for
 
@@ -58,6 +67,42 @@ class BreakableCluster(LocalCluster):
 
         return httpx.Client(base_url=self.url, timeout=120, event_hooks={"response": [check]}, **how)
 
+    @contextlib.contextmanager
+    def second_node(self) -> Iterator[psutil.Popen]:
+        """Another node of this Ray cluster, on this machine, with one CPU and a resource of its own."""
+        ports = PortBlock()
+        taken = {name: ports.take() for name in ("metrics-export-port", "dashboard-agent-listen-port")}
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            f"--address={ray.get_runtime_context().gcs_address}",
+            "--num-cpus=1",
+            '--resources={"second": 1}',
+            f"--object-store-memory={100 * 2**20}",
+            *(f"--{name}={port}" for name, port in taken.items()),
+            "--min-worker-port=0",  # any that are free
+            "--max-worker-port=0",
+            "--disable-usage-stats",
+            "--block",
+        ]
+        before = len(ray.nodes())
+        with tempfile.TemporaryFile("w+") as log, self._instance.inherited():
+            how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
+            node = psutil.Popen(command, env={**os.environ, "RAY_AUTH_MODE": "token"}, **how)
+
+            def joined() -> bool:
+                if node.poll() is not None:
+                    log.seek(0)
+                    raise RuntimeError(log.read())
+                return len(ray.nodes()) > before
+
+            try:
+                wait_for(joined, SOON_S, "the second node does not join")
+                yield node
+            finally:
+                kill_all(node)
+                ports.release()
+
     def break_engine(self, replica: str) -> None:
         """Make the loop of a replica's engine raise."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
@@ -72,3 +117,12 @@ class BreakableCluster(LocalCluster):
         """Make a step of a replica's engine never end."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
         handle.stick_engine.remote(target=replica).result(timeout_s=30)
+
+
+def kill_all(process: psutil.Popen) -> None:
+    """As when a machine is switched off: a process and all that it has started, at once."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait(30)

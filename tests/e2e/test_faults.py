@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from local_cluster import SOON_S, BreakableCluster
+import ray
+from local_cluster import SOON_S, BreakableCluster, kill_all
+from ray.util import placement_group, remove_placement_group
 
 from loadtests.client import Outcome, complete, complete_all, vanish
 from loadtests.cluster import gone, wait_for
@@ -116,6 +118,30 @@ def test_engine_killed_amid_streams(cluster: BreakableCluster, undisturbed: list
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+
+
+def test_node_killed_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
+    """Of two nodes one is switched off: its streams go on on the other, and so does its engine."""
+    taken = placement_group([{"CPU": 6}])  # all that the first node has left, so a third engine fits the second
+    try:
+        with cluster.second_node() as node:
+            ray.get(taken.ready(), timeout=SOON_S)
+            cluster.scale(3)
+            cluster.wait_routable(3)
+            on_second = {child.pid for child in node.children(recursive=True)}
+            there = [state["pid"] for state in cluster.inspect() if state["pid"] in on_second]
+            assert len(there) == 1
+            remove_placement_group(taken)
+            outcomes = asyncio.run(while_streaming(cluster, lambda: kill_all(node)))
+            check_same(outcomes, undisturbed)
+            assert gone(there[0])
+            wait_for(lambda: len(cluster.engine_pids()) == 3, SOON_S, "no engine has come in its place")
+            cluster.wait_routable(3, timeout_s=SOON_S)
+            wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    finally:
+        remove_placement_group(taken)
+        cluster.scale(2)
+        cluster.wait_routable(2)
 
 
 def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
