@@ -49,6 +49,7 @@ class IngressModel:
         options, of = model.options, engine.deployment_id
         folder = resolve(options.service.model)
         tokenizer = PromptTokenizer(TokenizerParts.read(folder))
+        tokenizer.warm_up()
         self.model = model
         self._background = background
         self._ingress = ingress

@@ -7,6 +7,7 @@ that both write the same text; without importing it, which takes seconds and loa
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -72,6 +73,11 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
         )
         return _before_mark(text) if continue_final_message else text
+
+    def compile(self) -> None:
+        """Compile now what the first message would wait for; a broken template fails then, not here."""
+        with contextlib.suppress(TemplateError):
+            _ = self._compiled
 
     @cached_property
     def _compiled(self) -> Template:

@@ -81,6 +81,12 @@ class PromptTokenizer:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
         self.decoder = TextDecoder(self._backend)
 
+    def warm_up(self) -> None:
+        """Do what the first request would wait for otherwise."""
+        if self._template is not None:
+            self._template.compile()
+        self._encode(" ")
+
     async def encode_texts(
         self, texts: Sequence[str], max_tokens: int, add_special_tokens: bool = True
     ) -> list[list[int]]:

@@ -166,6 +166,13 @@ def test_the_last_message_is_continued(name: str, content: str) -> None:
     assert text == rendered[0]
 
 
+def test_a_broken_template_fails_requests_and_not_the_start() -> None:
+    template = ChatTemplate("{% if %}", {})
+    template.compile()
+    with pytest.raises(TemplateError):
+        template.render([{"role": "user", "content": "x"}], None)
+
+
 def test_a_message_that_is_not_written_cannot_be_continued() -> None:
     with pytest.raises(TemplateError, match="cannot be continued"):
         ChatTemplate("{{ messages[0].content }}", {}).render(PLAIN, continue_final_message=True)
