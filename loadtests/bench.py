@@ -32,7 +32,7 @@ COMMANDS = {
     "http": Command("loadtests.throughput --http", 1.5),
     "faults": Command("loadtests.faults", 2),
     "routing_faults": Command("loadtests.routing_faults", 2.5),
-    "streams": Command("loadtests.streams --stop", 6),
+    "streams": Command("loadtests.streams", 6),
     "recovery": Command("loadtests.recovery", 2.5),
     "routing_live": Command("loadtests.routing --live", 3, seeds=True),
     "autoscale_live": Command("loadtests.autoscale_live", 5.5),

@@ -151,13 +151,8 @@ class Outcome:
 
 def body_of(outcome: Outcome, **fields: Any) -> dict[str, Any]:
     """A request for a stream with its usage at the end, greedy, unless ``fields`` say otherwise."""
-    body = {
-        "model": outcome.model or MODEL,
-        "max_tokens": outcome.asked,
-        "temperature": 0,
-        "stream": True,
-        **fields,
-    }
+    given = {"model": outcome.model or MODEL, "max_tokens": outcome.asked, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {**given, **fields}
     return {**body, "stream_options": {"include_usage": True}} if body["stream"] else body
 
 

@@ -80,14 +80,9 @@ def read_statistics(path: Path) -> dict[str, dict[str, float]]:
     if not path.exists():
         return {}
     with path.open(newline="") as file:
-        return {
-            row["Name"]: {
-                column: float(value)
-                for column, value in row.items()
-                if column not in ("Type", "Name") and value and value != "N/A"
-            }
-            for row in csv.DictReader(file)
-        }
+        rows = {row.pop("Name"): row for row in csv.DictReader(file)}
+    numbers = {name: [(c, v) for c, v in row.items() if c != "Type"] for name, row in rows.items()}
+    return {name: {c: float(v) for c, v in row if v and v != "N/A"} for name, row in numbers.items()}
 
 
 def figures_of(rows: dict[str, dict[str, float]], seconds: float) -> list[Figure]:

@@ -40,21 +40,17 @@ ALONE_S = 32.0  # of the streams; longer than the policy looks back, or they and
 TARGET_LIMIT_S, DOWN_LIMIT_S, END_LIMIT_S = 20.0, 140.0, 300.0
 REACTION_S, INTERVAL_S, ANSWER_LIMIT_S = 3.0, 0.1, 3.0  # the last two are of looks
 
-OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(("engine_cpus", "threads", "engine_replicas", "min_replicas"), 1),
-    "dtype": "bfloat16",
+SMALL = {"block_size": BLOCK_SIZE, "num_blocks": POOL_BLOCKS, "max_num_seqs": POOL_BLOCKS, "token_budget": 128}
+SCALING = {
     "max_replicas": REPLICAS,
-    "block_size": BLOCK_SIZE,
-    "num_blocks": POOL_BLOCKS,
-    "token_budget": 128,
-    "max_num_seqs": POOL_BLOCKS,
     "scale_down_after_s": DOWN_AFTER_S,
     "startup_s": 15.0,
     "scaling_reserve": 0.0,
-    # Replicas share two cores here, so that more of them are not faster: time must not decide.
-    "ttft_target_s": 600.0,
-    "tpot_target_s": 60.0,
 }
+# Replicas share two cores here, so that more of them are not faster: time must not decide.
+PATIENT = {"dtype": "bfloat16", "ttft_target_s": 600.0, "tpot_target_s": 60.0}
+ONE = dict.fromkeys(("engine_cpus", "threads", "engine_replicas", "min_replicas"), 1)
+OPTIONS: dict[str, Any] = {**ONE, **SMALL, **SCALING, **PATIENT}
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,14 +103,8 @@ def main() -> None:
     folder = str(resolve(MODEL))
 
     def once(title: str, blocks: int, **options: Any) -> Run:
-        config = EngineConfig(
-            model=folder,
-            dtype="float32",
-            num_blocks=blocks,
-            num_threads=THREADS,
-            block_size=BLOCK_SIZE,
-            **options,
-        )
+        options |= {"dtype": "float32", "num_threads": THREADS, "block_size": BLOCK_SIZE}
+        config = EngineConfig(model=folder, num_blocks=blocks, **options)
         return run(Engine(config), requests_of(arguments.seed, arguments.requests), title)
 
     ample = once("ample", AMPLE_BLOCKS, swap_space=0)

@@ -68,16 +68,11 @@ def run_ours(llm: LLM, prompts: Prompts, output: int) -> int:
 @torch.inference_mode()
 def run_peer(model: Any, prompts: Prompts, output: int) -> int:
     """The same with ``transformers.generate`` in static batches (all prompts are of one length: no padding)."""
-    made = 0
+    made, length = 0, {"max_new_tokens": output, "min_new_tokens": output}
     for start in range(0, len(prompts), PEER_BATCH):
         ids = torch.tensor(prompts[start : start + PEER_BATCH], device=model.device)
         generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output,
-            min_new_tokens=output,
-            do_sample=False,
-            pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **length
         )
         made += generated.numel() - ids.numel()
     return made

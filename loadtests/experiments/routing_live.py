@@ -241,16 +241,9 @@ class Stage:
         self._cluster = cluster
         self._traffic = traffic
         self._bar = bar
-        self._options = {
-            "engine_replicas": REPLICAS,
-            "engine_cpus": 1,
-            "threads": 1,
-            "dtype": dtype,
-            "block_size": BLOCK_SIZE,
-            "num_blocks": pool_blocks(traffic),
-            "max_num_seqs": MAX_NUM_SEQS,
-            "token_budget": TOKEN_BUDGET,
-        }
+        self._options = {"engine_replicas": REPLICAS, "engine_cpus": 1, "threads": 1, "dtype": dtype}
+        self._options |= {"block_size": BLOCK_SIZE, "num_blocks": pool_blocks(traffic)}
+        self._options |= {"max_num_seqs": MAX_NUM_SEQS, "token_budget": TOKEN_BUDGET}
 
     def cold(self, arm: str) -> None:
         """End every process of the application, and start it with another way to choose."""

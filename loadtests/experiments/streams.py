@@ -1,8 +1,8 @@
 """How many streams one ingress carries: real Ray Serve, HAProxy and sockets, engines that only tell the time.
 
 Two engines give each stream 5 tokens/s. Beyond what the ingress can carry it must slow down, not collapse:
-every stream completes, nothing is sent again, new requests are refused with a 429. With ``--stop`` the ingress
-is also stopped (SIGSTOP) for 7 s amid the first number of streams.
+every stream completes, nothing is sent again, new requests are refused with a 429. The same where it gets a
+third of a core, and nothing is lost where it is stopped (SIGSTOP) for 7 s.
 """
 
 from __future__ import annotations
@@ -12,24 +12,35 @@ import json
 import signal
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import cast
 
 import httpx
 import psutil
+import uvloop
+from tqdm import tqdm
 
 from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.experiments.fleet import OPTIONS, START_LIMIT_S
-from loadtests.experiments.timed_application import TOKEN_EVERY_S
+from loadtests.experiments.timed_application import TOKEN_EVERY_S, WORD, gate
 from loadtests.report import Figure, finish, most, parse, print_figures
 from loadtests.stats import quantile
 
 STOP_S = 7.0
+HOLD = "while kill -STOP $0 && sleep 0.02 && kill -CONT $0; do sleep 0.01; done"  # a third of the time is left
+WINDOW_S = 5.0
+NEW = 10  # requests amid the streams
+BATCH = 50  # of streams, whose beginning the next ones wait for
+REQUEST = {"model": MODEL, "prompt": [504, 1343]}
 LIMIT_S = 600.0
+RUNS = {"carried": 1, "twice": 2, "twice, a third of a core": 2, "stopped for 7 s": 1}
+"""How many streams, in those that one ingress must carry."""
 
 
 @dataclass(eq=False)
 class Stream(asyncio.Protocol):
-    """One client: reads as fast as it can, counts events, remembers when data came."""
+    """One client: reads as fast as it can, counts, remembers when data came."""
 
     body: bytes
     ended: asyncio.Future[bool]
@@ -40,22 +51,20 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request as real clients do, in two parts."""
-        assert isinstance(transport, asyncio.Transport)
+        writer = cast(asyncio.Transport, transport)  # uvloop's is none in name
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(self.body)}\r\n"
-        transport.write(f"{head}content-type: application/json\r\n\r\n".encode())
-        asyncio.get_running_loop().call_soon(transport.write, self.body)
+        writer.write(f"{head}content-type: application/json\r\n\r\n".encode())
+        asyncio.get_running_loop().call_soon(writer.write, self.body)
 
     def data_received(self, data: bytes) -> None:
         """Count what came."""
         self.times.append(time.perf_counter())
         self.events += data.count(b'"text":')
         window = self._tail + data
-        if (at := window.rfind(b'"completion_tokens":')) >= 0:
-            digits = window[at + 20 : at + 30].partition(b",")[0]
-            self.tokens = int(digits) if digits.isdigit() else self.tokens
+        self.tokens += window.count(WORD) - self._tail.count(WORD)
         if b"[DONE]" in window and not self.ended.done():
             self.ended.set_result(True)
-        self._tail = window[-200:]
+        self._tail = window[-6:]
 
     def connection_lost(self, error: Exception | None) -> None:
         """A stream that is cut has not completed."""
@@ -63,81 +72,112 @@ class Stream(asyncio.Protocol):
             self.ended.set_result(False)
 
 
-async def stream_all(
-    cluster: LocalCluster, ingress: psutil.Process, count: int, tokens: int, stop: bool
-) -> tuple[list[Stream], float, int]:
-    """All streams to their end.
+class Run:
+    """All streams to their end."""
 
-    Also processor time of the ingress, in µs, for each event while all of them stream, and how many of some
-    requests in the middle were refused with a 429.
-    """
-    loop = asyncio.get_running_loop()
-    options = {"model": MODEL, "prompt": [504, 1343], "max_tokens": tokens, "stream": True}
-    body = json.dumps({**options, "stream_options": {"include_usage": True}}).encode()
-    streams = []
-    for _ in range(count):
-        _, stream = await loop.create_connection(
-            lambda: Stream(body, loop.create_future()), "127.0.0.1", cluster.port
-        )
-        streams.append(stream)
-    while not all(stream.events or stream.ended.done() for stream in streams):  # noqa: ASYNC110
-        await asyncio.sleep(TOKEN_EVERY_S)
-    events, used = sum(stream.events for stream in streams), processor_time(ingress)
-    await asyncio.sleep(tokens * TOKEN_EVERY_S / 2)
-    events, used = sum(stream.events for stream in streams) - events, processor_time(ingress) - used
-    if stop:
-        (pid,) = cluster.ingress_pids()
-        cluster.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(STOP_S)
-        cluster.kill(pid, signal.SIGCONT)
-    refused = 0
-    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
-        for _ in range(10):
-            answer = await client.post(
-                f"{cluster.url}/v1/completions", json={**options, "stream": False, "max_tokens": 1}
-            )
-            refused += answer.status_code == 429
-    await asyncio.wait_for(asyncio.gather(*(stream.ended for stream in streams)), LIMIT_S)
-    return streams, 1e6 * used / max(events, 1), refused
+    def __init__(self, cluster: LocalCluster, name: str, count: int, tokens: int) -> None:
+        self._cluster, self._name, self._tokens = cluster, name, tokens
+        self._count = RUNS[name] * count
+        (self._pid,) = cluster.ingress_pids()
+        self._process = psutil.Process(self._pid)
+        self._streams: list[Stream] = []
+        self._looks: list[tuple[float, int, int, float]] = []
+        self._refused, self._status = 0, ""
 
+    def figures(self) -> list[Figure]:
+        """Stream, and what came of it."""
+        wait_for(self._cluster.idle, START_LIMIT_S, "requests are left")
+        wait_for(lambda: self._cluster.health().get("status") == "ok", START_LIMIT_S, "the ingress is behind")
+        before = self._cluster.health()["resubmitted"]
+        uvloop.run(self._stream())
+        streams, what = self._streams, f"{self._count} streams, {self._name}"
+        made = sum(one.tokens for one in streams)
+        gap = quantile([b - a for one in streams for a, b in pairwise(one.times)], 0.99)
+        rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self._looks)]
+        seconds, tokens, events, used = (b - a for a, b in zip(self._looks[0], self._looks[-1], strict=True))
+        alone = self._name == "carried"
+        figures = [
+            most(f"{what}: not completed", sum(not one.ended.result() for one in streams)),
+            most(f"{what}: tokens missing", self._count * self._tokens - made),
+            most(f"{what}: sent again", self._cluster.health()["resubmitted"] - before),
+            Figure(f"{what}: tokens/s while all stream", tokens / seconds),
+            Figure(f"{what}: events for each token", sum(one.events for one in streams) / max(made, 1)),
+            Figure(f"{what}: gap between events, p99", gap, " s", 1.0 if alone else None, at_most=True),
+            Figure(
+                f"{what}: ingress, each event",
+                1e6 * used / max(events, 1),
+                " µs",
+                60.0 if alone else None,
+                True,
+            ),
+            Figure(f"{what}: of {NEW} new requests refused", self._refused),
+        ]
+        if RUNS[self._name] > 1:
+            refuses = self._status == "overloaded" and self._refused == NEW
+            figures += [
+                Figure(f"{what}: least rate, of the best", min(rates) / max(rates), "", 0.85),
+                most(f"{what}: it neither keeps up nor refuses", float(gap > 1.0 and not refuses)),
+            ]
+        return figures
 
-def processor_time(process: psutil.Process) -> float:
-    """Seconds."""
-    return float(sum(process.cpu_times()[:2]))
+    async def _stream(self) -> None:
+        loop = asyncio.get_running_loop()
+        options = {"max_tokens": self._tokens, "stream": True, "stream_options": {"include_usage": True}}
+        body = json.dumps({**REQUEST, **options}).encode()
+        closed = gate(self._cluster.instance)
+        closed.touch()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while len(self._streams) < self._count:
+                    _, stream = await loop.create_connection(
+                        lambda: Stream(body, loop.create_future()), "127.0.0.1", self._cluster.port
+                    )
+                    self._streams.append(stream)
+                    if len(self._streams) % BATCH == 0 or len(self._streams) == self._count:
+                        while not all(one.times or one.ended.done() for one in self._streams[-BATCH:]):  # noqa: ASYNC110
+                            await asyncio.sleep(0.02)
+        finally:
+            closed.unlink()
+        for one in self._streams:
+            one.times.clear()
+        holder = None
+        if "a third" in self._name:
+            holder = await asyncio.create_subprocess_exec("sh", "-c", HOLD, str(self._pid))
+        try:
+            asked = asyncio.create_task(self._disturb())
+            await asyncio.sleep(1.0)
+            while len(self._looks) < 2 or not any(one.ended.done() for one in self._streams):
+                tokens, events = (sum(getattr(one, of) for one in self._streams) for of in ("tokens", "events"))
+                used = sum(self._process.cpu_times()[:2])
+                self._looks.append((time.perf_counter(), tokens, events, used))
+                await asyncio.sleep(WINDOW_S)
+            await asked
+            await asyncio.wait_for(asyncio.gather(*(one.ended for one in self._streams)), LIMIT_S)
+        finally:
+            if holder is not None:
+                holder.kill()
+                await holder.wait()
+                self._cluster.kill(self._pid, signal.SIGCONT)
 
-
-def measure(cluster: LocalCluster, count: int, tokens: int, stop: bool = False) -> list[Figure]:
-    """The figures of one number of streams."""
-    wait_for(cluster.idle, START_LIMIT_S, "requests are left")
-    (pid,) = cluster.ingress_pids()
-    ingress, before = psutil.Process(pid), cluster.health()
-    used = processor_time(ingress)
-    began = time.perf_counter()
-    streams, each_event, refused = asyncio.run(stream_all(cluster, ingress, count, tokens, stop))
-    seconds = time.perf_counter() - began
-    used = processor_time(ingress) - used
-    made = sum(stream.tokens for stream in streams)
-    gaps = [b - a for one in streams for a, b in zip(one.times, one.times[1:], strict=False)]
-    what = f"{count} streams" + (f", stopped for {STOP_S:g} s" if stop else "")
-    return [
-        most(f"{what}: not completed", sum(not one.ended.result() for one in streams)),
-        most(f"{what}: tokens missing", count * tokens - made),
-        most(f"{what}: sent again", cluster.health().get("resubmitted", count) - before["resubmitted"]),
-        Figure(f"{what}: tokens/s", made / seconds),
-        Figure(f"{what}: events for each token", sum(one.events for one in streams) / max(made, 1)),
-        Figure(f"{what}: gap between events, p99", quantile(gaps, 0.99), " s"),
-        Figure(f"{what}: ingress processor time for each token", 1e6 * used / max(made, 1), " µs"),
-        Figure(f"{what}: ingress processor time for each event while all stream", each_event, " µs"),
-        Figure(f"{what}: of 10 new requests refused", refused),
-    ]
+    async def _disturb(self) -> None:
+        await asyncio.sleep(self._tokens * TOKEN_EVERY_S / 2)
+        if "stopped" in self._name:
+            self._cluster.kill(self._pid, signal.SIGSTOP)
+            await asyncio.sleep(STOP_S)
+            self._cluster.kill(self._pid, signal.SIGCONT)
+        async with httpx.AsyncClient(timeout=60.0, trust_env=False, base_url=self._cluster.url) as client:
+            self._status = (await client.get("/health")).json()["status"]
+            for _ in range(NEW):
+                answer = await client.post("/v1/completions", json={**REQUEST, "max_tokens": 1})
+                self._refused += answer.status_code == 429
 
 
 def main() -> None:
     """Measure and report."""
     options = {
-        "--streams": ([500, 2000, 4000], "numbers of streams"),
+        "--only": (RUNS, "runs"),
+        "--streams": (2000, "that one ingress must carry"),
         "--tokens": (100, "of each stream"),
-        "--stop": (False, "also stop the ingress for 7 s"),
     }
     arguments = parse("streams", __doc__, options)
     cluster = LocalCluster("loadtests.experiments.timed_application:build")
@@ -145,10 +185,10 @@ def main() -> None:
         cluster.start()
         cluster.deploy(**OPTIONS, max_live_choices=100_000)
         figures = [
-            figure for count in arguments.streams for figure in measure(cluster, count, arguments.tokens)
+            figure
+            for name in tqdm(arguments.only, unit="run")
+            for figure in Run(cluster, name, arguments.streams, arguments.tokens).figures()
         ]
-        if arguments.stop:
-            figures += measure(cluster, arguments.streams[0], arguments.tokens, stop=True)
     finally:
         cluster.stop()
     print_figures("streams", figures)

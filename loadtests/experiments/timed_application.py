@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ray.serve import Application
@@ -15,14 +17,20 @@ from engine.engine_thread import EngineThread, StepOutputs
 from engine.request import FinishReason, Request, TokenDelta, validate
 
 TOKEN_EVERY_S = 0.2
-TOKEN = 260  # a word of the bundled model
+TOKEN, WORD = 260, b" the"  # of the bundled model
+
+
+def gate(instance: str) -> Path:
+    """While this file is there, the streams of that server get one token each."""
+    return Path(tempfile.gettempdir()) / f"quire-gate-{instance}"
 
 
 class TimedEngine:
     """A loaded engine that is never asked to compute; its limits and figures are the real ones."""
 
-    def __init__(self, engine: EngineThread, on_outputs: Callable[[StepOutputs], None]) -> None:
+    def __init__(self, engine: EngineThread, on_outputs: Callable[[StepOutputs], None], closed: Path) -> None:
         self._engine = engine
+        self._closed = closed
         self._on_outputs = on_outputs
         self._lock = threading.Lock()
         self._live: dict[str, tuple[int, int]] = {}  # tokens so far and wanted
@@ -61,9 +69,12 @@ class TimedEngine:
 
     def _step(self) -> StepOutputs:
         deltas = []
+        closed = self._closed.exists()
         with self._lock:
             added, self._added = self._added, []
             for name, (index, wanted) in list(self._live.items()):
+                if closed and index:
+                    continue
                 last = index + 1 >= wanted
                 deltas.append(
                     TokenDelta(name, index, (TOKEN,), FinishReason.LENGTH if last else None, final=last)
@@ -79,7 +90,8 @@ class TimedReplica(EngineReplica):
     """An engine replica around a :class:`TimedEngine`."""
 
     def _start_engine(self) -> EngineThread:
-        return TimedEngine(super()._start_engine(), self._on_outputs)  # type: ignore[return-value]
+        closed = gate(self._model.options.ingress.instance or "")
+        return TimedEngine(super()._start_engine(), self._on_outputs, closed)  # type: ignore[return-value]
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -103,24 +103,23 @@ class RayDefault:
         while self._seen[0][0] < view.now - self._config.look_back_period_s:
             self._seen.popleft()
         ongoing = sum(count for _, count in self._seen) / len(self._seen)
+        unused: dict[str, Any] = dict.fromkeys(("deployment_id", "last_scale_up_time", "last_scale_down_time"))
+        unused |= {
+            "running_replicas": [],
+            "aggregated_metrics": {},
+            "raw_metrics": {},
+            "total_queued_requests": 0,
+        }
+        unused |= {"deployment_name": "engine", "app_name": "quire", "capacity_adjusted_min_replicas": 1}
         context = AutoscalingContext(
-            deployment_id=None,
-            deployment_name="engine",
-            app_name="quire",
             current_num_replicas=view.running,
             target_num_replicas=view.target,
-            running_replicas=[],
             total_num_requests=ongoing,
-            total_queued_requests=0,
-            aggregated_metrics={},
-            raw_metrics={},
-            capacity_adjusted_min_replicas=1,
             capacity_adjusted_max_replicas=view.most,
             policy_state=self._state,
-            last_scale_up_time=None,
-            last_scale_down_time=None,
             current_time=view.now,
             config=self._config,
+            **unused,
         )
         # Its delays read the clock.
         with patch("ray.serve.autoscaling_policy.time.time", lambda: view.now):

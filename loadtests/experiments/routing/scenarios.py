@@ -226,15 +226,6 @@ def _scale(seeds: int) -> Scenario:
     return Scenario(title, _seeds(seeds, run, (Arm.PREFIX,)), measures)
 
 
-SCENARIOS: dict[str, Callable[[int], Scenario]] = {
-    "burst": _burst,
-    "scale": _scale,
-    "hot": _hot,
-    "unique": _unique,
-    "cold": _cold,
-    "chat": _chat,
-    "equal": _equal,
-    "shared": _shared,
-    "pressure": _pressure,
-}
+_ALL = (_burst, _scale, _hot, _unique, _cold, _chat, _equal, _shared, _pressure)
+SCENARIOS: dict[str, Callable[[int], Scenario]] = {scenario.__name__[1:]: scenario for scenario in _ALL}
 """By the number of seeds; the shortest first."""
