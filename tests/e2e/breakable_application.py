@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from paced_model import PACE, keep_pace
 from ray.serve import Application
 
 from app import application
@@ -30,6 +31,8 @@ class BreakableReplica(EngineReplica):
     """Dies or gets stuck on request."""
 
     def __init__(self, model: ServedModel) -> None:
+        if (Path(model.options.service.model) / PACE).exists():
+            keep_pace()
         pools = Path(model.options.service.model) / POOLS
         if pools.is_file():
             engine = dataclasses.replace(model.options.engine, num_blocks=_take(pools))

@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from local_cluster import OPTIONS, BreakableCluster
+from local_cluster import OPTIONS, BreakableCluster, paced_options
+from paced_model import save_paced
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +31,20 @@ def bare_cluster() -> Iterator[BreakableCluster]:
 def deployed(bare_cluster: BreakableCluster, bundled_model: Path) -> BreakableCluster:
     """The bundled model on two engine replicas of one thread each, fp32, whatever another file has deployed."""
     bare_cluster.ensure(**OPTIONS)
+    return bare_cluster
+
+
+@pytest.fixture(scope="session")
+def paced_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
+    """See the module of that name."""
+    return save_paced(tmp_path_factory.mktemp("paced"), bundled_model, 1)
+
+
+@pytest.fixture
+def paced(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
+    """The same deployment of ``paced_model``, with both replicas routable."""
+    bare_cluster.ensure(**paced_options(paced_model))
+    bare_cluster.wait_routable(2)
     return bare_cluster
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import psutil
 import ray
+from paced_model import CONTEXT
 from ray import serve
 
 from app.launch import serving
 from app.launch.port_block import PortBlock
-from loadtests.client import INSTANCE
+from loadtests.client import INSTANCE, MODEL
 from loadtests.cluster import LocalCluster, wait_for
 
 OPTIONS: dict[str, Any] = {
@@ -32,6 +33,12 @@ OPTIONS: dict[str, Any] = {
     "admin_routes": True,
 }
 """Of most tests' application."""
+
+
+def paced_options(model: Path) -> dict[str, Any]:
+    """The same for the folder ``model``, which holds a paced model."""
+    return {**OPTIONS, "model": str(model), "served_model_name": MODEL, "max_model_len": CONTEXT}
+
 
 SOON_S = 150.0
 """Until which something must have come about, however busy the machine is; usually it takes a second."""

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ import httpx
 import pytest
 import ray
 import yaml
-from local_cluster import SOON_S, BreakableCluster
+from local_cluster import SOON_S, BreakableCluster, paced_options
 from monitoring import DEPLOY, alert_queries, board_queries
 from ray import serve
 from ray.serve.context import _get_global_client
@@ -34,14 +34,10 @@ from loadtests.workloads import prompts
 
 DOWN_AFTER_S = 4.0
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32",  # moved requests then give the same text to the letter
     "num_blocks": 96,  # of 16 tokens
-    "engine_cpus": 1,
-    "threads": 1,
     "engine_replicas": 1,
     "max_replicas": 2,
     "min_replicas": 0,
-    "check_invariants": True,
     # KV decides: on a busy machine of two cores steps are slow however many replicas there are.
     "ttft_target_s": 600,
     "tpot_target_s": 60,
@@ -122,30 +118,34 @@ def stays_for_reports(path: Path) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def scaled(bare_cluster: BreakableCluster, bundled_model: Path) -> BreakableCluster:
+@pytest.fixture
+def scaled(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
     """One replica of at most two, which goes when it has nothing to do."""
-    bare_cluster.deploy(**OPTIONS)
+    bare_cluster.ensure(**{**paced_options(paced_model), **OPTIONS})
     return bare_cluster
 
 
-@pytest.fixture
-def busy(scaled: BreakableCluster) -> Iterator[Clients]:
-    """More clients than one replica has blocks for, and two replicas that serve them."""
-    with Clients(scaled, prompts(BUSY), TOKENS) as clients:
+def test_the_fleet_follows_demand_and_outlives_its_controller(scaled: BreakableCluster) -> None:
+    """In one go, as each step begins with what the one before has started."""
+    with Clients(scaled, prompts(BUSY), TOKENS) as clients:  # more than one replica has blocks for
         wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
         scaled.wait_routable(2)
-        yield clients
+        assert len(scaled.engine_pids()) == 2
+        no_replica_stops_when_the_controller_dies(scaled)
     clients.check()
+    with Clients(scaled, prompts(FEW, seed=5), 2 * TOKENS) as few:
+        wait_for(
+            lambda: all(len(few.outcomes[text]) for text in prompts(FEW, seed=5)), SOON_S, "no stream ends"
+        )
+        wait_for(lambda: len(scaled.engine_pids()) == 1, STARTED_S, "the second replica stays")
+        scaled.wait_routable(1)
+        assert stays(lambda: running() == 1, 2.0), "the last one went although it has work"
+    few.check()
+    the_last_one_goes_and_comes_back_for_the_first_request(scaled)
 
 
-def test_up_under_load(busy: Clients, scaled: BreakableCluster) -> None:
-    assert len(scaled.engine_pids()) == 2
-
-
-def test_a_controller_that_dies_stops_no_replica(busy: Clients, scaled: BreakableCluster) -> None:
+def no_replica_stops_when_the_controller_dies(scaled: BreakableCluster) -> None:
     before = scaled.engine_pids()
-    assert len(before) == 2
     controller = _get_global_client()._controller
     old = ray.get(controller.get_pid.remote())
     scaled.kill(old)
@@ -164,21 +164,7 @@ def test_a_controller_that_dies_stops_no_replica(busy: Clients, scaled: Breakabl
     assert scaled.engine_pids() == before
 
 
-def test_down_after_it_without_a_cut_stream(scaled: BreakableCluster) -> None:
-    with Clients(scaled, prompts(BUSY), TOKENS):
-        wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
-        scaled.wait_routable(2)
-    with Clients(scaled, prompts(FEW, seed=5), 2 * TOKENS) as few:
-        wait_for(
-            lambda: all(len(few.outcomes[text]) for text in prompts(FEW, seed=5)), SOON_S, "no stream ends"
-        )
-        wait_for(lambda: len(scaled.engine_pids()) == 1, STARTED_S, "the second replica stays")
-        scaled.wait_routable(1)
-        assert stays(lambda: running() == 1, 2.0), "the last one went although it has work"
-    few.check()
-
-
-def test_to_zero_and_back_for_the_first_request(scaled: BreakableCluster) -> None:
+def the_last_one_goes_and_comes_back_for_the_first_request(scaled: BreakableCluster) -> None:
     wait_for(lambda: not scaled.engine_pids(), STARTED_S, "the last replica stays")
     wait_for(lambda: scaled.health().get("status") == "asleep", SOON_S, "the ingress does not know of it")
     assert httpx.get(f"{scaled.url}/health").status_code == 200
