@@ -27,11 +27,9 @@ from loadtests.experiments.timed_application import TOKEN_EVERY_S, WORD, gate
 from loadtests.report import Figure, finish, most, parse, print_figures
 from loadtests.stats import quantile
 
-STOP_S = 7.0
+STOP_S, WINDOW_S = 7.0, 5.0
 HOLD = "while kill -STOP $0 && sleep 0.02 && kill -CONT $0; do sleep 0.01; done"  # a third of the time is left
-WINDOW_S = 5.0
-NEW = 10  # requests amid the streams
-BATCH = 50  # of streams, whose beginning the next ones wait for
+NEW, BATCH = 10, 50  # requests amid the streams; streams whose beginning the next ones wait for
 REQUEST = {"model": MODEL, "prompt": [504, 1343]}
 LIMIT_S = 600.0
 RUNS = {"carried": 1, "twice": 2, "twice, a third of a core": 2, "stopped for 7 s": 1}
