@@ -26,7 +26,13 @@ OWN_DEPLOYMENT = {
     "test_unlike_replicas.py": 2,
 }
 """Files of it that deploy the application with other options; the first ones begin with the usual ones."""
-SECOND_RAY = {"test_autoscaling.py", "test_deploys.py", "test_memory_pressure.py", "test_routing_faults.py"}
+SECOND_RAY = {
+    "test_autoscaling.py",
+    "test_deploys.py",
+    "test_memory_pressure.py",
+    "test_routing_faults.py",
+    "test_unlike_replicas.py",
+}
 """Files that take about half of the time of all: two workers, each with a Ray of its own, share them."""
 
 MUCH = 1_500_000_000

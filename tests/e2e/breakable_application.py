@@ -74,6 +74,12 @@ def _take(pools: Path) -> int:
     raise AssertionError
 
 
+def give_pools_back(model: Path) -> None:
+    """The next replicas of ``model`` take its first sizes again."""
+    for taken in model.glob(f"{Path(POOLS).stem}.[0-9]*"):
+        taken.unlink()
+
+
 def build(args: dict[str, Any]) -> Application:
     """See ``app.application.build``."""
     return application.build_with(args, BreakableReplica)

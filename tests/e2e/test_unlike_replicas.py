@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from breakable_application import POISON, POOLS
-from local_cluster import OPTIONS, SOON_S, BreakableCluster
-from model_checkpoints import save_tiny
+from breakable_application import POISON, POOLS, give_pools_back
+from local_cluster import OPTIONS, SOON_S, BreakableCluster, paced_options
+from paced_model import CONTEXT, save_paced
 
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
-from loadtests.client import MODEL, Client, Outcome
+from loadtests.client import Client, Outcome
 from loadtests.cluster import gone, wait_for
 
-NEIGHBORS = 16
+FLEET, NEIGHBORS = 3, 16
 STREAMS = 5
-SHORT, WHILE, LONG = 16, 500, 1200  # tokens; those of neighbors outlast two deaths, the last ones a redeploy
-CONTEXT = 4096
-MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "manifest.json")
-
-
-def tiny_model(folder: Path, tokenizer: Path, seed: int) -> Path:
-    """A small random model with the bundled tokenizer, slow enough that its streams outlast a redeploy."""
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8}
-    save_tiny(folder, "Llama", seed, vocab_size=49152, max_position_embeddings=CONTEXT, **sizes)
-    for file in tokenizer.iterdir():
-        if file.name not in MODEL_FILES:
-            shutil.copy(file, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def old_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("old"), bundled_model, 1)
+SHORT, WHILE, LONG = 16, 400, 600  # tokens; those of neighbors outlast two deaths, the last ones a redeploy
 
 
 @pytest.fixture(scope="module")
 def new_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("new"), bundled_model, 2)
-
-
-def options(model: Path, **changes: Any) -> dict[str, Any]:
-    return {**OPTIONS, "model": str(model), "served_model_name": MODEL, "max_model_len": CONTEXT, **changes}
+    """Its replicas have unlike pools, the first two ever started."""
+    model = save_paced(tmp_path_factory.mktemp("new"), bundled_model, 2)
+    (model / POOLS).write_text(json.dumps([64, 200]))
+    return model
 
 
 def fingerprints(outcome: Outcome) -> set[str]:
@@ -56,17 +37,26 @@ def fingerprint(model: Path, dtype: str = "torch.float32") -> str:
     return ModelIdentity(model_revision(model), dtype, tokenizer_digest(model)).fingerprint
 
 
+@pytest.fixture
+def larger(paced: BreakableCluster) -> Iterator[BreakableCluster]:
+    """A replica for each engine that the poison kills, and one that stays."""
+    paced.scale(FLEET)
+    try:
+        paced.wait_routable(FLEET)
+        yield paced
+    finally:
+        paced.scale(2)
+
+
 async def streams(cluster: BreakableCluster, count: int, tokens: int) -> list[Outcome]:
     async with Client(cluster.url, cluster.instance) as client:
         return await asyncio.gather(*(client.complete([1000 + i, 20, 30], tokens) for i in range(count)))
 
 
 def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
-    bare_cluster: BreakableCluster, old_model: Path
+    larger: BreakableCluster,
 ) -> None:
-    cluster = bare_cluster
-    cluster.ensure(**options(old_model, engine_replicas=4, kv_memory="128MiB"))
-    cluster.wait_routable(4)
+    cluster = larger
     undisturbed = asyncio.run(streams(cluster, NEIGHBORS, WHILE))
     before = cluster.engine_pids()
 
@@ -83,17 +73,15 @@ def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
     assert [error["code"] for error in poison.errors] == ["engine_died"]
     assert [(one.fault, one.text) for one in neighbors] == [("", one.text) for one in undisturbed]
     wait_for(lambda: sum(map(gone, before)) == 2, SOON_S, "Serve keeps replicas without an engine")
-    cluster.wait_routable(4)
+    cluster.wait_routable(FLEET)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     assert sum(map(gone, before)) == 2
 
 
 def test_a_redeploy_with_other_weights_mixes_no_answer(
-    bare_cluster: BreakableCluster, old_model: Path, new_model: Path
+    paced: BreakableCluster, paced_model: Path, new_model: Path
 ) -> None:
-    cluster = bare_cluster
-    cluster.ensure(**options(old_model))
-    cluster.wait_routable(2)
+    cluster = paced
     undisturbed = asyncio.run(streams(cluster, STREAMS, LONG))
     short: list[Outcome] = []
 
@@ -101,7 +89,7 @@ def test_a_redeploy_with_other_weights_mixes_no_answer(
         long = asyncio.ensure_future(streams(cluster, STREAMS, LONG))
         busy = lambda: sum(state["running"] for state in cluster.inspect()) == STREAMS  # noqa: E731
         await asyncio.to_thread(wait_for, busy, SOON_S, "not all streams run")
-        deployed = asyncio.ensure_future(asyncio.to_thread(lambda: cluster.deploy(**options(new_model))))
+        deployed = asyncio.ensure_future(asyncio.to_thread(lambda: cluster.deploy(**paced_options(new_model))))
         while not (deployed.done() and long.done()):
             short.extend(await streams(cluster, 1, SHORT))
             await asyncio.sleep(0.2)
@@ -109,13 +97,13 @@ def test_a_redeploy_with_other_weights_mixes_no_answer(
         return await long
 
     long = asyncio.run(redeploy())
-    old, new = fingerprint(old_model), fingerprint(new_model)
-    assert old != new
+    before, after = fingerprint(paced_model), fingerprint(new_model)
+    assert before != after
     assert [(one.fault, one.text) for one in long] == [("", one.text) for one in undisturbed]
-    assert [fingerprints(one) for one in [*undisturbed, *long]] == [{old}] * (2 * STREAMS)
+    assert [fingerprints(one) for one in [*undisturbed, *long]] == [{before}] * (2 * STREAMS)
     (wanted,) = asyncio.run(streams(cluster, 1, SHORT))
-    assert (wanted.fault, fingerprints(wanted)) == ("", {new})
-    answers = {old: undisturbed[0].text, new: wanted.text}
+    assert (wanted.fault, fingerprints(wanted)) == ("", {after})
+    answers = {before: undisturbed[0].text, after: wanted.text}
     assert not undisturbed[0].text.startswith(wanted.text)
     assert [one.fault for one in short if one.fault] == [], "some ingress answers all the time"
     for one in short:
@@ -124,12 +112,12 @@ def test_a_redeploy_with_other_weights_mixes_no_answer(
 
 
 def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(
-    bare_cluster: BreakableCluster, old_model: Path, tmp_path: Path
+    bare_cluster: BreakableCluster, new_model: Path
 ) -> None:
     cluster = bare_cluster
-    model = Path(shutil.copytree(old_model, tmp_path / "model"))
-    (model / POOLS).write_text(json.dumps([64, 200]))
-    cluster.deploy(**options(model))
+    if cluster.options != paced_options(new_model):  # else these are the replicas of the redeploy
+        give_pools_back(new_model)
+        cluster.deploy(**paced_options(new_model))
 
     async def ask(prompt: int, count: int) -> list[Outcome]:
         async with Client(cluster.url, cluster.instance) as client:
@@ -143,12 +131,12 @@ def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(
 
 
 def test_a_model_comes_and_sleeps_beside_one_that_goes_on(
-    bare_cluster: BreakableCluster, old_model: Path, new_model: Path
+    bare_cluster: BreakableCluster, paced_model: Path, new_model: Path
 ) -> None:
     cluster = bare_cluster
     shared = {**OPTIONS, "max_model_len": CONTEXT, "kv_memory": "64MiB", "engine_replicas": 1}
     del shared["engine_cpus"]
-    stays = {"name": "stays", "model": str(old_model)}
+    stays = {"name": "stays", "model": str(paced_model)}
     sleeps = {"name": "sleeps", "model": str(new_model), "dtype": "bfloat16", "max_replicas": 1}
     cluster.deploy(**shared, models=[stays])
     before = cluster.engine_pids()
@@ -176,5 +164,5 @@ def test_a_model_comes_and_sleeps_beside_one_that_goes_on(
     wait_for(
         lambda: states() == asleep and cluster.engine_pids() == before, SOON_S, "the second does not sleep"
     )
-    assert woken() == {"stays": fingerprint(old_model), "sleeps": fingerprint(new_model, "torch.bfloat16")}
+    assert woken() == {"stays": fingerprint(paced_model), "sleeps": fingerprint(new_model, "torch.bfloat16")}
     assert set(before) <= set(cluster.engine_pids())
