@@ -31,9 +31,10 @@ class BreakableReplica(EngineReplica):
     """Dies or gets stuck on request."""
 
     def __init__(self, model: ServedModel) -> None:
-        if (Path(model.options.service.model) / PACE).exists():
-            keep_pace()
-        pools = Path(model.options.service.model) / POOLS
+        folder = Path(model.options.service.model)
+        if (folder / PACE).exists():
+            keep_pace(folder)
+        pools = folder / POOLS
         if pools.is_file():
             engine = dataclasses.replace(model.options.engine, num_blocks=_take(pools))
             model = dataclasses.replace(model, options=model.options.model_copy(update={"engine": engine}))

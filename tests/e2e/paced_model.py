@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from engine.request import TokenDelta
 
 CONTEXT = 4096
-STEP_S = 0.025
+STEP_S, SLOW_S = 0.025, 0.5
 PACE = "paced"
 """In the model's folder: its steps take ``STEP_S`` or longer."""
+SLOW = "slow"
+"""As long as it is in the model's folder, they take ``SLOW_S`` or longer: streams outlast what they should."""
 
 _MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "manifest.json")
 
@@ -35,14 +37,14 @@ def save_paced(folder: Path, tokenizer: Path, seed: int) -> Path:
     return folder
 
 
-def keep_pace() -> None:
-    """From now on each step of this process's engines takes ``STEP_S`` or longer."""
+def keep_pace(folder: Path) -> None:
+    """From now on each step of this process's engines, which serve ``folder``, takes as long as that says."""
     from engine.engine import Engine
 
     step = Engine.step
 
     def slow(engine: Engine) -> list[TokenDelta]:
-        ends = time.monotonic() + STEP_S
+        ends = time.monotonic() + (SLOW_S if (folder / SLOW).exists() else STEP_S)
         deltas = step(engine)
         time.sleep(max(ends - time.monotonic(), 0.0))
         return deltas

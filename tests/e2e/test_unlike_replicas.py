@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from breakable_application import POISON, POOLS, give_pools_back
 from local_cluster import OPTIONS, SOON_S, BreakableCluster, paced_options
-from paced_model import CONTEXT, save_paced
+from paced_model import CONTEXT, SLOW, save_paced
 
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
 from loadtests.client import Client, Outcome
@@ -18,7 +18,7 @@ from loadtests.cluster import gone, wait_for
 
 FLEET, NEIGHBORS = 3, 16
 STREAMS = 5
-SHORT, WHILE, LONG = 16, 400, 600  # tokens; those of neighbors outlast two deaths, the last ones a redeploy
+SHORT, WHILE, LONG = 6, 400, 200  # tokens; those of neighbors outlast two deaths
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +84,31 @@ def test_a_redeploy_with_other_weights_mixes_no_answer(
     cluster = paced
     undisturbed = asyncio.run(streams(cluster, STREAMS, LONG))
     short: list[Outcome] = []
+    beside: set[str] = set()  # the weights of the short answers that came while the long streams ran
 
     async def redeploy() -> list[Outcome]:
         long = asyncio.ensure_future(streams(cluster, STREAMS, LONG))
         busy = lambda: sum(state["running"] for state in cluster.inspect()) == STREAMS  # noqa: E731
         await asyncio.to_thread(wait_for, busy, SOON_S, "not all streams run")
+        (paced_model / SLOW).touch()
         deployed = asyncio.ensure_future(asyncio.to_thread(lambda: cluster.deploy(**paced_options(new_model))))
         while not (deployed.done() and long.done()):
             short.extend(await streams(cluster, 1, SHORT))
+            if not long.done():
+                beside.update(fingerprints(short[-1]))
+            if after in beside:
+                (paced_model / SLOW).unlink(missing_ok=True)
             await asyncio.sleep(0.2)
         await deployed
         return await long
 
-    long = asyncio.run(redeploy())
     before, after = fingerprint(paced_model), fingerprint(new_model)
     assert before != after
+    try:
+        long = asyncio.run(redeploy())
+    finally:
+        (paced_model / SLOW).unlink(missing_ok=True)
+    assert after in beside, "the streams ended before the new weights answered"
     assert [(one.fault, one.text) for one in long] == [("", one.text) for one in undisturbed]
     assert [fingerprints(one) for one in [*undisturbed, *long]] == [{before}] * (2 * STREAMS)
     (wanted,) = asyncio.run(streams(cluster, 1, SHORT))
