@@ -227,83 +227,113 @@ void multiply_blocks(const CodedWeight& weight, const void* x, int64_t x_stride,
 
 enum Coded : int { kDone = 0, kNotFinite = 1, kTooLarge = 2 };
 
-float nearest(float x) {
-  const float shift = 12582912.0f;  // 1.5 * 2**23: what is added to it rounds to an integer
+QUIRE_INLINE Vec nearest(Vec x) {
+  const Vec shift = broadcast(12582912.0f);  // 1.5 * 2**23: what is added to it rounds to an integer
   return x + shift - shift;
 }
 
-float as_half(float x) {
-  Fp16 half;
-  narrow(x, &half);
-  return widen(half);
+// Rounds to float16, and stores that too.
+QUIRE_INLINE Vec as_half(Vec x, Fp16* out) {
+  QUIRE_UNROLL for (int i = 0; i < kLanes; ++i) {
+    narrow(x[i], out + i);
+    x[i] = widen(out[i]);
+  }
+  return x;
 }
 
-// The least squares of errors for a group of 4 bits, as codes.py has it. `wide` has kGroup elements.
-void encode_four(const float* wide, int8_t* codes, float& scale, float& minimum) {
-  float low = wide[0], high = wide[0], sum = 0.0f;
-  for (int i = 0; i < kGroup; ++i) low = std::min(low, wide[i]), high = std::max(high, wide[i]), sum += wide[i];
-  const float fifteenth = (high - low) / 15.0f, step = fifteenth > 0.0f ? fifteenth : 1.0f;  // it may underflow
-  float code[kGroup], code_sum = 0.0f;
-  for (int i = 0; i < kGroup; ++i) code[i] = nearest((wide[i] - low) / step), code_sum += code[i];
-  const float mean = sum / kGroup, code_mean = code_sum / kGroup;
-  float both = 0.0f, squares = 0.0f;
+QUIRE_INLINE VecBits sizes_of(Vec x) { return bit_cast<VecBits>(x) & 0x7fffffffu; }
+
+// A group of kLanes columns at a time, a column a lane: each column's sums are chains over its k, ascending. `wide` and
+// `codes` have kGroup elements.
+
+// The least squares of errors for a group of 4 bits, as codes.py has it.
+QUIRE_INLINE void encode_four(const Vec* wide, VecBits* codes, Fp16* scales, Fp16* minima) {
+  const Vec zero{}, one = broadcast(1.0f), size = broadcast(kGroup);
+  Vec low = wide[0], high = wide[0], sum{};
   for (int i = 0; i < kGroup; ++i) {
-    const float away = code[i] - code_mean;
+    low = wide[i] < low ? wide[i] : low, high = high < wide[i] ? wide[i] : high, sum += wide[i];
+  }
+  const Vec fifteenth = (high - low) / broadcast(15.0f), step = fifteenth > zero ? fifteenth : one;  // it may underflow
+  Vec code[kGroup], code_sum{};
+  for (int i = 0; i < kGroup; ++i) code[i] = nearest((wide[i] - low) / step), code_sum += code[i];
+  const Vec mean = sum / size, code_mean = code_sum / size;
+  Vec both{}, squares{};
+  for (int i = 0; i < kGroup; ++i) {
+    const Vec away = code[i] - code_mean;
     both += away * (wide[i] - mean), squares += away * away;
   }
-  scale = as_half(squares > 0.0f ? both / squares : 0.0f);
-  minimum = as_half(mean - scale * code_mean);
-  const float divisor = scale != 0.0f ? scale : 1.0f;
+  const Vec scale = as_half(squares > zero ? both / squares : zero, scales);
+  const Vec minimum = as_half(mean - scale * code_mean, minima);
+  const Vec divisor = scale != zero ? scale : one, most = broadcast(15.0f);
   for (int i = 0; i < kGroup; ++i) {
-    codes[i] = static_cast<int8_t>(std::min(std::max(nearest((wide[i] - minimum) / divisor), 0.0f), 15.0f));
+    Vec nearby = nearest((wide[i] - minimum) / divisor);
+    nearby = nearby < zero ? zero : nearby;
+    codes[i] = bit_cast<VecBits>(__builtin_convertvector(most < nearby ? most : nearby, Ints));
   }
 }
 
-void encode_eight(const float* wide, int8_t* codes, float& scale) {
-  float size = 0.0f;
-  for (int i = 0; i < kGroup; ++i) size = std::max(size, std::fabs(wide[i]));
-  const float step = size / 127.0f > 0.0f ? size / 127.0f : 1.0f;
-  float both = 0.0f, squares = 0.0f;
+QUIRE_INLINE void encode_eight(const Vec* wide, VecBits* codes, Fp16* scales) {
+  const Vec zero{};
+  VecBits sizes{};
   for (int i = 0; i < kGroup; ++i) {
-    const float code = nearest(wide[i] / step);
-    codes[i] = static_cast<int8_t>(code);
+    const VecBits bits = sizes_of(wide[i]);
+    sizes = bits > sizes ? bits : sizes;
+  }
+  const Vec part = bit_cast<Vec>(sizes) / broadcast(127.0f), step = part > zero ? part : broadcast(1.0f);
+  Vec both{}, squares{};
+  for (int i = 0; i < kGroup; ++i) {
+    const Vec code = nearest(wide[i] / step);
+    codes[i] = bit_cast<VecBits>(__builtin_convertvector(code, Ints)) & 0xffu;
     both += code * wide[i], squares += code * code;
   }
-  scale = as_half(squares > 0.0f ? both / squares : 0.0f);
+  as_half(squares > zero ? both / squares : zero, scales);
 }
 
-// Column `c` of a panel from its row of W.
+// kLanes columns of a panel, from `there` rows of W; the others become zero.
 template <class W>
-Coded pack_column(const CodedWeight& weight, const W* w, int64_t c, uint8_t* panel) {
+Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_t there, int half, uint8_t* panel) {
+  constexpr uint32_t kInfinite = 0x7f800000u, kHalfInfinite = 0x7c00u;
   const int64_t bits = weight.bits, size = weight.in_features;
+  Vec wide[kGroup]{};
+  VecBits codes[kGroup];
   for (int64_t k = 0; k < size; k += kGroup, panel += group_bytes(bits)) {
-    float wide[kGroup];
-    for (int64_t i = 0; i < kGroup; ++i) {  // copies of the last one, so that extremes stay
-      wide[i] = widen(w[std::min(k + i, size - 1)]);
-      if (!(std::fabs(wide[i]) <= kLargest)) return kNotFinite;
+    for (int64_t c = 0; c < there; ++c) {
+      const W* from = w + c * stride + k;
+      float* const to = reinterpret_cast<float*>(wide) + c;
+      if (size - k >= kGroup) {  // a loop of known length
+        QUIRE_UNROLL for (int i = 0; i < kGroup; ++i) to[i * kLanes] = widen(from[i]);
+      } else {  // copies of the last one, so that extremes stay
+        for (int64_t i = 0; i < kGroup; ++i) to[i * kLanes] = widen(from[std::min(i, size - 1 - k)]);
+      }
     }
-    float scale, minimum = 0.0f;
-    int8_t codes[kGroup];
-    bits == 8 ? encode_eight(wide, codes, scale) : encode_four(wide, codes, scale, minimum);
-    if (!(std::fabs(scale) <= kLargest && std::fabs(minimum) <= kLargest)) return kTooLarge;
-    for (int64_t i = size - k; i < kGroup; ++i) codes[i] = 0;
+    VecBits sizes{};
+    for (int i = 0; i < kGroup; ++i) sizes = sizes_of(wide[i]) > sizes ? sizes_of(wide[i]) : sizes;
+    if (largest(sizes) >= kInfinite) return kNotFinite;
+    Fp16* const scales = reinterpret_cast<Fp16*>(panel + kSteps * step_bytes(bits)) + half * kLanes;
+    bits == 8 ? encode_eight(wide, codes, scales) : encode_four(wide, codes, scales, scales + kWidth);
+    for (int c = 0; c < kLanes; ++c) {
+      for (int64_t which = 0; which < (bits == 8 ? 1 : 2); ++which) {
+        if ((scales[which * kWidth + c].bits & 0x7fffu) >= kHalfInfinite) return kTooLarge;
+      }
+    }
+    for (int64_t i = size - k; i < kGroup; ++i) codes[i] = VecBits{};
     for (int step = 0; step < kSteps; ++step) {
-      uint32_t quads[2];
-      std::memcpy(quads, codes + step * kStep, sizeof(quads));
-      uint8_t* to = panel + step * step_bytes(bits) + 4 * c;
+      VecBits quads[2];
+      for (int q = 0; q < 2; ++q) {
+        const VecBits* four = codes + step * kStep + 4 * q;
+        quads[q] = four[0] | four[1] << 8 | four[2] << 16 | four[3] << 24;
+      }
+      uint8_t* const to = panel + step * step_bytes(bits) + half * kQuad;
       if (bits == 8) {
         for (int q = 0; q < 2; ++q) {
           quads[q] ^= kCodeOffset * 0x01010101u;  // adds 128 to each
-          std::memcpy(to + q * 2 * kQuad, &quads[q], 4);
+          std::memcpy(to + q * 2 * kQuad, &quads[q], sizeof(VecBits));
         }
       } else {
         quads[0] |= quads[1] << 4;
-        std::memcpy(to, quads, 4);
+        std::memcpy(to, quads, sizeof(VecBits));
       }
     }
-    Fp16* scales = reinterpret_cast<Fp16*>(panel + kSteps * step_bytes(bits)) + c;
-    narrow(scale, scales);
-    if (bits == 4) narrow(minimum, scales + kWidth);
   }
   return kDone;
 }
@@ -314,9 +344,10 @@ Coded pack_codes(const CodedWeight& weight, const W* w, int64_t stride, int thre
   std::atomic<Coded> result{kDone};
   quire::parallel_for(panels_of(weight), threads * kShares, threads, [&](int64_t p) {
     uint8_t* panel = static_cast<uint8_t*>(weight.panels) + p * panel_bytes;
-    std::memset(panel, 0, static_cast<size_t>(panel_bytes));
-    for (int64_t c = 0; c < kWidth && p * kWidth + c < weight.out_features; ++c) {
-      const Coded done = pack_column(weight, w + (p * kWidth + c) * stride, c, panel);
+    for (int half = 0; half < 2; ++half) {
+      const int64_t column = p * kWidth + half * kLanes;
+      const int64_t there = std::max<int64_t>(std::min<int64_t>(weight.out_features - column, kLanes), 0);
+      const Coded done = pack_columns(weight, w + column * stride, stride, there, half, panel);
       if (done != kDone) result = done;
     }
   });

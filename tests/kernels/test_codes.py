@@ -6,6 +6,7 @@ import ctypes
 import platform
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from kernels.codes import GROUP, are_codes, code_rows, encode
 from kernels.cpu import CpuKernels
 from kernels.cpu.build import SOURCE_FOLDER, _compile, find_compilers
-from kernels.cpu.coded import _Descriptor
+from kernels.cpu.coded import CodedLinear, _Descriptor
+from kernels.cpu.panels import panel_columns
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 from kernels.reference import ReferenceKernels
 
@@ -223,6 +225,99 @@ def test_weights_too_near_for_a_step_of_float32(cpu: CpuKernels, bits: int) -> N
         torch.testing.assert_close(y, torch.tensor([[20.0, 0.0]]), rtol=1e-3, atol=0.0)
 
 
+def defined(weight: Tensor, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes ``[N, K]``, scales and minima ``[N, groups]``, each step as the kernel must round it.
+
+    Sums are chains over k, ascending. Scales and minima are float16's bits.
+    """
+    rows, columns = weight.shape
+    one, zero, all_of = np.float32(1), np.float32(0), np.float32(GROUP)
+    padded = torch.cat([weight, weight[:, -1:].expand(rows, -columns % GROUP)], 1).float().numpy()
+    wide = [padded.reshape(rows, -1, GROUP)[:, :, k] for k in range(GROUP)]
+    with np.errstate(all="ignore"):
+        if bits == 8:
+            step = np.abs(wide).max(0) / np.float32(127)
+            codes = [np.rint(w / np.where(step > 0, step, one)) for w in wide]
+            code_mean = mean = np.zeros_like(wide[0])
+        else:
+            low, high = np.min(wide, 0), np.max(wide, 0)
+            step = (high - low) / np.float32(15)
+            codes = [np.rint((w - low) / np.where(step > 0, step, one)) for w in wide]
+            code_mean, mean = chain(codes) / all_of, chain(wide) / all_of
+        squares = chain([(c - code_mean) * (c - code_mean) for c in codes])
+        slope = chain([(c - code_mean) * (w - mean) for c, w in zip(codes, wide, strict=True)]) / squares
+        scales = np.where(squares > 0, slope, zero).astype(np.float16)
+        scale = scales.astype(np.float32)
+        minima = (mean - scale * code_mean).astype(np.float16)
+        if bits == 4:
+            by, minimum = np.where(scale != 0, scale, one), minima.astype(np.float32)
+            codes = [np.clip(np.rint((w - minimum) / by), zero, np.float32(15)) for w in wide]
+    whole = np.stack(codes, 2).reshape(rows, -1)[:, :columns].astype(np.int8)
+    return whole, scales.view(np.uint16), minima.view(np.uint16)
+
+
+def chain(terms: list[np.ndarray]) -> np.ndarray:
+    total = np.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total
+
+
+def unpacked(panels: bytes, width: int, shape: tuple[int, int], bits: int) -> tuple[np.ndarray, ...]:
+    """What ``panels`` of ``width`` columns hold, as ``defined`` has it."""
+    rows, columns = shape
+    groups = -(-columns // GROUP)
+    both_scales = width * 2 * (1 if bits == 8 else 2)
+    raw = np.frombuffer(panels, np.uint8).reshape(-1, groups, GROUP * width * bits // 8 + both_scales)
+    halves = raw[:, :, -both_scales:].copy().view(np.uint16).reshape(len(raw), groups, -1, width)
+    scales = halves.transpose(2, 0, 3, 1).reshape(halves.shape[2], -1, groups)[:, :rows]
+    if bits == 8:
+        quads = raw[:, :, :-both_scales].reshape(len(raw), groups, 8, width, 4)
+        quads = (quads - quads[-1, 0, 0, -1, 0]).view(
+            np.int8
+        )  # a column of padding has what zero is shifted by
+    else:
+        nibbles = raw[:, :, :-both_scales].reshape(len(raw), groups, 4, 1, width, 4)
+        quads = np.concatenate([nibbles & 15, nibbles >> 4], 3).reshape(len(raw), groups, 8, width, 4)
+    codes = quads.transpose(0, 3, 1, 2, 4).reshape(-1, groups * GROUP)
+    assert not codes[:, columns:].any()
+    assert not codes[rows:].any()
+    return codes[:rows, :columns].astype(np.int8), scales[0], scales[-1]
+
+
+def codings() -> list[Tensor]:
+    """Weights at random, half-way between codes, equal, and of extreme sizes; padded in both dimensions."""
+    shape = (37, 107)
+    normal, whole = random(*shape), (random(*shape, seed=1) * 60).round()
+    sizes = [1.0, 1e-3, 1e3, 1e-30, 1e-41, 2.0**-149]
+    return [
+        *(normal * size for size in sizes),
+        *((whole * 0.5).clamp(-63.5, 63.5) * size for size in sizes[:4]),
+        *((whole.clamp(0, 30) * 0.5) * size for size in sizes[:4]),
+        *(torch.full(shape, value) for value in (0.0, -0.0, 0.3, -7.0, 65280.0)),
+        torch.where(whole > 0, 65280.0, -0.0),
+        torch.where(normal > 2, normal * 1e4, normal * 1e-4),
+        torch.full(shape, 0.3).where(normal > 1, 0.3 + 2.0**-25),
+    ]
+
+
+@both
+@dtypes
+def test_codes_are_the_defined_ones_to_the_bit(cpu: CpuKernels, dtype: torch.dtype, bits: int) -> None:
+    for number, weight in enumerate(one.to(dtype) for one in codings()):
+        packed = pack(cpu, weight, bits)
+        assert isinstance(packed, CodedLinear)
+        size, width = cpu._calls("quire_codes_bytes", packed.address), panel_columns(cpu._calls, 1)
+        panels = ctypes.string_at(packed._descriptor.panels, size)
+        compare(panels, width, weight, bits, number)
+
+
+def compare(panels: bytes, width: int, weight: Tensor, bits: int, number: int) -> None:
+    found, expected = unpacked(panels, width, (weight.shape[0], weight.shape[1]), bits), defined(weight, bits)
+    for what in range(2 if bits == 8 else 3):
+        assert np.array_equal(found[what], expected[what]), (number, ("codes", "scales", "minima")[what])
+
+
 class NarrowLibrary:
     """The product alone, compiled for a CPU with fewer instructions than this one."""
 
@@ -230,14 +325,20 @@ class NarrowLibrary:
         library.quire_codes_bytes.restype = ctypes.c_int64
         self._library = library
 
-    def product(self, x: Tensor, weight: Tensor, bits: int) -> Tensor:
-        """Of bfloat16 tensors."""
+    def pack(self, weight: Tensor, bits: int) -> tuple[_Descriptor, Tensor]:
+        """Its descriptor, and its panels, which must be kept."""
         descriptor = _Descriptor(None, None, weight.shape[1], weight.shape[0], bits)
         address = ctypes.c_void_p(ctypes.addressof(descriptor))
         panels = torch.empty(self._library.quire_codes_bytes(address), dtype=torch.uint8)
         descriptor.panels = panels.data_ptr()
         stride = ctypes.c_int64(weight.shape[1])
         assert not self._library.quire_codes_pack(address, 0, ctypes.c_void_p(weight.data_ptr()), stride, 1)
+        return descriptor, panels
+
+    def product(self, x: Tensor, weight: Tensor, bits: int) -> Tensor:
+        """Of bfloat16 tensors."""
+        descriptor, _panels = self.pack(weight, bits)
+        address, stride = ctypes.c_void_p(ctypes.addressof(descriptor)), ctypes.c_int64(weight.shape[1])
         y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
         pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
         rows = ctypes.c_int64(x.shape[0])
@@ -246,13 +347,16 @@ class NarrowLibrary:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 has instructions to leave out")
-@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx512f -mno-avxvnni"])
+@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx512f -mno-avxvnni", "-mno-avx"])
 def test_the_same_bits_with_fewer_instructions(cpu: CpuKernels, without: str, tmp_path: Path) -> None:
     sources = [SOURCE_FOLDER / "gemm_codes.cpp", SOURCE_FOLDER / "pool.cpp"]
     _compile([*find_compilers()[0], *without.split()], sources, tmp_path / "narrow.so")
     narrow = NarrowLibrary(ctypes.CDLL(str(tmp_path / "narrow.so")))
     weight, x = random(70, 104, dtype=torch.bfloat16), random(23, 104, dtype=torch.bfloat16, seed=1)
     for bits in (4, 8):
-        for rows in (1, 2, 7, 23):
+        for number, one in enumerate(coding.to(torch.bfloat16) for coding in codings()):
+            panels = narrow.pack(one, bits)[1].numpy().tobytes()
+            compare(panels, 8 if without == "-mno-avx" else 16, one, bits, number)
+        for rows in (1, 2, 7, 23) if without != "-mno-avx" else ():  # those sums are not fused
             y = narrow.product(x[:rows], weight, bits)
             assert torch.equal(y, cpu.linear(x[:rows], pack(cpu, weight, bits)))

@@ -61,10 +61,17 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "kernels/cpu/gemm_codes.cpp",
-        "step = fifteenth > 0.0f ? fifteenth : 1.0f;",
+        "step = fifteenth > zero ? fifteenth : one;",
         "step = fifteenth;",
         _CODES,
         "a group whose weights all but agree is refused as too large",
+    ),
+    Fault(
+        "kernels/cpu/gemm_codes.cpp",
+        "for (int64_t i = 0; i < kGroup; ++i) to[i * kLanes] = widen(from[std::min(i, size - 1 - k)]);",
+        "for (int64_t i = 0; i < size - k; ++i) to[i * kLanes] = widen(from[i]);",
+        _CODES,
+        "the extremes of a group at the end of a row are those of the group before it, too",
     ),
     Fault(
         "kernels/codes.py",
