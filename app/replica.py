@@ -31,6 +31,7 @@ from app.routing.requirement import Build
 from app.watchdog import Watchdog
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
+from engine.kv.block_map import BlockMap
 from engine.kv.kv_events import KvSnapshot
 
 SWITCH_INTERVAL_S = 0.0005
@@ -44,8 +45,8 @@ class EngineReplica:
 
     The calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
     ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and canceling
-    stay true), ``beat`` and ``reset_prefix_cache``. ``target`` and ``meta`` are read by the router, which
-    leaves ``{"epoch": epoch}`` of ``meta``.
+    stay true), ``beat``, ``reset_prefix_cache`` and ``block_map``. ``target`` and ``meta`` are
+    read by the router, which leaves ``{"epoch": epoch}`` of ``meta``.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -116,6 +117,14 @@ class EngineReplica:
             EngineDeadError: the engine's thread has ended.
         """
         return await asyncio.wrap_future(self._engine.reset_prefix_cache())
+
+    async def block_map(self, *, target: str) -> BlockMap:
+        """What each KV block holds, for the live page.
+
+        Raises:
+            EngineDeadError: the engine's thread has ended.
+        """
+        return self._engine.block_map()
 
     async def check_health(self) -> None:
         """Called by Serve's controller, which replaces this replica after three failures.

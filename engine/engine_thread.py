@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.kv.block_keys import KeyScheme
+from engine.kv.block_map import BlockMap, block_map
 from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.models.identity import ModelIdentity
 from engine.request import FinishReason, ModelLimits, Request, TokenDelta, check
@@ -199,6 +200,15 @@ class EngineThread:
         wanted = _Snapshot()
         self._ask(wanted)
         return wanted.done
+
+    def block_map(self) -> BlockMap:
+        """What each block holds now; takes no lock, and none of the engine's thread's time.
+
+        Raises:
+            EngineDeadError: the engine has stopped.
+        """
+        state = self._running().scheduler.state
+        return block_map(state.pool, state.host)
 
     def stats(self) -> EngineStats:
         """The last snapshot; takes no lock."""

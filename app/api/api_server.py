@@ -21,6 +21,7 @@ from app.api.request_trace import RequestTracer
 from app.api.server_state import health_response
 from app.api.tenant import sender_of
 from app.config import IngressOptions
+from app.dashboard.block_maps import BlockMaps
 from app.dashboard.live_feed import LiveFeed
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import UnavailableError
@@ -62,6 +63,7 @@ class ApiServer:
         self._services: dict[str, OpenAIService] = {}
         self._figures: list[ModelFigures] = []
         self.fleet_figures = FleetFigures(self._figures, others)
+        self.block_maps = BlockMaps(lambda model, replica: self._services[model].block_map(replica))
         self.live_feed = LiveFeed(
             lambda: self.fleet_figures.processes(),
             lambda: {service.model: service.channel_states() for service in self.services},

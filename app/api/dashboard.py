@@ -1,4 +1,4 @@
-"""``GET /dashboard``, the live page, and ``GET /dashboard/events``, what it shows."""
+"""``GET /dashboard``, the live page; ``/dashboard/events`` and ``/dashboard/blocks``, what it shows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from contextlib import aclosing
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from app.api.api_server import ApiServer
 from app.api.errors import ApiError
 from app.api.home import page_response
+from app.dashboard.block_maps import digits
 from app.dashboard.live_feed import MOST_VIEWERS, LiveFeed
+from engine.errors import shown
 
 _PAGE = Path(__file__).with_name("dashboard.html").read_text(encoding="utf-8")
 
@@ -45,4 +48,20 @@ async def _joined(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncIte
             yield event
 
 
-DASHBOARD_ROUTES = (Route("/dashboard", dashboard), Route("/dashboard/events", events))
+async def blocks(request: Request) -> Response:
+    """The block map of one replica; each cell is a digit, the value of its ``BlockState``."""
+    server: ApiServer = request.app.state.get_server()
+    service = server.choose(request.query_params.get("model"), request.state.key_limits)
+    replica = request.query_params.get("replica", "")
+    if replica not in service.channel_states():
+        raise ApiError(404, f"the model {service.model!r} has no replica {shown(replica)}", "replica")
+    found = await server.block_maps.get(service.model, replica)
+    answer = {"each": found.each, "device": digits(found.device), "host": digits(found.host)}
+    return JSONResponse(answer, headers={"cache-control": "no-store"})
+
+
+DASHBOARD_ROUTES = (
+    Route("/dashboard", dashboard),
+    Route("/dashboard/events", events),
+    Route("/dashboard/blocks", blocks),
+)

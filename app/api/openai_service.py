@@ -36,6 +36,7 @@ from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
 from app.metrics.request_figures import RequestFigures
+from engine.kv.block_map import BlockMap
 
 PROMPT_END_TOKENS = 16
 """Tokens at the end of a prompt that show whether it begins the model's reasoning."""
@@ -51,6 +52,8 @@ class Engines(TokenGenerator, Protocol):
     def status(self) -> dict[str, Any]: ...
 
     async def reset_prefix_cache(self) -> CacheReset: ...
+
+    async def block_map(self, replica: str) -> BlockMap: ...
 
 
 class OpenAIService:
@@ -209,6 +212,14 @@ class OpenAIService:
             UnavailableError: there is none.
         """
         return await self._engines.reset_prefix_cache()
+
+    async def block_map(self, replica: str) -> BlockMap:
+        """What each KV block of an engine replica holds.
+
+        Raises:
+            UnavailableError: it has no open channel, or does not answer.
+        """
+        return await self._engines.block_map(replica)
 
     @property
     def num_live(self) -> int:

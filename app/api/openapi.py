@@ -276,6 +276,7 @@ def _object(*required: str) -> Schema:
 def _paths() -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
     of_model = {"name": "model", "in": "query", "schema": _STRING}
+    of_replica = {**of_model, "name": "replica", "required": True}
     reset = "Every engine, or those of one model, forgets its cached prefixes; with the option admin_routes."
     anthropic: Any = {"error": "AnthropicError"}
     no_embeddings = _operation("404 with the reason: no model that is served is made for it.")
@@ -295,6 +296,12 @@ def _paths() -> dict[str, Any]:
         "/metrics": {"get": _operation("Metrics in Prometheus's text format.")},
         "/dashboard": {"get": page},
         "/dashboard/events": {"get": _operation("What the live page shows, as server-sent events.")},
+        "/dashboard/blocks": {
+            "get": {
+                **_operation("The KV blocks of a replica.", answer=_object("each", "device", "host")),
+                "parameters": [of_model, of_replica],
+            }
+        },
         "/v1/models": {"get": _operation("The served models.", answer=_object("object", "data"))},
         "/v1/models/{name}": {
             "get": {**_operation("One model.", answer=_object("id", "object")), "parameters": [name]}

@@ -20,6 +20,7 @@ from app.channel.kv_feed import KvFeed
 from app.channel.wire_resume import Claim
 from app.channel.wire_sections import Figures, KvSection
 from app.fleet.attempts import AttemptRunner
+from app.fleet.block_map_call import ask_block_map
 from app.fleet.cache_reset import CacheReset, reset_prefix_caches
 from app.fleet.drain import DRAIN_AFTER_S, Drainer
 from app.fleet.faults import Faults
@@ -31,6 +32,7 @@ from app.routing.ledger import Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
+from engine.kv.block_map import BlockMap
 
 OPENING_S = 1.0
 """How long the limits of the first replica wait for those of others that open their channels meanwhile."""
@@ -228,6 +230,17 @@ class EngineClient:
         if not replicas:
             raise UnavailableError("no engine replica has an open channel; try again later")
         return await reset_prefix_caches(self._handle, replicas)
+
+    async def block_map(self, replica: str) -> BlockMap:
+        """What each KV block of ``replica`` holds.
+
+        Raises:
+            UnavailableError: it has no open channel, or does not answer.
+        """
+        await self.start()
+        if replica not in self._ledger.routable():
+            raise UnavailableError(f"no channel to a replica {replica!r} is open")
+        return await ask_block_map(self._handle, replica)
 
     async def cordon(self, replicas: Collection[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """Send no new requests to exactly these replicas for ``lasts_s``, as long as others are routable.

@@ -90,6 +90,12 @@ class BlockPool:
         """Whether the contents of ``block`` can be found."""
         return bool(self._keyed[block])
 
+    def sample(self, each: int) -> list[tuple[int, bool]]:
+        """References and key of every ``each``-th block; any thread may call it."""
+        # Each slice is taken at once.
+        counts = self._references[: self.num_blocks : each]
+        return [(count, bool(key)) for count, key in zip(counts, self._keyed[::each], strict=False)]
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that ``tokens`` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.block_size)

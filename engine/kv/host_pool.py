@@ -54,6 +54,10 @@ class HostPool:
         """How many host tables hold ``block``."""
         return self._references[block]
 
+    def sample(self, each: int) -> list[int]:
+        """References of every ``each``-th block; any thread may call it."""
+        return self._references[::each]
+
     def num_to_copy(self, blocks: Sequence[Content]) -> int:
         """How many host blocks swapping ``blocks`` out would take and fill; the other contents are here."""
         return len({content for content in blocks if content not in self._places})

@@ -28,6 +28,7 @@ from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
+from engine.kv.block_map import BlockMap
 from engine.request import FinishReason, Request, TokenDelta
 
 MODEL = "smollm2-135m-instruct"
@@ -100,6 +101,9 @@ class LocalClient:
 
     async def reset_prefix_cache(self) -> CacheReset:
         return CacheReset({"local": await asyncio.wrap_future(self.engine.reset_prefix_cache())}, {})
+
+    async def block_map(self, replica: str) -> BlockMap:
+        return self.engine.block_map()
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         for delta in outputs.deltas:

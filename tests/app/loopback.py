@@ -24,6 +24,7 @@ from app.routing import fleet
 from app.routing.requirement import UNKNOWN_BUILD, Build
 from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
+from engine.kv.block_map import BlockMap
 from engine.models.identity import ModelIdentity
 from engine.request import EngineTimes, FinishReason, ModelLimits, Request, TokenDelta, validate
 
@@ -228,6 +229,7 @@ class LoopbackHandle:
         self.generate = SimpleNamespace(remote=self._generate)
         self.beat = SimpleNamespace(remote=self._beat)
         self.reset_prefix_cache = SimpleNamespace(remote=self._reset_prefix_cache)
+        self.block_map = SimpleNamespace(remote=self._block_map)
         self.running = asyncio.Event()  # the ingress's process is not stopped: its frames and beats pass
         self.running.set()
         for _ in range(replicas):
@@ -308,6 +310,15 @@ class LoopbackHandle:
             return freed
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(reset()))
+
+    def _block_map(self, *, target: str) -> LoopbackResponse:
+        async def answer() -> BlockMap:
+            replica = self.replicas[target]
+            if replica.dead:
+                raise ConnectionError("the replica is unavailable")
+            return BlockMap(1, bytes(replica.cached_blocks), b"")
+
+        return LoopbackResponse(asyncio.get_running_loop().create_task(answer()))
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,8 @@ _CHANNEL = ("app/channel/test_figures.py",)
 _LATENCY = ("engine/scheduling/test_latency_stats.py",)
 _HISTOGRAM = ("engine/test_histogram.py",)
 _VIEW = ("app/dashboard/test_fleet_view.py",)
+_MAPS = ("app/dashboard/test_block_maps.py",)
+_MAP = ("engine/kv/test_block_map.py",)
 _FEED = ("app/dashboard/test_live_feed.py",)
 _CHOICE = ("app/routing/test_choice.py",)
 
@@ -135,5 +137,34 @@ METRICS: list[Fault] = [
         "            while True:\n",
         _FEED,
         "the fleet is watched although nobody looks",
+    ),
+    Fault(
+        "app/dashboard/block_maps.py",
+        "if now - at >= EVERY_S and task.done():",
+        "if task.done():",
+        _MAPS,
+        "each viewer asks the engine",
+    ),
+    Fault(
+        "app/dashboard/block_maps.py",
+        "await asyncio.shield(self._asked[key][1])",
+        "await self._asked[key][1]",
+        _MAPS,
+        "a viewer that leaves cancels the others' answer",
+    ),
+    Fault(
+        "engine/kv/block_map.py",
+        "-(-(pool.num_blocks + host.num_blocks) // (MOST_CELLS - 1))",
+        "-(-pool.num_blocks // (MOST_CELLS - 1))",
+        _MAP,
+        "host blocks make a map larger than it may be",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "        if replica not in self._ledger.routable():\n"
+        '            raise UnavailableError(f"no channel to a replica {replica!r} is open")\n',
+        "",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "a replica that is not there is asked",
     ),
 ]

@@ -71,6 +71,25 @@ def test_its_events_are_the_past_and_then_the_fleet(fleet: LocalServer, http: ht
     assert replica["generated_tokens"] >= 3
 
 
+def test_a_replica_shows_what_each_block_holds(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
+    wanted = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
+    answer = http.get("/dashboard/blocks", params=wanted)
+    assert answer.headers["cache-control"] == "no-store"
+    found = answer.json()
+    assert (found["each"], len(found["device"])) == (1, fleet.client.engine.stats().num_blocks)
+    assert set(found["device"] + found["host"]) <= set("0123")
+    for changed, message in (
+        ({"replica": "other"}, "has no replica 'other'"),
+        ({"model": "other"}, "other"),
+    ):
+        refused = http.get("/dashboard/blocks", params=wanted | changed)
+        assert refused.status_code == 404
+        assert message in refused.json()["error"]["message"]
+
+
 def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MOST_VIEWERS)
     answer = http.get("/dashboard/events")
@@ -111,7 +130,7 @@ def test_both_need_a_key(
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n")
     monkeypatch.setattr(fleet.api, "gate", Gate(KeyFile(str(path), {})))
-    for route in ("/dashboard", "/dashboard/events"):
+    for route in ("/dashboard", "/dashboard/events", "/dashboard/blocks"):
         assert http.get(route).status_code == 401
     assert http.get("/dashboard", headers={"x-api-key": "key"}).status_code == 200
 

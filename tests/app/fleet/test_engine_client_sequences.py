@@ -408,3 +408,20 @@ def test_single_requests_run_beside_families() -> None:
         await client.stop()
 
     run(test)
+
+
+# ---- the block map of one replica
+
+
+def test_the_chosen_replica_says_what_its_blocks_hold() -> None:
+    async def test() -> None:
+        handle, client = await with_caches(2)
+        assert await client.block_map("replica-1") == (1, bytes(20), b"")
+        with pytest.raises(UnavailableError, match="no channel to a replica 'replica-7'"):
+            await client.block_map("replica-7")
+        handle.replicas["replica-1"].dead = True  # its channel does not know yet
+        with pytest.raises(UnavailableError, match="the replica is unavailable"):
+            await client.block_map("replica-1")
+        await client.stop()
+
+    run(test)

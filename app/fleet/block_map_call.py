@@ -1,0 +1,32 @@
+"""Asks an engine replica what its KV blocks hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any
+
+from app.channel.failures import first_line
+from app.fleet.generation import UnavailableError
+from engine.kv.block_map import BlockMap
+
+WITHIN_S = 2.0
+
+
+async def ask_block_map(handle: Any, replica: str) -> BlockMap:
+    """Call ``replica`` through the engine deployment's ``handle``.
+
+    Raises:
+        UnavailableError: it does not answer in time, or cannot.
+    """
+
+    async def ask() -> BlockMap:
+        async with asyncio.timeout(WITHIN_S):
+            return BlockMap(*await handle.options(_by_reference=False).block_map.remote(target=replica))
+
+    try:
+        # In an empty context: Serve must not take the call for a child of the request that asks.
+        return await asyncio.get_running_loop().create_task(ask(), context=contextvars.Context())
+    except Exception as error:
+        why = f"no answer within {WITHIN_S:g} s" if isinstance(error, TimeoutError) else first_line(error)
+        raise UnavailableError(f"replica {replica} does not say what its blocks hold: {why}") from error
