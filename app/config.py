@@ -26,7 +26,7 @@ from pydantic.config import JsonDict
 from app import model_entries
 from app.logs import LogFormat, LogLevel
 from engine.config import EngineConfig, EngineOptions
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
 from engine.models.folders import BUNDLED_NAME
 from engine.sizes import parse_bytes
 
@@ -794,4 +794,4 @@ def _explain(error: Mapping[str, Any]) -> str:
             return str(context["error"])
         case _:
             limit = error["msg"]
-    return f"{error['loc'][-1]}={error['input']!r}: {limit}"
+    return f"{error['loc'][-1]}={shown(error['input'])}: {limit}"

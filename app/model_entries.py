@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from engine.errors import ConfigError, shown
+from engine.models.folders import at_home
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
 """A model's name, as clients send it."""
@@ -18,15 +18,20 @@ Entry = dict[str, Any]
 """``name``, and options by their flat names."""
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""Of the key ``<<``."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as usual, but a key that appears twice is an error instead of replacing the first one."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
+    keys = [loader.construct_object(key) for key, _ in node.value if key.tag != _MERGE]
     for key in keys:
         if keys.count(key) > 1:
             raise ConfigError(f"{shown(key)} appears twice")
+    loader.flatten_mapping(node)  # what << merges comes after the check: the mapping's own keys replace it
     return dict(loader.construct_mapping(node, deep=True))
 
 
@@ -67,7 +72,7 @@ def _read_text(text: str) -> Any:
     try:
         if not text.lstrip().startswith(("{", "[")):
             source = f"models={text}"
-            text = Path(text).expanduser().read_text(encoding="utf-8")
+            text = at_home(text).read_text(encoding="utf-8")
         found = yaml.load(text, _Loader)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

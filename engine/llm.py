@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, InvalidRequestError, shown
 from engine.models.folders import local_folder
-from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, check
+from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, check, check_text
 from engine.sampling_params import SamplingParams
 from engine.text import OutputText, TextDecoder
 from engine.token_logprobs import TokenLogprobs
@@ -32,6 +32,8 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 logger = logging.getLogger(__name__)
 
 _BAR_FROM = 8  # prompts; fewer are done before a bar helps
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What a chat template may raise, about messages that it refuses or by its own mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,18 +244,20 @@ class LLM:
         prompts: list[list[int]] = []
         for place, chat in enumerate(messages if several else [messages]):
             try:
-                text = self.tokenizer.apply_chat_template(
+                rendered = self.tokenizer.apply_chat_template(
                     list(chat),
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                     continue_final_message=continue_final_message,
                     **(chat_template_kwargs or {}),
                 )
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            except _TEMPLATE_ERRORS as error:
                 raise InvalidRequestError(
                     f"the chat template refuses messages[{place}]: {error}", "messages", "chat_template_error"
                 ) from error
-            prompts.append(self.tokenizer.encode(str(text), add_special_tokens=False))
+            text = str(rendered)
+            check_text(f"messages[{place}]" if several else "messages", text, "messages")
+            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, params, stop=stop, namespace=namespace, progress=progress)
 
     def _run(self, running: dict[str, _Collected], progress: bool) -> None:
@@ -315,6 +319,7 @@ class LLM:
     def _token_ids(self, prompt: object, place: int) -> list[int]:
         """A prompt's token ids; whether the model has them is checked later."""
         if isinstance(prompt, str):
+            check_text(f"prompts[{place}]", prompt, "prompt")
             ids: list[int] = self.tokenizer.encode(prompt)
             return ids
         if hasattr(prompt, "tolist"):  # an array or a tensor

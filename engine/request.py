@@ -131,14 +131,14 @@ def check(request: Request, limits: ModelLimits) -> int:
     """
     if not isinstance(request, Request):
         raise InvalidRequestError(f"the request is {shown(request)} but must be a Request")
-    _check_text("request_id", request.request_id)
+    check_text("request_id", request.request_id)
     if not isinstance(request.params, SamplingParams):
         raise _wrong("params", request.params, "SamplingParams")
     namespace = request.namespace
     if not isinstance(namespace, CacheNamespace):
         raise _wrong("namespace", namespace, "a CacheNamespace")
     for name in ("adapter", "tenant", "salt"):
-        _check_text(f"namespace.{name}", getattr(namespace, name))
+        check_text(f"namespace.{name}", getattr(namespace, name))
     if type(request.priority) is not int or abs(request.priority) > MAX_PRIORITY:
         raise _wrong("priority", request.priority, f"an integer between {-MAX_PRIORITY} and {MAX_PRIORITY}")
     if type(request.arrival) not in (int, float) or not abs(request.arrival) < math.inf:
@@ -245,17 +245,22 @@ def _check_token_ids(token_ids: Sequence[int], limits: ModelLimits, param: str) 
         )
 
 
-def _check_text(name: str, value: object) -> None:
+def check_text(name: str, value: object, param: str | None = None) -> None:
+    """Refuse ``value`` unless it is text that can be encoded; ``param`` is the parameter if it is not ``name``.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
     if not isinstance(value, str):
-        raise _wrong(name, value, "a string")
+        raise _wrong(name, value, "a string", param)
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _wrong(name, value, "text without lone surrogates") from None
+        raise _wrong(name, value, "text without lone surrogates", param) from None
 
 
-def _wrong(name: str, value: object, must_be: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is {shown(value)} but must be {must_be}", name)
+def _wrong(name: str, value: object, must_be: str, param: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {shown(value)} but must be {must_be}", param or name)
 
 
 def _check_beams_fit(prompt: int, longest: int, width: int, limits: ModelLimits) -> None:

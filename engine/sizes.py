@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B?\s*", re.IGNORECASE)
 _UNITS = " KMGT"
@@ -20,9 +21,10 @@ def parse_bytes(text: str) -> int:
     size = 0
     if match:
         number, unit, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** _UNITS.index((unit or " ").upper()))
+        exact = float(number) * (1024 if binary else 1000) ** _UNITS.index((unit or " ").upper())
+        size = int(exact) if exact < math.inf else 0
     if size < 1:
-        raise ConfigError(f"{text!r} is not a size in bytes; write for example 40GiB or 512MB")
+        raise ConfigError(f"{shown(text)} is not a size in bytes; write for example 40GiB or 512MB")
     return size
 
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from app.fleet.fleet_limits import FleetLimits
 
 BRIEF = ("status", "instance", "routable", "asleep")
-"""What is said to those without a key: nothing of the fleet but whether it can answer."""
+"""What is said to those without a key: nothing of the fleet, or of each model, but whether it can answer."""
 
 WORKING = ("ok", "overloaded", "asleep")
 
@@ -61,7 +61,8 @@ def health_response(
 ) -> Response:
     """200 while a request for some model would find an engine or wake one, even if it is refused for now.
 
-    ``models`` has the health of each. Of several, the server's is ``degraded`` while only some work.
+    ``models`` has the health of each. Of several, the server's is ``degraded`` while only some work. To those
+    without a key (``brief``) it tells no names.
     """
     words = [health["status"] for health in models.values()]
     works = any(word in WORKING for word in words)
@@ -77,8 +78,14 @@ def health_response(
         (only,) = models.values()
         body = {"status": only["status"], "instance": instance, **only}
     if brief:
-        body = {name: value for name, value in body.items() if name in BRIEF}
+        body = _brief(body)
+        if several:  # in the order of the options
+            body["models"] = [_brief(health) for health in models.values()]
     return JSONResponse(body, 200 if works else 503)
+
+
+def _brief(health: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in health.items() if name in BRIEF}
 
 
 def _together(words: list[str]) -> str:

@@ -136,7 +136,7 @@ class LocalServer:
                     cause = _cause(found, model.deployment)
                     say(f"warning: {model.name} cannot start, the others can: {cause}")
             if status.endswith(("RUNNING", "DEPLOY_FAILED")):
-                health = self._health()
+                health = _of_each(self._health(), models)
                 if all(_serves(model, health, found) for model in waiting):
                     return waiting
             if time.monotonic() > deadline:
@@ -215,9 +215,17 @@ def serves(health: Mapping[str, Any], replicas: int) -> bool:
     return health.get("routable", 0) > 0 or (health.get("asleep", False) and not replicas)
 
 
-def _serves(model: ServedModel, health: Mapping[str, Any], application: Any) -> bool:
-    own = health.get("models", {}).get(model.name, {}) if model.one_of_several else health
-    return serves(own, _counted(application, deployment=model.deployment))
+def _of_each(health: Mapping[str, Any], models: Sequence[ServedModel]) -> dict[str, Mapping[str, Any]]:
+    """Of each model by name, what ``/health`` says; where keys are required, it has no names but an order."""
+    if not models[0].one_of_several:
+        return {models[0].name: health}
+    found = health.get("models", {})
+    names = (model.name for model in models)
+    return dict(found) if isinstance(found, dict) else dict(zip(names, found, strict=True))
+
+
+def _serves(model: ServedModel, health: Mapping[str, Mapping[str, Any]], application: Any) -> bool:
+    return serves(health.get(model.name, {}), _counted(application, deployment=model.deployment))
 
 
 def _failed(application: Any, deployment: str) -> bool:

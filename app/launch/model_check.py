@@ -19,6 +19,7 @@ from app.launch import model_store, placement
 from app.launch.preflight import Need, check_memory, engine_bytes, naming
 from engine.errors import ConfigError
 from engine.models.config import read_model_config
+from engine.models.folders import at_home
 
 LIMIT_S = 60.0
 """A node that has not answered after this long is passed over."""
@@ -100,7 +101,7 @@ def look_at_model(options: AppConfig, sharers: int, others: Others = ()) -> Find
 
 def _has_weights(name: str, folder: Path) -> bool:
     """Whether they are here, or must be: only those of a Hub model are fetched later."""
-    return any(folder.glob("*.safetensors")) or Path(name).expanduser().is_dir()
+    return any(folder.glob("*.safetensors")) or at_home(name).is_dir()
 
 
 def _need(options: AppConfig, replicas: int) -> Need:

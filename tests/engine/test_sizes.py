@@ -18,7 +18,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "0", "12 parsecs"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "0", "12 parsecs", "1" * 400])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size in bytes"):
         parse_bytes(text)

@@ -22,6 +22,13 @@ DEPLOYS: list[Fault] = [
         "of two models with one name in a file, one vanishes without a word",
     ),
     Fault(
+        "app/launch/local_server.py",
+        "    return dict(found) if isinstance(found, dict) else dict(zip(names, found, strict=True))\n",
+        "    return dict(found) if isinstance(found, dict) else {}\n",
+        _LAUNCHER,
+        "where several models need keys, the launcher never sees that they serve, and ends the server",
+    ),
+    Fault(
         "app/config.py",
         '{"model": entry["name"], **own, "served_model_name": entry["name"]}',
         '{"model": entry["name"], **own}',

@@ -165,6 +165,13 @@ def test_health_says_which_models_work(
         "Other/Large": "ok",
         "sleeper": "unavailable",
     }
+    brief = json.loads(bytes(api.health(brief=True).body))
+    assert brief["models"] == [
+        {"status": "ok", "routable": 1},
+        {"status": "ok", "routable": 1},
+        {"status": "unavailable"},
+    ]
+    assert brief.keys() == {"status", "instance", "routable", "asleep", "models"}
     api._names = NAMES[:2]
     assert ask(api, "GET", "/health").body["status"] == "ok"
     monkeypatch.setattr(server.client, "status", lambda: {"routable": 0, "asleep": True})

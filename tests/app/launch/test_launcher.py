@@ -389,10 +389,13 @@ def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
     a, b = config.served_models(config.load({"models": TWO}, {}))
     engine = SimpleNamespace(replica_states={ReplicaState.RUNNING: 1})
     application = SimpleNamespace(deployments={"engine-a": engine, "ingress": engine})
-    health = {"routable": 1, "models": {"a": {"routable": 1}, "b": {"routable": 0, "asleep": of_b == "asleep"}}}
-    assert local_server._serves(a, health, application)
-    assert local_server._serves(b, health, application) is serving_b
-    assert not local_server._serves(b, {}, application)
+    each = {"a": {"routable": 1}, "b": {"routable": 0, "asleep": of_b == "asleep"}}
+    with_keys = list(each.values())  # the launcher has no key, so it gets no names
+    for models in (each, with_keys):
+        health = local_server._of_each({"routable": 1, "models": models}, (a, b))
+        assert local_server._serves(a, health, application)
+        assert local_server._serves(b, health, application) is serving_b
+    assert not local_server._serves(b, local_server._of_each({}, (a, b)), application)
     assert local_server._counted(application) == 1
 
 
