@@ -14,6 +14,7 @@ The engines' times come with the tokens, so one process exports a whole trace::
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -37,6 +38,10 @@ _OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "c
 logger = logging.getLogger(__name__)
 
 
+CLOSE_S = 2.0
+"""An ingress that stops waits no longer for the collector."""
+
+
 class RequestTracer:
     """Belongs to one ingress. Spans wait in a bounded queue; a thread sends them, and drops what is too much.
 
@@ -51,6 +56,7 @@ class RequestTracer:
 
         version = metadata.version("quire")
         named = {"service.name": "quire", "service.version": version, "service.instance.id": process}
+        self._exporter = exporter
         # Not the global provider: that is Ray's.
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample)),
@@ -118,8 +124,13 @@ class RequestTracer:
         return {"trace_id": f"{root.get_span_context().trace_id:032x}"}
 
     def close(self) -> None:
-        """Send what waits; blocks."""
-        self._provider.shutdown()
+        """Send what waits, and give up after ``CLOSE_S``; blocks."""
+        # The provider alone would wait half a minute for a collector that does not answer.
+        sender = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        sender.start()
+        sender.join(CLOSE_S)
+        if sender.is_alive():
+            self._exporter.shutdown()  # ends its retries
 
     def _of_prompt(self, journal: Journal, prompt: int, root: Span, epoch: int, ended: float) -> None:
         for number, attempt in enumerate(journal.attempts, 1):

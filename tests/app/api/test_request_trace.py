@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from engine_client_setting import until
 from ingress_support import ingress_for, only_model
 from loopback import TIMES, LoopbackHandle, stepping
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from app import config
@@ -244,3 +246,30 @@ def test_the_collector_is_asked_at_its_usual_path(
     assert tracer is not None
     tracer.close()
     assert asked == [used]
+
+
+class SilentCollector(SpanExporter):
+    """Takes no span until it is shut down."""
+
+    def __init__(self) -> None:
+        self.was_shut_down, self.ended = threading.Event(), threading.Event()
+        self.given_up = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.given_up = self.was_shut_down.wait(10.0)
+        self.ended.set()
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self.was_shut_down.set()
+
+
+def test_an_ingress_that_stops_does_not_wait_for_a_silent_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.api.request_trace.CLOSE_S", 0.0)
+    collector = SilentCollector()
+    tracer = RequestTracer(collector, 1.0)
+    tracer._tracer.start_span("request").end()
+    tracer.close()
+    assert collector.was_shut_down.is_set()
+    assert collector.ended.wait(10.0) is True
+    assert collector.given_up
