@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,21 +130,15 @@ def variants(hip: bool, *, full: bool = False) -> list[Variant]:
     return found
 
 
-def compile_all(target: str, *, full: bool = False) -> list[Resources]:
-    """Compile every variant for ``target``, a key of :data:`TARGETS`; see :func:`compile_each`."""
-    return list(compile_each(target, full=full))
-
-
-def compile_each(target: str, *, full: bool = False) -> Iterator[Resources]:
-    """Compile every variant for ``target``, each when it is asked for.
+def compile_each(target: str, wanted: Iterable[Variant]) -> Iterator[Resources]:
+    """Compile variants for ``target``, a key of :data:`TARGETS`, each when it is asked for.
 
     Triton caches by source and target; set ``TRITON_CACHE_DIR`` to keep that out of the user's cache. Raises
     ``RuntimeError`` under ``TRITON_INTERPRET=1``, where nothing is compiled.
     """
     if interpreting():
         raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them")
-    hip = TARGETS[target].backend == "hip"
-    for variant in variants(hip, full=full):
+    for variant in wanted:
         yield _compile(variant, target)
 
 
@@ -292,7 +286,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("TRITON_CACHE_DIR", cache)
         for target in TARGETS:
-            for resources in compile_each(target, full=full):
+            hip = TARGETS[target].backend == "hip"
+            for resources in compile_each(target, variants(hip, full=full)):
                 sys.stdout.write(f"{resources}\n")
                 sys.stdout.flush()
                 all_fit = all_fit and resources.fits
