@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 
+import chromium
 import httpx
 import pytest
 from engine_stats import SCALING
@@ -21,7 +22,7 @@ from app.metrics.engine_figures import engine_samples
 from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.samples import pack
 
-CHROMIUM = shutil.which("chromium")
+AXE = resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -135,13 +136,13 @@ def test_both_need_a_key(
     assert http.get("/dashboard", headers={"x-api-key": "key"}).status_code == 200
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.skipif(chromium.PATH is None, reason="there is no Chromium")
 def test_a_browser_shows_the_fleet(fleet: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         live_feed, "STREAM_S", 1.0
     )  # a browser takes a page for loaded once its streams have ended
     command = [
-        str(CHROMIUM),
+        str(chromium.PATH),
         *("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"),
         *("--virtual-time-budget=4000", f"{fleet.url}/dashboard"),
     ]
@@ -153,3 +154,32 @@ def test_a_browser_shows_the_fleet(fleet: LocalServer, tmp_path: Path, monkeypat
     assert re.search(
         r'class="bar" role="img" aria-label="\d+ shared, \d+ referenced, \d+ cached, \d+ free"', page
     )
+
+
+@pytest.mark.skipif(chromium.PATH is None, reason="there is no Chromium")
+def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
+    fleet: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
+    with chromium.tab(tmp_path) as tab:
+        tab.look(1280, 900, dark=False)
+        tab.open(f"{fleet.url}/dashboard")
+        tab.until("document.querySelector('#rows button')")
+        for _ in range(10):
+            tab.press("Tab", 9)
+            if tab.run("document.activeElement.textContent") == "a1b2":
+                break
+        tab.press("Enter", 13, "\r")
+        tab.until("document.getElementById('map').clientHeight > 0")
+        assert tab.run("document.getElementById('cells').textContent").startswith(
+            "A cell is a block, by position"
+        )
+        tab.run(f"{AXE};0")
+        for width in (390, 1280):
+            for dark in (False, True):
+                tab.look(width, 900, dark)
+                found = tab.run(
+                    "axe.run().then(({ violations }) => violations.map(({ id, impact }) => [impact, id]))"
+                )
+                assert [rule for rule in found if rule[0] in ("serious", "critical")] == [], (width, dark)
+                assert tab.run("document.documentElement.scrollWidth") <= width
