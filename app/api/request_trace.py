@@ -104,7 +104,6 @@ class RequestTracer:
         if route in _OPERATIONS:
             attributes["gen_ai.operation.name"] = _OPERATIONS[route]
             attributes["gen_ai.request.model"] = fields["model"]
-            attributes["gen_ai.request.model"] = fields["model"]
             attributes["gen_ai.usage.input_tokens"] = fields["prompt_tokens"]
             attributes["gen_ai.usage.output_tokens"] = fields["output_tokens"]
         root = self._tracer.start_span(

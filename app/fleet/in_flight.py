@@ -41,9 +41,7 @@ class InFlightRequest:
     typical_output: float = EXPECTED_TOKENS  # average tokens of a sequence here
     arrived: float = field(default_factory=time.monotonic)  # monotonic seconds
     outputs: list[list[int]] = field(init=False)
-    finished: list[bool] = field(
-        init=False
-    )  # for each sequence, whether its end record has arrived, or need not
+    finished: list[bool] = field(init=False)  # of each sequence: its end record has arrived, or need not
     unwanted: set[int] = field(default_factory=set)  # sequences that the client's text has ended
     attempt: int = 0  # the current one, or the last
     cached_tokens: int | None = None

@@ -46,9 +46,7 @@ class StepPlan:
     out_of_blocks: bool = False  # so that the running sequences could not all grow
     num_blocked: int = 0  # waiting sequences that no newcomer can overtake: the engine is full
     drafted_tokens: int = 0  # of all chunks
-    accepted_tokens: int = (
-        0  # of these, those that turned out to be right; known once the step has been committed
-    )
+    accepted_tokens: int = 0  # of these, those that were right; known once the step is committed
     _extra_tokens: int = 0  # of all chunks, beyond one of each
     _num_without_sample: int = 0  # chunks that end before their sequences do
 
