@@ -145,7 +145,7 @@ class IngressReplica:
             assert options is not None, "it has been configured"
             for model in config.served_models(options):
                 if model.name in self.server.broken:
-                    with contextlib.suppress(ConfigError):  # the next line says why
+                    with contextlib.suppress(ConfigError, OSError):  # the next line says why
                         await asyncio.to_thread(resolve, model.options.service.model)
                     self._load(model)
             await self._apply(options)

@@ -142,15 +142,18 @@ def test_live_options_reach_every_model_unless_it_has_its_own(monkeypatch: pytes
     with_two(test, tool_parser="pythonic")
 
 
+@pytest.mark.parametrize("error", [ConfigError("there is no folder /gone"), PermissionError("/gone")])
 def test_a_model_that_cannot_be_loaded_takes_no_other_down(
-    monkeypatch: pytest.MonkeyPatch, bundled_model: Path
+    error: Exception, monkeypatch: pytest.MonkeyPatch, bundled_model: Path
 ) -> None:
     """It is tried again, since its folder may come."""
     found: list[Path] = []
+    refused: list[str] = []
 
     def resolve(model: str) -> Path:
         if model == "/gone" and not found:
-            raise ConfigError("there is no folder /gone")
+            refused.append(model)
+            raise error
         return bundled_model
 
     for module in ("app.ingress", "app.ingress_model"):
@@ -164,8 +167,11 @@ def test_a_model_that_cannot_be_loaded_takes_no_other_down(
         assert ingress.server.choose(None, None).model == "small"
         with pytest.raises(UnavailableError, match="'other' cannot be served now"):
             ingress.server.choose("other", None)
-        found.append(bundled_model)
         async with asyncio.timeout(60):
+            while len(refused) < 3:  # at the start, and in one retry at least
+                await asyncio.sleep(0.01)
+                await ingress.check_health()
+            found.append(bundled_model)
             while ingress.server.broken:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await ingress._models["other"].answers()
