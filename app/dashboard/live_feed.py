@@ -96,7 +96,9 @@ class LiveFeed:
         while len(self._moments) > 2 and self._moments[1][0] <= at - OVER_S:
             self._moments.popleft()
         _, before = self._moments[0]
-        models = {model: view(before[model], moment, states[model]) for model, moment in now.items()}
+        models = {
+            model: view(before.get(model, moment), moment, states[model]) for model, moment in now.items()
+        }
         shown: dict[str, Any] = {"at": round(time.time(), 1), "models": models}
         for model, of_model in models.items():
             points = self._history.setdefault(model, deque(maxlen=HISTORY))

@@ -55,10 +55,13 @@ class BlockTables:
         sequence.writable = len(table) * size
         return min(length, sequence.writable - computed)
 
-    def extend_further(self, sequence: Sequence, length: int) -> int:
-        """:meth:`extend` for a sequence that may write a token already: nothing is released, nothing copied."""
+    def extend_further(self, sequence: Sequence, length: int, most: int) -> int:
+        """:meth:`extend` by at most ``most`` blocks, all available, for a sequence that may write a token already.
+
+        Nothing is released, nothing copied.
+        """
         pool, table = self._pool, sequence.block_table
-        missing = min(pool.blocks_for(sequence.computed + length) - len(table), pool.num_available)
+        missing = min(pool.blocks_for(sequence.computed + length) - len(table), most)
         if missing > 0:
             table.extend(pool.allocate(missing, table[-1]) or ())
             sequence.writable = len(table) * pool.block_size

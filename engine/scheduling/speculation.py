@@ -30,7 +30,7 @@ class Speculation:
     makes ``n`` tokens. A further row pays if it makes a token with a probability of more than the share of the
     rows in the cost, ``r * n / (1 + r * n)``. The probability that all of ``k`` drafts are right is taken as
     the ``k``-th power of the accuracy of the sequence's guesses. So drafts become fewer as the batch grows, and
-    there are none beside prompts.
+    there are few or none beside prompts.
 
     Args:
         max_drafts: of a sequence in one step.
@@ -90,9 +90,10 @@ def _worthwhile(accuracy: float, share: float, most: int) -> int:
 
 
 def _room(state: SchedulerState, chunk: ScheduledChunk, wanted: int) -> int:
-    """Drafts whose KV has room, at most ``wanted``; takes new blocks only if one is left for every other."""
+    """Drafts whose KV has room, at most ``wanted``; takes new blocks only if one is left for every sequence."""
     sequence = chunk.sequence
     covered = sequence.writable - chunk.start - chunk.length
-    if covered < wanted and state.pool.num_available > len(state.running):
-        covered = state.block_tables.extend_further(sequence, chunk.length + wanted) - chunk.length
+    spare = state.pool.num_available - len(state.running)
+    if covered < wanted and spare > 0:
+        covered = state.block_tables.extend_further(sequence, chunk.length + wanted, spare) - chunk.length
     return min(covered, wanted)

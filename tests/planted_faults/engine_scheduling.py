@@ -46,8 +46,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/speculation.py",
-        "if covered < wanted and state.pool.num_available > len(state.running):",
-        "if covered < wanted:",
+        "spare = state.pool.num_available - len(state.running)",
+        "spare = state.pool.num_available",
         _SPECULATION,
         "drafts take the last blocks",
     ),

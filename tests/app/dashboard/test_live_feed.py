@@ -64,6 +64,20 @@ def test_viewers_share_each_look() -> None:
     run_virtually(test())
 
 
+def test_a_model_may_be_loaded_while_someone_looks() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        states = {"m": {"engine#a": "open"}}
+        stream = LiveFeed(fleet.processes, lambda: dict(states), loop_time).events()
+        assert [parsed(await anext(stream))[0] for _ in range(2)] == ["history", "fleet"]
+        states["late"] = {}
+        _, event = parsed(await anext(stream))
+        assert list(event["models"]) == ["m", "late"]
+        await stream.aclose()
+
+    run_virtually(test())
+
+
 def test_without_viewers_nobody_looks_and_a_new_one_gets_the_past() -> None:
     async def test() -> None:
         fleet = Fleet()

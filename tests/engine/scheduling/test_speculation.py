@@ -116,6 +116,21 @@ def test_drafts_take_no_block_that_others_may_need() -> None:
     assert len(sequence.block_table) == 3
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_a_block_is_left_for_every_sequence(block_size: int) -> None:
+    """Two sequences at a block's end want 15 drafts each: of six blocks that are left, two stay."""
+    scheduler = make_scheduler(speculation=Speculation(15), num_blocks=64, block_size=block_size)
+    for name, above in (("a", 0), ("b", 20)):
+        add(scheduler, make_request(name, [token + above for token in PROMPT], 40))
+    scheduler.commit(scheduler.schedule(), [3, 23])
+    pool = scheduler.state.pool
+    scheduler._check_invariants = False  # the pool does not know whose these blocks are
+    pool.allocate(pool.num_available - 6)
+    plan = scheduler.schedule()
+    assert any(drafts(plan))
+    assert pool.num_available >= len(scheduler.state.running) == 2
+
+
 def test_the_cost_of_rows_decides() -> None:
     """A row costs a fifth of a step: at one row drafts must be right in 1 of 6 cases, at 10 rows in 2 of 3."""
     scheduler, sequence = decoding(Speculation(15, row_cost=0.2))
