@@ -56,9 +56,12 @@ class BlockTables:
         return min(length, sequence.writable - computed)
 
     def extend_further(self, sequence: Sequence, length: int, most: int) -> int:
-        """:meth:`extend` by at most ``most`` blocks, all available, for a sequence that may write a token already.
+        """:meth:`extend` by at most ``most`` blocks, which are available, without releases or copies.
 
-        Nothing is released, nothing copied.
+        Args:
+            sequence: one that may write a token already.
+            length: tokens beyond those computed.
+            most: new blocks.
         """
         pool, table = self._pool, sequence.block_table
         missing = min(pool.blocks_for(sequence.computed + length) - len(table), most)
