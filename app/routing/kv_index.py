@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.routing.block_masks import BlockMasks
+from app.routing.claims import Claims
 from app.routing.prefix_walk import PrefixWalk, window_ends
 from app.routing.replica_feed import Delta, KvIndexCounters, ReplicaFeed
-from app.routing.speculation import Speculation
 
 SWEEP_SLICE = 512
 """Keys swept, while any slot waits to be swept, with each delta or part of a snapshot."""
@@ -16,12 +16,12 @@ MAX_NAMED = 1024
 
 
 class KvIndex:
-    """Exact residency by events, plus the blocks that routed requests are about to bring (speculation).
+    """Exact residency by events, plus the blocks that routed requests are about to bring (claims).
 
     **Order.** A replica's events have an epoch (its channel's; only grows) and in it a sequence. A snapshot has
     the sequence of the last delta that it contains. A replica's blocks count only while it is synced: from a
     snapshot on, until a gap, a newer epoch or a digest that differs. Until then it stays a candidate, with the
-    blocks that are speculated, and its deltas wait.
+    blocks that are claimed, and its deltas wait.
 
     **Keys** are those of :mod:`engine.kv.block_keys`: each names the whole prefix up to its block. Without a
     window, an engine never holds a block without those before it, so the walk bisects: it visits
@@ -33,33 +33,33 @@ class KvIndex:
     its digest once. If it does otherwise, a hit is missed or overestimated, never served wrongly.
 
     **Memory.** 65 to 90 bytes for each distinct block, whatever the number of replicas that have it;
-    ``max_speculative`` bounds the blocks that are not there yet, plus one for each claim, ``max_waiting`` the
+    ``max_claimed`` bounds the blocks that are not there yet, plus one for each claim, ``max_waiting`` the
     records that wait for one replica's snapshot.
 
     Not thread-safe: its owner locks.
     """
 
     def __init__(
-        self, window_blocks: int | None = None, max_speculative: int = 131_072, max_waiting: int = 262_144
+        self, window_blocks: int | None = None, max_claimed: int = 131_072, max_waiting: int = 262_144
     ) -> None:
         """Make an empty index.
 
         Args:
             window_blocks: of a model no layer of which sees more than ``w`` tokens, ``ceil((w - 1) /
                 block_size)``: a hit of L blocks needs the last that many before L, or all L if it has fewer.
-            max_speculative: most blocks claimed, one for each request that claims it.
+            max_claimed: most blocks claimed, one for each request that claims it.
             max_waiting: most records kept for one replica that waits for its snapshot.
 
         Raises:
             ValueError: a number is not positive.
         """
-        if min(max_speculative, max_waiting, 1 if window_blocks is None else window_blocks) < 1:
-            raise ValueError("window_blocks, max_speculative and max_waiting must be at least 1")
+        if min(max_claimed, max_waiting, 1 if window_blocks is None else window_blocks) < 1:
+            raise ValueError("window_blocks, max_claimed and max_waiting must be at least 1")
         self.window_blocks = window_blocks
         self.counters = KvIndexCounters()
         self._max_waiting = max_waiting
         self._masks = BlockMasks()
-        self._speculation = Speculation(max_speculative)
+        self._claims = Claims(max_claimed)
         self._feeds: dict[str, ReplicaFeed] = {}
         self._names: list[str] = []
         self._named: dict[int, tuple[str, ...]] = {}
@@ -102,7 +102,7 @@ class KvIndex:
         feed = self._feeds.pop(replica, None)
         if feed is not None:
             self._disuse(feed)
-            self._speculation.detach(replica)
+            self._claims.detach(replica)
 
     def synced(self, replica: str) -> bool:
         """Whether the replica's blocks count."""
@@ -115,7 +115,7 @@ class KvIndex:
             self._claim()
         depths = dict.fromkeys(self._feeds, 0)
         if keys and self.window_blocks is None:
-            starts, count = self._speculation.starts, len(keys)
+            starts, count = self._claims.starts, len(keys)
             coming = [0] if keys[0] in starts else []
             for replicas, blocks in self._walk.ends(keys, self._masks.shards, self._exact):
                 for name in self._names_of(replicas):
@@ -123,7 +123,7 @@ class KvIndex:
                 if blocks < count and keys[blocks] in starts:
                     coming.append(blocks)
             for blocks in coming:
-                self._speculation.deepen(depths, blocks, keys)
+                self._claims.deepen(depths, blocks, keys)
         elif keys and self.window_blocks is not None:
             for replicas, blocks in window_ends(self._present(keys), self.window_blocks):
                 for name in self._names_of(replicas):
@@ -218,13 +218,11 @@ class KvIndex:
             return False
         return True
 
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
+    def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
         """Count these blocks as coming to the replica, until ``deadline`` (monotonic seconds, as ``now``).
 
         ``keys`` is the whole prefix; what the replica has already is left out (``blocks``, what ``longest`` has
-        just said of it, saves the search). A stored event confirms a key. Beyond ``max_speculative`` the claims
+        just said of it, saves the search). A stored event confirms a key. Beyond ``max_claimed`` the claims
         nearest to their deadline end. Unknown replicas are ignored.
 
         The work is left to the next call, whichever it is: a request that is sent need not wait for it. So
@@ -236,13 +234,13 @@ class KvIndex:
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         """End the latest claim that was made with these keys; false if there is none any more."""
         self._claim()
-        return self._speculation.withdraw(replica, keys)
+        return self._claims.withdraw(replica, keys)
 
     def expire(self, now: float) -> int:
-        """End all claims whose deadline has come; return how many. ``speculate`` does it, too."""
+        """End all claims whose deadline has come; return how many. ``claim`` does it, too."""
         if self._sent:
             self._claim()
-        return self._speculation.expire(now)
+        return self._claims.expire(now)
 
     def sweep(self, limit: int = SWEEP_SLICE) -> bool:
         """Go on giving memory of removed replicas back, at most ``limit`` keys now; true if there is more.
@@ -252,14 +250,14 @@ class KvIndex:
         return self._masks.sweep(limit)
 
     def _claim(self) -> None:
-        """Do what ``speculate`` has left to do."""
+        """Do what ``claim`` has left to do."""
         while self._sent:
             replica, keys, now, deadline, blocks = self._sent.pop(0)
-            self._speculation.expire(now)
+            self._claims.expire(now)
             if deadline <= now:
                 continue
             held = self._masks.held(self._feeds[replica].slot, keys, blocks)
-            self._speculation.claim(replica, keys, held, deadline)
+            self._claims.claim(replica, keys, held, deadline)
 
     def _feed(self, replica: str, epoch: int) -> ReplicaFeed | None:
         """The replica's feed, reset if the epoch is newer; None for an older one."""
@@ -273,7 +271,7 @@ class KvIndex:
 
     def _restart(self, replica: str, feed: ReplicaFeed, epoch: int) -> None:
         feed.epoch = epoch
-        self._speculation.clear(replica)
+        self._claims.clear(replica)
         self._lose(replica, feed, -1)
 
     def _lose(self, replica: str, feed: ReplicaFeed, floor: int) -> None:
@@ -296,7 +294,7 @@ class KvIndex:
         self._named.clear()
         if feed.synced:
             self._exact |= 1 << feed.slot
-        self._speculation.attach(replica)
+        self._claims.attach(replica)
 
     def _disuse(self, feed: ReplicaFeed) -> None:
         self._exact &= ~(1 << feed.slot)
@@ -319,13 +317,13 @@ class KvIndex:
         feed.xor ^= change.xor
         feed.count += change.count
         self.counters.repeated += change.repeated
-        self._speculation.confirm(replica, keys, self._masks.reader(feed.slot))
+        self._claims.confirm(replica, keys, self._masks.reader(feed.slot))
 
     def _present(self, keys: Sequence[int]) -> list[int]:
         """Who has each key, or is about to."""
         exact = self._exact
         present = [mask & exact for mask in self._masks.masks(keys)]
-        for replica, begin, end in self._speculation.stretches(keys):
+        for replica, begin, end in self._claims.stretches(keys):
             bit = 1 << self._feeds[replica].slot
             for place in range(begin, end):
                 present[place] |= bit

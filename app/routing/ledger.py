@@ -59,9 +59,7 @@ class BlockIndex(Protocol):
     def longest(self, keys: Sequence[int]) -> dict[str, int]:
         """How many of the first blocks each replica holds or is about to."""
 
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
+    def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
         """The replica is about to hold these; ``blocks`` of them it does already, as ``longest`` said."""
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
@@ -471,7 +469,7 @@ class Ledger:
         self._outdated.append(state)
         if keys and self._index is not None and self._policy is _PREFIX:
             deadline = now + state.claim_seconds()
-            self._tried(self._index.speculate, state.replica, keys, now, deadline, cached_blocks)
+            self._tried(self._index.claim, state.replica, keys, now, deadline, cached_blocks)
         return booking
 
     def _release(self, attempt: int) -> bool:

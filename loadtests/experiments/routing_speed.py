@@ -116,7 +116,7 @@ class Fleet:
 
 
 class Desk:
-    """A ledger over the fleet's index, at a load where bookings and speculation come and go."""
+    """A ledger over the fleet's index, at a load where bookings and claims come and go."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

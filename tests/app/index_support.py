@@ -15,9 +15,9 @@ def prompt(*numbers: int, blocks: int = 1) -> list[int]:
 
 
 def claimed(index: KvIndex) -> int:
-    """Blocks claimed, plus one for each claim: what ``max_speculative`` bounds."""
+    """Blocks claimed, plus one for each claim: what ``max_claimed`` bounds."""
     index._claim()
-    return len(index._speculation)
+    return len(index._claims)
 
 
 def index_of(**held: list[int]) -> KvIndex:

@@ -140,8 +140,8 @@ def test_an_approximate_index_forgets_the_ends_first() -> None:
     index = ApproximateIndex(capacity=6)
     index.add("a")
     index.add("b")
-    index.speculate("a", [1, 2, 3, 4], 0.0, 1.0)
-    index.speculate("a", [11, 12, 13, 14], 0.0, 1.0)
+    index.claim("a", [1, 2, 3, 4], 0.0, 1.0)
+    index.claim("a", [11, 12, 13, 14], 0.0, 1.0)
     assert dict(index.longest([1, 2, 3, 4])) == {"a": 2, "b": 0}
     assert dict(index.longest([11, 12, 13, 14, 15])) == {"a": 4, "b": 0}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted_faults.fault import Fault
 
 _INDEX = ("app/routing/test_kv_index.py", "app/routing/test_kv_index_model.py")
-_CLAIMS = ("app/routing/test_claim_tree.py", "app/routing/test_speculation.py", *_INDEX)
+_CLAIMS = ("app/routing/test_claim_tree.py", "app/routing/test_claims.py", *_INDEX)
 _CORDON = ("app/routing/test_cordon.py",)
 _COST = ("app/routing/test_cost.py", "app/routing/test_choice.py")
 _LEDGER = ("app/routing/test_ledger.py", "app/routing/test_ledger_index.py")
@@ -61,14 +61,14 @@ ROUTING: list[Fault] = [
         "a path that ends takes along those that go on behind it",
     ),
     Fault(
-        "app/routing/speculation.py",
+        "app/routing/claims.py",
         "        self._end(claims[-1])\n        return True",
         "        for claim in list(claims):\n            self._end(claim)\n        return True",
         _CLAIMS,
         "a request that is withdrawn takes its siblings' claims along",
     ),
     Fault(
-        "app/routing/speculation.py",
+        "app/routing/claims.py",
         "        while self._deadlines and self._deadlines[0][0] <= now:",
         "        while self._deadlines and self._deadlines[0][0] < now:",
         _CLAIMS,

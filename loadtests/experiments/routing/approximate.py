@@ -29,9 +29,7 @@ class ApproximateIndex:
         """Blocks of the prefix that each replica is believed to hold."""
         return {replica: _held(keys, routed) for replica, routed in self._routed.items()}
 
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
+    def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
         """A request was routed."""
         routed = self._routed[replica]
         for key in reversed(keys):

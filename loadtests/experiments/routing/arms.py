@@ -103,18 +103,16 @@ class LedgerRouter(Router):
 class LastingIndex(KvIndex):
     """The application's index, in which a block that was sent for is expected until it is withdrawn."""
 
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
+    def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
         """The replica is about to hold these."""
-        super().speculate(replica, keys, now, now + _FOREVER, blocks)
+        super().claim(replica, keys, now, now + _FOREVER, blocks)
 
 
 class OracleRouter(LedgerRouter):
     """The same cost on perfect knowledge: every ingress asks this one, and it looks into the replicas."""
 
     def __init__(self) -> None:
-        self._exact = LastingIndex(max_speculative=_UNBOUNDED)
+        self._exact = LastingIndex(max_claimed=_UNBOUNDED)
         super().__init__(Policy.PREFIX, self._exact)
         self.hears = False
         self._replicas: list[SimulatedReplica] = []

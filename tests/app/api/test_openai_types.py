@@ -209,7 +209,7 @@ def test_no_number_is_echoed_at_length(name: str, digits: int) -> None:
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", ["1"]),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content",
+            "messages[0].content[0]",
             ["'image_url'", "'text'"],
         ),
         (

@@ -82,7 +82,7 @@ def test_a_removed_replica_is_gone_at_once_and_its_slot_comes_back_swept() -> No
     keys = prompt(1, 2, 3)
     index = index_of(a=keys, b=keys)
     index.apply("a", 0, 1, stored=[draw.getrandbits(64) for _ in range(5000)])
-    index.speculate("a", prompt(1, 5), now=0.0, deadline=9.0)
+    index.claim("a", prompt(1, 5), now=0.0, deadline=9.0)
     index.remove("a")
     index.remove("a")
     assert index.longest(keys) == {"b": 3}
@@ -90,7 +90,7 @@ def test_a_removed_replica_is_gone_at_once_and_its_slot_comes_back_swept() -> No
     assert not index.snapshot("a", 0, 2, keys)
     assert not index.synced("a")
     assert index.digest("a") is None
-    index.speculate("a", keys, now=0.0, deadline=9.0)
+    index.claim("a", keys, now=0.0, deadline=9.0)
     assert not index.withdraw("a", keys)
     assert index.longest(keys) == {"b": 3}
     # Not swept yet: the next replica gets another slot.
@@ -112,7 +112,7 @@ def test_replicas_that_come_and_go_for_long_leave_nothing() -> None:
     for generation in range(400):
         index.add("a", generation)
         assert index.snapshot("a", generation, 0, [draw.getrandbits(64) for _ in range(50)])
-        index.speculate("a", prompt(2, generation), now=0.0, deadline=9.0)
+        index.claim("a", prompt(2, generation), now=0.0, deadline=9.0)
         index.remove("a")
     assert index.slots <= 100
     while index.sweep():

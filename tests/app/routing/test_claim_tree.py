@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from app.routing.claim_tree import ClaimTree, Run
-from app.routing.speculation import Claim, Speculation
+from app.routing.claims import Claim, Claims
 from engine.kv.block_keys import block_keys
 
 
@@ -108,43 +108,43 @@ def test_random_claims(seed: int) -> None:
 @pytest.mark.parametrize("paths", [[(5, 8), (0, 3)], [(0, 8), (2, 3)], [(3, 9), (1, 9)]])
 def test_a_key_that_names_blocks_at_two_places_breaks_nothing(paths: list[tuple[int, int]]) -> None:
     """Two prefixes have nothing in common but the key of the first block that their replica lacks."""
-    speculation = Speculation(10_000)
-    speculation.attach("r")
+    claims = Claims(10_000)
+    claims.attach("r")
     prefixes = []
     for number, (held, length) in enumerate(paths):
         keys = block_keys(5, [number] * length, 1)
         keys[held] = 77
         prefixes.append(keys)
-        speculation.claim("r", keys, held, 1.0)
+        claims.claim("r", keys, held, 1.0)
     for (held, length), keys, found in zip(paths, prefixes, (paths[0][1], paths[1][0]), strict=True):
         depths = {"r": held}
-        speculation.deepen(depths, held, keys)
+        claims.deepen(depths, held, keys)
         assert depths == {"r": found}, "of the second nothing is known to come"
         assert found in (held, length)
     # As well where the walk looks for claims that begin later.
-    speculation.claim("r", [8, 9], 0, 1.0)
+    claims.claim("r", [8, 9], 0, 1.0)
     depths = {"r": 0}
-    speculation.deepen(depths, 0, [8, 9, 77, 77, 77, 77, 78])
+    claims.deepen(depths, 0, [8, 9, 77, 77, 77, 77, 78])
     assert depths["r"] == 2 + (paths[0][0] == 2)
-    speculation.clear("r")
-    assert (len(speculation), speculation.starts) == (0, {})
+    claims.clear("r")
+    assert (len(claims), claims.starts) == (0, {})
 
 
 @pytest.mark.parametrize("others", [0, 50])
 def test_claims_that_begin_behind_others_go_on_where_these_end(others: int) -> None:
     """A block before theirs has gone since they were made, and is coming again."""
-    speculation = Speculation(10_000)
-    speculation.attach("r")
+    claims = Claims(10_000)
+    claims.attach("r")
     long = block_keys(5, [0] * 20, 1)
     side = block_keys(5, [0] * 8 + [1], 1)
-    speculation.claim("r", long, 5, 1.0)
-    speculation.claim("r", side, 3, 1.0)
+    claims.claim("r", long, 5, 1.0)
+    claims.claim("r", side, 3, 1.0)
     for number in range(others):
-        speculation.claim("r", block_keys(5, [7, number], 1), 0, 1.0)
+        claims.claim("r", block_keys(5, [7, number], 1), 0, 1.0)
     depths = {"r": 3}
-    speculation.deepen(depths, 3, long)
+    claims.deepen(depths, 3, long)
     assert depths == {"r": 20}
-    speculation.withdraw("r", long)
+    claims.withdraw("r", long)
     depths = {"r": 3}
-    speculation.deepen(depths, 3, long)
+    claims.deepen(depths, 3, long)
     assert depths == {"r": 8}

@@ -145,7 +145,7 @@ def test_a_new_replica_in_an_old_ones_slot_is_named_as_itself() -> None:
 def test_an_older_epoch_is_refused_and_a_newer_one_starts_empty() -> None:
     keys = prompt(1, 2)
     index = index_of(a=keys)
-    index.speculate("a", prompt(1, 2, 3), now=0.0, deadline=9.0)
+    index.claim("a", prompt(1, 2, 3), now=0.0, deadline=9.0)
     assert not index.apply("a", 1, 5, stored=keys)
     assert index.longest(prompt(1, 2, 3)) == {"a": 0}
     assert claimed(index) == 0
@@ -231,7 +231,7 @@ def test_keys_stored_twice_or_removed_without_being_there_are_counted_and_change
 def test_cleared() -> None:
     keys = prompt(1, 2, 3)
     index = index_of(a=keys, b=keys)
-    index.speculate("a", prompt(1, 2, 3, 4), now=0.0, deadline=9.0)
+    index.claim("a", prompt(1, 2, 3, 4), now=0.0, deadline=9.0)
     assert index.apply("a", 0, 1, stored=keys[:1], cleared=True)
     assert index.digest("a") == (1, keys[0], 1)
     assert index.longest(keys) == {"a": 1, "b": 3}
@@ -265,6 +265,6 @@ def test_a_windowed_hit_needs_only_the_last_blocks(window: int | None, expected:
 
 
 def test_options_have_to_be_positive() -> None:
-    for options in ({"window_blocks": 0}, {"max_speculative": 0}, {"max_waiting": -1}):
+    for options in ({"window_blocks": 0}, {"max_claimed": 0}, {"max_waiting": -1}):
         with pytest.raises(ValueError, match="at least 1"):
             KvIndex(**options)  # type: ignore[arg-type]

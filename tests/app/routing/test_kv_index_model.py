@@ -139,9 +139,9 @@ class World:
                     claim.missing -= arrived
         return used
 
-    def speculate(self, name: str, keys: list[int], lasts: float) -> None:
+    def claim(self, name: str, keys: list[int], lasts: float) -> None:
         self.expire()
-        self.index.speculate(name, keys, self.now, self.now + lasts)
+        self.index.claim(name, keys, self.now, self.now + lasts)
         if name in self.engines:
             missing = set(keys) - self.held(name)
             self.claims.append(Claim(name, keys, missing, self.now + lasts, len(missing) + 1))
@@ -219,7 +219,7 @@ def test_random_histories(data: st.DataObject, max_waiting: int) -> None:
             if known:
                 world.deliver(name, data.draw(st.sampled_from(known)), snapshot)
         elif act == "claim":
-            world.speculate(name, data.draw(PATHS), data.draw(st.sampled_from([1.0, 3.0])))
+            world.claim(name, data.draw(PATHS), data.draw(st.sampled_from([1.0, 3.0])))
         elif act == "withdraw":
             paths = [claim.keys for claim in world.claims if claim.replica == name]
             world.withdraw(name, data.draw(st.sampled_from(paths)) if paths else data.draw(PATHS))
@@ -301,7 +301,7 @@ def test_windows_against_their_definition(
             for common, length in claims:
                 # The first ``common`` of these blocks are as in ``keys``.
                 coming = path_keys(0, [0] * min(common, length) + [1] * (length - common))
-                index.speculate(f"r{number}", coming, 0.0, 1.0)
+                index.claim(f"r{number}", coming, 0.0, 1.0)
                 present |= set(coming)
         expected[f"r{number}"] = in_window(keys, present, window)
     assert index.longest(keys) == expected

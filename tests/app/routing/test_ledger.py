@@ -279,7 +279,7 @@ def test_cached_tokens_are_not_booked() -> None:
     assert (booking.prefill, booking.cached) == (16, 32)  # an engine computes the last token at least
 
 
-def test_request_given_up_before_its_first_token_leaves_no_speculation() -> None:
+def test_request_given_up_before_its_first_token_leaves_no_claim() -> None:
     index = KvIndex()
     ledger = Ledger(index=index)
     ledger.open(A)

@@ -13,11 +13,11 @@ from engine_client_setting import run, until
 from kv_loopback import KvIngress, KvReplica, connected
 
 from app.channel import ingress_channel
+from app.routing.claims import Claims
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
 from app.routing.policies import ROUTING_REASONS
 from app.routing.routing_meta import RoutingMeta
-from app.routing.speculation import Speculation
 
 A, B = Route("a", 1), Route("b", 2)
 
@@ -73,7 +73,7 @@ def test_a_replica_that_the_index_cannot_add_is_routed_to_all_the_same(
     ("owner", "method", "faults"),
     [
         (KvIndex, "remove", 2),  # dropping the replica after the first failure fails, too
-        (Speculation, "clear", 1),
+        (Claims, "clear", 1),
     ],
 )
 def test_a_route_closes_though_the_index_cannot_forget_its_replica(

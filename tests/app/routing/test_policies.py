@@ -275,12 +275,10 @@ class Counting(KvIndex):
             raise RuntimeError("planted")
         return super().longest(keys)
 
-    def speculate(
-        self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0
-    ) -> None:
-        if self.broken == "speculate":
+    def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
+        if self.broken == "claim":
             raise RuntimeError("planted")
-        super().speculate(replica, keys, now, deadline, blocks)
+        super().claim(replica, keys, now, deadline, blocks)
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
         if self.broken == "withdraw":
@@ -296,7 +294,7 @@ def test_one_walk_for_each_decision() -> None:
     assert index.walks == 10
 
 
-@pytest.mark.parametrize("where", ["longest", "speculate", "withdraw"])
+@pytest.mark.parametrize("where", ["longest", "claim", "withdraw"])
 def test_fault_in_a_choice_degrades_to_the_least_booked(where: str, caplog: pytest.LogCaptureFixture) -> None:
     index = Counting()
     fleet = Fleet(4, index=index)

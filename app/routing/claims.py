@@ -36,7 +36,7 @@ class _Replica:
         self.claims: dict[tuple[int, int], list[Claim]] = {}
 
 
-class Speculation:
+class Claims:
     """Claims with deadlines.
 
     A replica has a key coming while at least one live claim of its own on it is unconfirmed: a request that
