@@ -30,6 +30,18 @@ class InvalidRequestError(QuireError, ValueError):
         return (type(self), (self.message, self.param, self.code))
 
 
+class ClientLimitError(QuireError):
+    """A client has used what it may; becomes a 429. After ``retry_after_s`` seconds it may ask again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[ClientLimitError], tuple[str, int]]:
+        return (type(self), (self.message, self.retry_after_s))
+
+
 class EngineDeadError(QuireError):
     """The engine thread has ended; its replica is about to be replaced."""
 

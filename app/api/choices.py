@@ -130,6 +130,7 @@ async def _of_prompt(
         namespace=CacheNamespace(tenant=job.caller.tenant, salt=options.cache_salt),
         priority=options.priority,
         client=job.caller.client,
+        sender=job.caller.sender,
         checked=job.checked,
     )
     job.journals.append(request.journal)

@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
 from app.fleet.overload import Refusal
-from engine.errors import InvalidRequestError, QuireError, shown
+from engine.errors import ClientLimitError, InvalidRequestError, QuireError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +205,14 @@ def _answer_to(error: Exception) -> ApiFault:
         return error.fault
     if isinstance(error, InvalidRequestError):
         return ApiFault(400, error.message, "invalid_request_error", error.param, error.code)
+    if isinstance(error, ClientLimitError):
+        return ApiFault(
+            429,
+            error.message,
+            "rate_limit_error",
+            code="client_limit_exceeded",
+            retry_after_s=error.retry_after_s,
+        )
     if isinstance(error, UnavailableError):
         return ApiFault(503, str(error), "service_unavailable_error", code="unavailable")
     if isinstance(error, EngineDeathsError):

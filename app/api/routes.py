@@ -32,7 +32,7 @@ from app.api.openai_types import GenerationOptions, parse_chat, parse_completion
 from app.api.openapi import openapi
 from app.api.request_id import request_id_of
 from app.api.responses.request import parse_responses
-from app.api.tenant import address_of, client_of, tenant_of
+from app.api.tenant import address_of, client_of, sender_of, tenant_of
 from app.api.tokenization import parse_detokenize, parse_tokenize
 
 
@@ -186,5 +186,12 @@ def _caller(request: Request, user: str = "") -> Caller:
     tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
     named = header is not None or limits is not None
     client = tenant if named else client_of(request.headers, user)
-    trace = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
-    return Caller(tenant, request_id_of(request.headers), limits, client, address_of(request), trace)
+    return Caller(
+        tenant,
+        request_id_of(request.headers),
+        limits,
+        client,
+        sender=sender_of(request, header),
+        address=address_of(request),
+        trace=(request.headers.get("traceparent", ""), request.headers.get("tracestate", "")),
+    )

@@ -2,7 +2,8 @@
 
 The tenant comes from the API key and a header that a gateway sets, never from the body. Whoever shares cached
 blocks can learn by timing which prompts others have sent; tenants must not. The client is the tenant. If
-nothing names tenants, it is what the request says of itself: the headers that bear a key, and ``user``.
+nothing names tenants, it is what the request says of itself: the headers that bear a key, and ``user``. Where
+such a name must not be made up, the sender counts: the tenant, else the address.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def client_of(headers: Headers, user: str) -> str:
 
 
 def sender_of(request: Request, header: str | None) -> str:
-    """The client before its body is known, for what one may hold: the tenant, else the address."""
+    """Who may hold or use only so much: the tenant, else the address. No body and no made-up key changes it."""
     limits = getattr(request.state, "key_limits", None)
     tenant = tenant_of(request.headers, header, "" if limits is None else limits.key.id)
     return tenant or address_of(request)

@@ -11,7 +11,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.suspects import NEWS_S, OccupiedError
-from engine.errors import EngineDeadError, GrammarFault, InvalidRequestError
+from engine.errors import ClientLimitError, EngineDeadError, GrammarFault, InvalidRequestError
 from engine.request import Request
 from engine.structured.grammar import Grammar
 from engine.structured_output import StructuredOutput
@@ -23,8 +23,8 @@ class AttemptEngine(Protocol):
     def submit(self, request: Request) -> None:
         """Queue a request."""
 
-    def compile(self, form: StructuredOutput, client: str) -> Future[Grammar]:
-        """Compile what a request's output must match."""
+    def compile(self, form: StructuredOutput, sender: str) -> Future[Grammar]:
+        """Compile what the output of a request of ``sender`` must match."""
 
     def abort(self, request_id: str) -> None:
         """End a request and all its sequences, whatever its state."""
@@ -36,7 +36,8 @@ async def run_attempt(
     """Run one attempt until it ends; its tokens leave on the channel. Canceling the call aborts the attempt.
 
     Returns one of ``{"generated": tokens}``, ``{"invalid": (message, param, code)}``, ``{"failed": message}``,
-    and ``{"refused": reason}``: plain values, because unpickling an exception would need the same code there.
+    ``{"limited": (message, seconds)}``, and ``{"refused": reason}``: plain values, because unpickling an
+    exception would need the same code there.
     """
     try:
         submission = wire.unpack_submission(payload)
@@ -44,7 +45,7 @@ async def run_attempt(
         form = submission.params.structured_output
         grammar: Grammar | None = None
         if form is not None:
-            grammar = await asyncio.wrap_future(engine.compile(form, submission.client))
+            grammar = await asyncio.wrap_future(engine.compile(form, submission.sender))
         attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
         try:
             if submission.proof_tokens:
@@ -74,6 +75,8 @@ async def run_attempt(
             hub.leave(attempt)
     except InvalidRequestError as error:
         return {"invalid": (error.message, error.param, error.code)}
+    except ClientLimitError as error:
+        return {"limited": (error.message, error.retry_after_s)}
     except GrammarFault as error:
         return {"failed": str(error)}
     except (UnknownEpochError, OccupiedError, EngineDeadError, wire.WireError) as error:

@@ -37,7 +37,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 14
+VERSION = 15
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
@@ -160,6 +160,7 @@ class Submission:
     outputs: tuple[tuple[int, ...] | None, ...] = ()
     age_s: float = 0.0  # since the client's request arrived; keeps its place in the queue
     client: str = ""  # who gets a fair share of the engine
+    sender: str = ""  # whose budget its structured output uses
     proof_tokens: int = 0  # of a request that may kill the engine, those that clear it
 
 
@@ -306,6 +307,7 @@ def pack_submission(submission: Submission) -> bytes:
             "generated_before": submission.generated_before,
             "age_s": submission.age_s,
             "client": submission.client,
+            "sender": submission.sender,
             "proof_tokens": submission.proof_tokens,
         }
     ).encode()
@@ -343,6 +345,7 @@ def unpack_submission(data: bytes) -> Submission:
             outputs=outputs,
             age_s=float(head["age_s"]),
             client=_text(head["client"]),
+            sender=_text(head["sender"]),
             proof_tokens=operator.index(head["proof_tokens"]),
         )
     except InvalidRequestError:

@@ -24,7 +24,7 @@ from app.fleet.scale_from_zero import ReplicaWaiter
 from app.routing.fleet import NotAcceptedError
 from app.routing.ledger import NoRouteError
 from app.routing.policies import Policy
-from engine.errors import InvalidRequestError
+from engine.errors import ClientLimitError, InvalidRequestError
 
 MAX_ATTEMPTS = 64
 """Maximum number of attempts at one request, including moves away from replicas that are being stopped."""
@@ -237,6 +237,9 @@ class AttemptRunner:
         """The call has returned; the end record on the channel, which may come later, ends the request."""
         if "invalid" in outcome:
             request.fail(InvalidRequestError(*outcome["invalid"]))
+            return None
+        if "limited" in outcome:
+            request.fail(ClientLimitError(*outcome["limited"]))
             return None
         if "failed" in outcome:
             request.fail(UnavailableError(str(outcome["failed"])))

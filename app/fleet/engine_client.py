@@ -152,6 +152,7 @@ class EngineClient:
             InvalidRequestError: before the first delta; the request can never run.
             UnavailableError: no replica could run it, or continue it, within the time limit.
             GenerationError: the engine failed to compute it.
+            ClientLimitError: its sender has used what it may for now.
         """
         if self._stopped:
             raise UnavailableError(STOPPING)

@@ -48,6 +48,7 @@ class GenerateRequest:
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
     client: str = ""  # who gets a fair share of the engines
+    sender: str = ""  # who pays for what may be dear, by a name that a client cannot make up
     checked: FleetLimits | None = field(default=None, compare=False)
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False)

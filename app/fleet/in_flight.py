@@ -162,6 +162,7 @@ class InFlightRequest:
             namespace=request.namespace,
             priority=request.priority,
             client=request.client,
+            sender=request.sender,
             generated_before=len(self.outputs[0]) if single else 0,
             outputs=tuple(
                 None if finished else tuple(output)

@@ -44,15 +44,17 @@ class FollowBudget:
 
 
 class FollowBudgets:
-    """Of the clients that used one last."""
+    """Of the clients that used one last; one that owes time is forgotten last."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._of: OrderedDict[str, FollowBudget] = OrderedDict()
 
     def of(self, client: str) -> FollowBudget:
         """The budget of ``client``."""
-        found = self._of.pop(client, None) or FollowBudget()
+        found = self._of.pop(client, None) or FollowBudget(self._clock)
         self._of[client] = found
         if len(self._of) > KEPT:
-            self._of.popitem(last=False)
+            oldest = next(iter(self._of))
+            del self._of[next((name for name, budget in self._of.items() if not budget.owed_s()), oldest)]
         return found

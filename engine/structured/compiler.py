@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError, EngineDeadError, GrammarFault, InvalidRequestError
+from engine.errors import ClientLimitError, ConfigError, EngineDeadError, GrammarFault, InvalidRequestError
 from engine.structured.budget import FollowBudgets
 from engine.structured.checker import GrammarChecker
 from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
@@ -105,6 +105,7 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it cannot be compiled, is too large, or the model cannot be held to any form.
             GrammarFault: it could not be tried, for no fault of its own.
+            ClientLimitError: following grammars of ``client`` took more time than it may.
             EngineDeadError: the compiler is closed.
         """
         kept = self._found(form)
@@ -122,9 +123,11 @@ class GrammarCompiler:
         with self._lock:
             budget = self._budgets.of(client)
         if self._checked and (owed_s := budget.owed_s()):
-            raise GrammarFault(
+            seconds = math.ceil(owed_s)
+            raise ClientLimitError(
                 "following this client's structured outputs took more time than it may; send the request again "
-                f"in {math.ceil(owed_s)} s, with a simpler form"
+                f"in {seconds} s, with a simpler form",
+                seconds,
             )
         return kept.within(budget)
 

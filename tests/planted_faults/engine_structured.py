@@ -175,6 +175,20 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "app/channel/engine_attempt.py",
+        "engine.compile(form, submission.sender)",
+        "engine.compile(form, submission.client)",
+        _ATTEMPT,
+        "a new `user` for each request leaves the debt of slow forms behind",
+    ),
+    Fault(
+        "engine/structured/budget.py",
+        " if not budget.owed_s()), oldest)]",
+        "), oldest)]",
+        _GRAMMARS,
+        "a client's debt is forgotten once enough others have come",
+    ),
+    Fault(
+        "app/channel/engine_attempt.py",
         "                    grammar=grammar,\n",
         "",
         _ATTEMPT,

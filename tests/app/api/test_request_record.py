@@ -23,7 +23,7 @@ from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
 from app.api.request_record import RequestRecord
 from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
 from app.logs import FIELDS
-from engine.errors import InvalidRequestError
+from engine.errors import ClientLimitError, InvalidRequestError
 
 
 def ended(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -84,6 +84,7 @@ def wait_for(records: pytest.LogCaptureFixture, count: int) -> list[dict[str, An
         (UnavailableError("none"), "unavailable"),
         (GenerationError("failed"), "generation_failed"),
         (EngineDeathsError("failed"), "engine_died"),
+        (ClientLimitError("too long", 2), "client_limit_exceeded"),
         (ApiError(405, "no"), "405"),
         (InvalidRequestError("wrong", "prompt", "kv_pool_exceeded"), "kv_pool_exceeded"),
         (ApiError(429, "wait", code="overloaded"), "overloaded"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -16,6 +17,8 @@ from app.api.keys import ApiKey
 from app.api.tenant import client_of, secret, sender_of, tenant_of
 from app.config import CACHE_SECRET
 from app.fleet.cache_reset import CacheReset
+from app.fleet.generation import Delta, GenerateRequest
+from engine.errors import ClientLimitError
 
 SECRET = "Bearer sk-very-secret"
 _first_tokens = itertools.count(100)
@@ -98,6 +101,34 @@ def test_the_sender_of_a_body_is_the_key_the_tenant_or_the_address() -> None:
     keys = {of({}, key="a"), of({"x-quire-client": "10.0.0.2"}, key="a")}
     assert keys == {tenant_of(Headers({}), None, "a")}
     assert of({"x-tenant": "a"}, "x-tenant") == tenant_of(Headers({"x-tenant": "a"}), "x-tenant")
+
+
+def test_no_user_and_no_made_up_key_gives_another_budget(server: LocalServer, http: httpx.Client) -> None:
+    def of(address: str, user: str = "", key: str = "") -> tuple[str, str]:
+        headers = {"x-quire-client": address} | ({"authorization": f"Bearer {key}"} if key else {})
+        body = {"prompt": [5], "max_tokens": 1} | ({"user": user} if user else {})
+        http.post("/v1/completions", json=body, headers=headers).raise_for_status()
+        assert server.client.last is not None
+        return server.client.last.client, server.client.last.sender
+
+    found = [of("10.0.0.1"), of("10.0.0.1", "u"), of("10.0.0.1", "v"), of("10.0.0.1", "v", "k")]
+    assert len({client for client, _ in found}) == 4
+    assert {sender for _, sender in found} == {"10.0.0.1"}
+    assert of("10.0.0.2")[1] == "10.0.0.2"  # two that say nothing of themselves
+
+
+def test_a_client_beyond_its_budget_gets_a_429(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(request: GenerateRequest) -> AsyncIterator[Delta]:
+        raise ClientLimitError("too long", 2)
+        yield
+
+    monkeypatch.setattr(server.client, "generate", refuse)
+    answer = http.post("/v1/completions", json=COUNT)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
+    error = {"message": "too long", "type": "rate_limit_error", "param": None, "code": "client_limit_exceeded"}
+    assert answer.json() == {"error": error}
 
 
 @pytest.mark.usefixtures("tenants")

@@ -18,7 +18,7 @@ from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
-from engine.errors import GrammarFault, InvalidRequestError
+from engine.errors import ClientLimitError, GrammarFault, InvalidRequestError
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
@@ -363,8 +363,10 @@ class CompilingEngine(CountingEngine):
     def __init__(self) -> None:
         super().__init__()
         self.compiling: Future[Any] = Future()
+        self.senders: list[str] = []
 
-    def compile(self, form: StructuredOutput, client: str) -> Future[Any]:
+    def compile(self, form: StructuredOutput, sender: str) -> Future[Any]:
+        self.senders.append(sender)
         return self.compiling
 
 
@@ -374,12 +376,13 @@ def test_an_attempt_waits_for_its_grammar() -> None:
     async def test(setting: Setting) -> None:
         stream = await setting.open()
         params = SamplingParams(max_tokens=3, structured_output=StructuredOutput("json_object"))
-        payload = wire.pack_submission(wire.Submission("r", 7, [1, 2], params))
+        payload = wire.pack_submission(wire.Submission("r", 7, [1, 2], params, client="c", sender="s"))
         grammar = object()
         refusal = InvalidRequestError("no", "structured_output", "invalid_grammar")
         answers: dict[Exception, dict[str, Any]] = {
             refusal: {"invalid": (refusal.message, refusal.param, refusal.code)},
             GrammarFault("later"): {"failed": "later"},
+            ClientLimitError("too long", 2): {"limited": ("too long", 2)},
         }
         for outcome in (grammar, *answers, None):
             engine = CompilingEngine()
@@ -388,6 +391,7 @@ def test_an_attempt_waits_for_its_grammar() -> None:
             await asyncio.sleep(5)
             assert not call.done()
             assert engine.submitted == []
+            assert engine.senders == ["s"]
             if outcome is grammar:
                 engine.compiling.set_result(outcome)
                 await until(lambda engine=engine: bool(engine.live))

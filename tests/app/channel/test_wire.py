@@ -191,6 +191,7 @@ def test_submission_round_trip(
         outputs=outputs,
         age_s=0.25,
         client=salt,
+        sender=salt + "s",
     )
     assert wire.unpack_submission(wire.pack_submission(submission)) == submission
 
@@ -290,6 +291,7 @@ def test_nothing_else_comes_of_damaged_messages(whole: bytes, edits: list[tuple[
                 (b"age_s", b'"x"'),
                 (b"client", b"7"),
                 (b"client", b"null"),
+                (b"sender", b"7"),
                 (b"namespace", b"null"),
                 (b"namespace", b'{"other": 1}'),
                 (b"outputs", b"[[]]"),

@@ -20,6 +20,7 @@ from app.channel.engine_channel import UnknownEpochError
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerationError
 from app.routing.fleet import NotAcceptedError
+from engine.errors import ClientLimitError
 from engine.request import CacheNamespace
 
 
@@ -34,6 +35,23 @@ def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(GenerationError, match="internal error"):
             await collect(client, request([1]))
         assert quiet(handle, client)
+        await client.stop()
+
+    run(test)
+
+
+def test_a_client_beyond_its_budget_learns_when_to_come_back() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+
+        async def answer() -> dict[str, Any]:
+            return {"limited": ("too long", 2)}
+
+        handle.generate.remote = lambda *_, **__: answer()
+        with pytest.raises(ClientLimitError, match="too long") as caught:
+            await collect(client, request([1]))
+        assert caught.value.retry_after_s == 2
+        await until(lambda: quiet(handle, client))
         await client.stop()
 
     run(test)

@@ -15,8 +15,9 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from engine.errors import EngineDeadError, GrammarFault, InvalidRequestError
-from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget
+from engine.errors import ClientLimitError, EngineDeadError, GrammarFault, InvalidRequestError
+from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget, FollowBudgets
+from engine.structured.budget import KEPT as BUDGETS
 from engine.structured.checker import GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
 from engine.structured.grammar import build, load_llg_tokenizer, lowered
@@ -220,9 +221,22 @@ def test_only_what_takes_long_pays_for_it() -> None:
 def test_a_client_that_owes_time_gets_no_new_form(compiler: GrammarCompiler) -> None:
     compiler.compile(PERSON, "slow").budget.spend(2 * BURST_S, 1)
     for ask in (compiler.compile, lambda *of: compiler.submit(*of).result()):
-        with pytest.raises(GrammarFault, match=r"again in [12] s, with a simpler form"):
+        with pytest.raises(ClientLimitError, match=r"again in [12] s, with a simpler form") as caught:
             ask(PERSON, "slow")
+        assert caught.value.retry_after_s in (1, 2)
         ask(PERSON, "quick")
+    assert compiler.faults == 0
+
+
+def test_many_new_clients_do_not_make_a_debt_forgotten() -> None:
+    budgets = FollowBudgets(lambda: 0.0)
+    slow, used = budgets.of("slow"), budgets.of("used")
+    slow.spend(2 * BURST_S, 1)
+    for number in range(BUDGETS):
+        budgets.of(str(number))
+    assert budgets.of("slow") is slow
+    assert budgets.of("used") is not used
+    assert len(budgets._of) == BUDGETS
 
 
 def test_clients_take_turns() -> None:
