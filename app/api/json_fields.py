@@ -91,7 +91,7 @@ def one_of(value: object, name: str, kinds: Collection[str]) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
         raise InvalidRequestError(
-            f"{name} is {show(kind)} but only the types {', '.join(kinds)} are supported",
+            f"{name} is {show(kind)} but its type must be {' or '.join(repr(kind) for kind in kinds)}",
             name,
             "unsupported_parameter" if isinstance(kind, str) else "invalid_value",
         )
