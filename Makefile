@@ -21,7 +21,7 @@ ifeq ($(sort $(MAKECMDGOALS)),check test)
 MAKEFLAGS += --jobs=2  # type-checking takes one core, and the tests seldom fill all
 endif
 
-.PHONY: help serve test check faults loadtest bench clean
+.PHONY: help serve test check faults loadtest bench clients clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ loadtest: $(READY)  ## 60 s of streaming chat by 16 users with Locust; report in
 
 bench: $(READY)  ## Run every measuring command with its checks, about 50 minutes (some: make bench ARGS="--only kernels memory").
 	$(BIN)/python -m loadtests.bench $(ARGS)
+
+clients: $(READY)  ## Run other people's clients, each in an environment of its own, against a server; writes docs/clients.md.
+	$(BIN)/python -m clients.run $(ARGS)
 
 clean:  ## Remove the environment, caches and reports (the model cache in your home stays).
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis loadtests/reports

@@ -13,7 +13,7 @@ from app.config import OPTIONS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("app", "engine", "kernels", "loadtests", "tests")
+FOLDERS = ("app", "clients", "engine", "kernels", "loadtests", "tests")
 FOREIGN_MODULES = {"pip", "pytest", "venv"}
 OTHER_SETTINGS = (
     "QUIRE_KEYS",

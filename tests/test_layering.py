@@ -17,10 +17,11 @@ from import_graph import PACKAGES, PAGE, Modules, circles, diagrams, drawn, modu
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
-    "kernels": {"app", "engine", "loadtests", "tests", "ray", "starlette", "fastapi", "uvicorn"},
-    "engine": {"app", "loadtests", "tests", "ray", "starlette", "fastapi", "uvicorn"},
-    "app": {"loadtests", "tests"},
-    "loadtests": {"tests"},
+    "kernels": {"app", "clients", "engine", "loadtests", "tests", "ray", "starlette", "fastapi", "uvicorn"},
+    "engine": {"app", "clients", "loadtests", "tests", "ray", "starlette", "fastapi", "uvicorn"},
+    "app": {"clients", "loadtests", "tests"},
+    "loadtests": {"clients", "tests"},
+    "clients": {"app", "engine", "kernels", "tests"},
 }
 
 

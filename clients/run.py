@@ -1,0 +1,145 @@
+"""Runs each client unpatched, in an environment of its own, against one server, and writes docs/clients.md.
+
+python -m clients.run [--url URL --model NAME] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadtests.client import MODEL
+from loadtests.cluster import application
+from loadtests.report import ROOT
+
+HERE = Path(__file__).parent
+PAGE = ROOT / "docs" / "clients.md"
+LIMIT_S = 600.0
+"""Of one client, on a machine that may be busy."""
+
+HEAD = """# Clients
+
+`make clients` runs these clients, unpatched, each in an environment of its own (`clients/pins/`, kept in
+`QUIRE_CACHE` or `~/.cache/quire`), against a server that it starts, and writes this page.
+`make clients ARGS="--url URL --model NAME"` runs them against a server that is already up. `tests/` use
+OpenAI's and Anthropic's own clients.
+
+"""
+NOT_COVERED = ("lm-eval", "guidellm", "aiperf", "Schemathesis")
+
+
+@dataclass(frozen=True)
+class Client:
+    """``name`` is that of its pins and its script; ``package`` is the one whose version counts."""
+
+    title: str
+    name: str
+    package: str
+
+    @property
+    def version(self) -> str:
+        """As pinned."""
+        pins = (HERE / "pins" / f"{self.name}.txt").read_text()
+        found = re.search(rf"^{re.escape(self.package)}==(\S+)$", pins, flags=re.MULTILINE)
+        if found is None:
+            raise ValueError(f"clients/pins/{self.name}.txt does not pin {self.package}")
+        return found[1]
+
+    def command(self, python: Path, url: str, model: str) -> list[str]:
+        """What runs it."""
+        return [str(python), "-I", str(HERE / "scripts" / f"run_{self.name}.py"), url, model]
+
+
+CLIENTS = (
+    Client("LangChain", "langchain", "langchain-openai"),
+    Client("LiteLLM", "litellm", "litellm"),
+    Client("instructor", "instructor", "instructor"),
+    Client("LlamaIndex", "llama_index", "llama-index-llms-openai-like"),
+)
+
+
+def environment(name: str) -> Path:
+    """The Python of an environment with exactly the pinned packages, made where it is not there yet."""
+    pins = HERE / "pins" / f"{name}.txt"
+    cache = Path(os.environ.get("QUIRE_CACHE") or Path.home() / ".cache" / "quire")
+    folder = cache / "clients" / f"{name}-{hashlib.sha256(pins.read_bytes()).hexdigest()[:12]}"
+    python = folder / "bin" / "python"
+    ready = folder / ".ready"
+    if not ready.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "-r", str(pins)], check=True)
+        ready.touch()
+    return python
+
+
+@contextlib.contextmanager
+def server(url: str) -> Iterator[str]:
+    """``url``, or a server of our own."""
+    if url:
+        yield url
+    else:
+        with application(["engine_replicas=1"]) as (_, own, _):
+            yield own
+
+
+def run(client: Client, url: str, model: str) -> tuple[bool, str]:
+    """Whether it completed, and what it printed: a line for each thing it did."""
+    command = client.command(environment(client.name), url, model)
+    settings = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_COLOR": "1"}
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=settings)
+    except subprocess.TimeoutExpired:
+        return False, f"nothing after {LIMIT_S:.0f} s"
+    if ended.returncode:
+        return False, f"{ended.stdout}\n{ended.stderr}"[-6000:]
+    return True, "; ".join(line for line in ended.stdout.splitlines() if line and "\033" not in line)
+
+
+def page(rows: Sequence[tuple[Client, str]], model: str) -> str:
+    """docs/clients.md."""
+    table = "".join(
+        f"| {client.title} | `{client.package}` {client.version} | {did} |\n" for client, did in rows
+    )
+    where = f"Run with Python {platform.python_version()} and the model {model}."
+    missing = f"Not covered yet: {', '.join(NOT_COVERED)}."
+    return f"{HEAD}| Client | Package | What completed |\n|---|---|---|\n{table}\n{where}\n\n{missing}\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 1 if a client failed."""
+    parser = argparse.ArgumentParser(prog="python -m clients.run", description=__doc__)
+    parser.add_argument("--url", default="", help="a server that runs, instead of one of our own")
+    parser.add_argument("--model", default=MODEL, help="what it serves")
+    parser.add_argument("--only", nargs="+", choices=[client.name for client in CLIENTS], help="these clients")
+    options = parser.parse_args(arguments)
+    chosen = [client for client in CLIENTS if not options.only or client.name in options.only]
+    for client in chosen:
+        environment(client.name)  # before the server, which would wait for it
+    done: list[tuple[Client, str]] = []
+    with server(options.url.rstrip("/")) as url:
+        for client in chosen:
+            completed, text = run(client, url, options.model)
+            print(
+                f"{client.title} {client.version}: {'completed' if completed else 'FAILED'}\n{text}\n",
+                flush=True,
+            )
+            if completed:
+                done.append((client, text))
+    if len(done) == len(CLIENTS):
+        PAGE.write_text(page(done, options.model))
+    return int(len(done) < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
