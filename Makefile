@@ -50,7 +50,7 @@ check: $(READY)  ## Lint and type-check; `make check test` does it beside the te
 faults: $(READY)  ## Plant faults in copies of the code: 95 % must be caught by the unit tests of the file (ARGS="--only WORDS").
 	$(BIN)/python -m tests.planted_faults $(ARGS)
 
-loadtest: $(READY)  ## 60 s of streaming chat by 16 users with Locust; report in loadtests/reports/.
+loadtest: $(READY)  ## 60 s of users of five kinds, up to 16 at once; report with plots: loadtests/reports/loadtest.html.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)
 
 bench: $(READY)  ## Run every measuring command with its checks, about 50 minutes (some: make bench ARGS="--only kernels memory").

@@ -7,21 +7,30 @@ application is started on a free port with the given options and stopped at the 
 from __future__ import annotations
 
 import argparse
-import csv
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from loadtests.report import ROOT, Figure, finish, most, parse, print_figures
+from loadtests.report import ROOT, Figure, finish, most, parse, print_figures, where
+from loadtests.stats import quantile
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+TEMPLATE = Path(__file__).with_name("loadtest.html")
 REQUEST = "/v1/chat/completions"
+NAMES = (
+    ("quire_request_prompt_tokens_count", "requests"),
+    ("quire_request_prompt_tokens_sum", "prompt tokens"),
+    ("quire_request_output_tokens_sum", "output tokens"),
+)
 
 
 def answers(url: str) -> bool:
@@ -52,50 +61,68 @@ def target(url: str, options: list[str]) -> Iterator[str]:
             sys.exit(str(error))
 
 
-def run_locust(url: str, arguments: argparse.Namespace, reports: Path) -> int:
-    """Run Locust headless; returns its exit status, non-zero if any request failed."""
+def run_locust(url: str, arguments: argparse.Namespace, reports: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Run Locust; returns its exit status, non-zero if any request failed, and the server's samples."""
+    records = reports / "records.jsonl"
+    records.write_text("")
     environment = {
         **os.environ,
         "QUIRE_LOAD_SEED": str(arguments.seed),
         "QUIRE_LOAD_MAX_TOKENS": str(arguments.max_tokens),
+        "QUIRE_LOAD_RECORDS": str(records.resolve()),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
+    rate = max(2 * arguments.users / arguments.seconds, 0.1)  # all are there at half of the time
     command = [
         *(sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--host", url),
-        *("--users", str(arguments.users), "--spawn-rate", str(arguments.users)),
+        *("--users", str(arguments.users), "--spawn-rate", str(rate)),
         *("--run-time", f"{arguments.seconds}s", "--stop-timeout", "120"),
         *("--html", str(reports / "locust.html"), "--csv", str(reports / "locust")),
         *("--only-summary", "--loglevel", "WARNING", "--exit-code-on-error", "1"),
     ]
-    output = reports / "locust.log"
-    with output.open("w") as log:
-        status = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
-    if status != 0:
+    output, samples = reports / "locust.log", [scrape(url)]
+    with output.open("w") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as running:
+        while running.poll() is None:
+            time.sleep(1)
+            samples.append(scrape(url))
+    time.sleep(2)  # until every ingress has told the one that answers
+    samples.append(scrape(url))
+    if running.returncode != 0:
         print(output.read_text()[-4000:])
-    return status
+    return running.returncode, samples
 
 
-def read_statistics(path: Path) -> dict[str, dict[str, float]]:
-    """Locust's CSV of statistics by name, numbers only; empty without a file."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        rows = {row.pop("Name"): row for row in csv.DictReader(file)}
-    numbers = {name: [(c, v) for c, v in row.items() if c != "Type"] for name, row in rows.items()}
-    return {name: {c: float(v) for c, v in row if v and v != "N/A"} for name, row in numbers.items()}
+def scrape(url: str) -> dict[str, float]:
+    """What the server's /metrics says now: NAMES, all labels added, replicas, and ``at``, since the epoch."""
+    key = os.environ.get("QUIRE_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    text = httpx.get(f"{url}/metrics", headers=headers, timeout=30).raise_for_status().text
+    rows = [row.rsplit(" ", 1) for row in text.splitlines() if not row.startswith("#")]
+    found = {name: sum(float(v) for n, v in rows if n == name or n.startswith(pre)) for pre, name in NAMES}
+    # Each ingress counts its own channels.
+    replicas = max(
+        (float(v) for n, v in rows if n.startswith("quire_replicas{") and 'state="open"' in n), default=0.0
+    )
+    return {"at": time.time(), "replicas": replicas, **found}
 
 
-def figures_of(rows: dict[str, dict[str, float]], seconds: float) -> list[Figure]:
-    """What the run is judged by."""
-    chat, tokens, ttft = (rows.get(name, {}) for name in (REQUEST, "output tokens", "TTFT"))
-    made = tokens.get("Request Count", 0.0) * tokens.get("Average Response Time", 0.0)
+def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], status: int) -> list[Figure]:
+    """What the run is judged by: clients' figures, and how far the server's are from them."""
+    said = {name: samples[-1][name] - samples[0][name] for _, name in NAMES}
+    total = {name: sum(one[name] for one in records) for name in ("prompt", "output", "cached")}
+    took = samples[-1]["at"] - samples[0]["at"]
+    pairs = (("requests", len(records)), ("prompt tokens", total["prompt"]), ("output tokens", total["output"]))
     return [
-        Figure("requests", chat.get("Request Count", 0.0), bar=1),
-        most("failures", chat.get("Failure Count", 0.0) if chat else 1.0),
-        Figure("output tokens per second, all users", made / seconds, " tokens/s"),
-        Figure("TTFT, median", ttft.get("50%", 0.0), " ms"),
-        Figure("TTFT, 95 %", ttft.get("95%", 0.0), " ms"),
-        Figure("TPOT, median", rows.get("TPOT", {}).get("50%", 0.0), " ms"),
+        Figure("requests", len(records), bar=1),
+        most("Locust's exit status", status),
+        Figure("output tokens per second, all users", total["output"] / took, " tokens/s"),
+        *(
+            Figure(f"TTFT, {q:.0%}", quantile([1e3 * r["ttft"] for r in records], q), " ms")
+            for q in (0.5, 0.95)
+        ),
+        Figure("TPOT, median", quantile([1e3 * one["tpot"] for one in records], 0.5), " ms"),
+        Figure("cached share of prompts", 100 * total["cached"] / max(total["prompt"], 1), " %"),
+        *(most(f"{n}: the server off by", 100 * abs(said[n] / max(v, 1) - 1), 2, " %") for n, v in pairs),
     ]
 
 
@@ -114,12 +141,16 @@ def main() -> None:
     arguments.reports.mkdir(parents=True, exist_ok=True)
     with target(arguments.host, arguments.options) as url:
         print(f"{arguments.users} users for {arguments.seconds} s against {url}", flush=True)
-        status = run_locust(url, arguments, arguments.reports)
-    rows = read_statistics(arguments.reports / "locust_stats.csv")
-    figures = figures_of(rows, arguments.seconds)
+        status, samples = run_locust(url, arguments, arguments.reports)
+    records = [json.loads(line) for line in (arguments.reports / "records.jsonl").read_text().splitlines()]
+    figures = figures_of(records, samples, status)
     print_figures(REQUEST, figures)
-    print(f"report: {arguments.reports / 'locust.html'}")
-    finish("loadtests.locust_run", figures, arguments, statistics=rows)
+    rows = [(one.name, f"{one.value:.4g}{one.unit}", one.holds) for one in figures]
+    data = {"records": records, "samples": samples, "figures": rows, "where": where()}
+    page = arguments.reports / "loadtest.html"
+    page.write_text(TEMPLATE.read_text().replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")))
+    print(f"report: {page}; Locust's own: {arguments.reports / 'locust.html'}")
+    finish("loadtests.locust_run", figures, arguments)
     sys.exit(status)
 
 

@@ -1,40 +1,56 @@
-"""A streaming chat user for Locust.
+"""Users for Locust that stream: chats, documents, bursts, agents, and clients that abuse the server.
 
 Statistics besides the request itself: ``TTFT`` (milliseconds to the first token), ``TPOT`` (milliseconds per
-later token) and ``tokens/s`` (of one stream, the wait for its first token included; Locust labels every
-column as milliseconds). A request fails unless its stream is whole.
+later token), ``tokens/s`` of one stream, and ``cached`` (% of its prompt); Locust labels all as milliseconds.
 
 Options come from the environment: QUIRE_LOAD_SEED, QUIRE_LOAD_MAX_TOKENS, QUIRE_LOAD_MODEL (else the first one
-that the server lists).
+that the server lists), QUIRE_API_KEY, and QUIRE_LOAD_RECORDS, a file that gets a JSON line per whole stream.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import random
+import time
+from typing import Any
 
 import httpx
 from locust import User, between, events, task
 
 from loadtests.client import INSTANCE, Outcome, stream_blocking
-from loadtests.workloads import ChatTraffic
+from loadtests.workloads import ChatTraffic, question, sentences
 
 PATH = "/v1/chat/completions"
 SEED = int(os.environ.get("QUIRE_LOAD_SEED", "0"))
 MAX_TOKENS = int(os.environ.get("QUIRE_LOAD_MAX_TOKENS", "64"))
-MODEL = os.environ.get("QUIRE_LOAD_MODEL", "")
+MODEL, KEY = os.environ.get("QUIRE_LOAD_MODEL", ""), os.environ.get("QUIRE_API_KEY", "")
+RECORDS = os.environ.get("QUIRE_LOAD_RECORDS", os.devnull)
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+ANSWER = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
 
 _users = itertools.count()
 
 
-class ChatUser(User):  # type: ignore[misc]
-    """Chats, reads the answer, thinks for a moment, goes on."""
+def message(text: str) -> list[dict[str, str]]:
+    """A chat's only one."""
+    return [{"role": "user", "content": text}]
 
+
+class StreamingUser(User):  # type: ignore[misc]
+    """Sends chats and reports what came of their streams."""
+
+    abstract = True
     wait_time = between(0.2, 1.0)
 
     def on_start(self) -> None:
-        self.traffic = ChatTraffic(SEED, next(_users))
-        self.http = httpx.Client(base_url=self.host, timeout=httpx.Timeout(120.0, connect=30.0))
+        number = next(_users)
+        self.rng, self.traffic = random.Random(f"{SEED} {number}"), ChatTraffic(SEED, number)
+        headers = {"authorization": f"Bearer {KEY}"} if KEY else {}
+        timeout = httpx.Timeout(120.0, connect=30.0)
+        self.http = httpx.Client(base_url=self.host, timeout=timeout, headers=headers)
         models = self.http.get("/v1/models").raise_for_status()
         self.model = MODEL or models.json()["data"][0]["id"]
         self.instance = models.headers.get(INSTANCE, "")
@@ -42,35 +58,105 @@ class ChatUser(User):  # type: ignore[misc]
     def on_stop(self) -> None:
         self.http.close()
 
+    def send(self, messages: list[dict[str, str]], **fields: Any) -> Outcome:
+        """Stream one answer."""
+        outcome = Outcome(model=self.model, asked=MAX_TOKENS)
+        fields = {"temperature": 0.7, **fields}
+        stream_blocking(self.http, PATH, outcome, self.instance, messages=messages, **fields)
+        if not outcome.fault:
+            self._report(outcome)
+        self.fire("POST", PATH, outcome.ended - outcome.began, outcome.fault)
+        return outcome
+
+    def _report(self, outcome: Outcome) -> None:
+        usage, tokens, ttft = outcome.usage, outcome.tokens, outcome.first - outcome.began
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        tpot = (outcome.last - outcome.first) / max(tokens - 1, 1)
+        self.fire("STREAM", "TTFT", ttft)
+        self.fire("STREAM", "TPOT", tpot)
+        self.fire("STREAM", "tokens/s", tokens / (outcome.last - outcome.began) / 1000)
+        self.fire("STREAM", "cached", cached / usage["prompt_tokens"] / 10)
+        began = time.time() - (outcome.ended - outcome.began)
+        row = {"at": began, "ttft": ttft, "tpot": tpot, "prompt": usage["prompt_tokens"], "cached": cached}
+        with open(RECORDS, "a") as file:
+            file.write(json.dumps({**row, "output": tokens, "user": type(self).__name__}) + "\n")
+
+    def fire(self, kind: str, name: str, seconds: float, fault: str = "") -> None:
+        """Tell Locust."""
+        error = RuntimeError(fault) if fault else None
+        how = {"response_length": 0, "exception": error, "context": self.context()}
+        events.request.fire(request_type=kind, name=name, response_time=seconds * 1000, **how)
+
+
+class ChatUser(StreamingUser):
+    """Chats for some turns under a shared system prompt, reads the answer, thinks, goes on."""
+
+    weight = 6
+
     @task  # type: ignore[untyped-decorator]
     def chat(self) -> None:
         """One turn."""
-        outcome = Outcome(model=self.model, asked=MAX_TOKENS)
-        messages = self.traffic.next_messages()
-        stream_blocking(self.http, PATH, outcome, self.instance, messages=messages, temperature=0.7)
+        outcome = self.send(self.traffic.next_messages())
         if outcome.fault:
             self.traffic.failed()
         else:
             self.traffic.answered(outcome.text)
-            self._report(outcome)
-        fault = RuntimeError(outcome.fault) if outcome.fault else None
-        self._fire("POST", PATH, outcome.ended - outcome.began, len(outcome.text.encode()), fault)
 
-    def _report(self, outcome: Outcome) -> None:
-        self._fire("STREAM", "TTFT", outcome.first - outcome.began)
-        if outcome.tokens > 1:
-            self._fire("STREAM", "TPOT", (outcome.last - outcome.first) / (outcome.tokens - 1))
-        self._fire("STREAM", "tokens/s", outcome.tokens / (outcome.last - outcome.began) / 1000)
-        self._fire("STREAM", "output tokens", outcome.tokens / 1000)
 
-    def _fire(
-        self, kind: str, name: str, seconds: float, length: int = 0, fault: Exception | None = None
-    ) -> None:
-        events.request.fire(
-            request_type=kind,
-            name=name,
-            response_time=seconds * 1000,
-            response_length=length,
-            exception=fault,
-            context=self.context(),
-        )
+class DocumentUser(StreamingUser):
+    """Asks about long documents."""
+
+    @task  # type: ignore[untyped-decorator]
+    def summary(self) -> None:
+        """A new document."""
+        self.send(message(f"{sentences(self.rng, 600)} Sum this up."))
+
+
+class BurstUser(StreamingUser):
+    """Sends a few requests without a pause, then rests."""
+
+    def wait_time(self) -> float:
+        """Seconds."""
+        return 0.0 if self.rng.random() < 0.8 else 4.0
+
+    @task  # type: ignore[untyped-decorator]
+    def burst(self) -> None:
+        """One of them."""
+        self.send(message(question(self.rng)))
+
+
+class AgentUser(StreamingUser):
+    """Has tools, and wants JSON."""
+
+    @task  # type: ignore[untyped-decorator]
+    def tool(self) -> None:
+        """A request that may call a tool."""
+        self.send(message(question(self.rng)), tools=[TOOL])
+
+    @task  # type: ignore[untyped-decorator]
+    def form(self) -> None:
+        """An answer of a given form."""
+        self.send(message("Does it rain?"), response_format=SCHEMA)
+
+
+class AbusiveUser(StreamingUser):
+    """Sends what is malformed and leaves early; a refusal in due form is no failure."""
+
+    @task  # type: ignore[untyped-decorator]
+    def malformed(self) -> None:
+        """A body that is no JSON."""
+        began = time.perf_counter()
+        status = self.http.post(PATH, content=b"{", headers={"content-type": "application/json"}).status_code
+        fault = "" if status in (400, 422) else f"status {status} to a malformed body"
+        self.fire("ABUSE", "malformed", time.perf_counter() - began, fault)
+
+    @task  # type: ignore[untyped-decorator]
+    def leaves(self) -> None:
+        """Hangs up after reading slowly."""
+        began = time.perf_counter()
+        body = {"model": self.model, "messages": message("?"), "stream": True}
+        with self.http.stream("POST", PATH, json={**body, "max_tokens": 200, "ignore_eos": True}) as response:
+            for _ in itertools.islice(response.iter_lines(), 4):
+                time.sleep(0.1)
+            fault = "" if response.status_code == httpx.codes.OK else f"status {response.status_code}"
+        self.fire("ABUSE", "leaves", time.perf_counter() - began, fault)
