@@ -57,7 +57,6 @@ def write(reports: Path, page: Path) -> int:
 
 
 def main() -> None:
-    """Update the page."""
     folder = (Path("loadtests/reports"), "folder of JSON files")
     options = {"--reports": folder, "--page": (Path("docs/benchmarks.md"), "to be updated")}
     arguments = parse("benchmarks_page", __doc__, options)

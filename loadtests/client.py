@@ -66,7 +66,6 @@ class Outcome:
             self.foreign = name or "without a name"
 
     def refuse(self, body: bytes) -> None:
-        """The body of an answer that is no stream."""
         try:
             self._add(json.loads(body))
         except ValueError:
@@ -78,7 +77,6 @@ class Outcome:
 
     @property
     def choices(self) -> list[dict[str, Any]]:
-        """All choices of all chunks."""
         return [choice for event in self.events for choice in event.get("choices", ())]
 
     @property
@@ -88,7 +86,6 @@ class Outcome:
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the last choice."""
         return self.choices[-1]["finish_reason"] if self.choices else None
 
     @property
@@ -103,7 +100,6 @@ class Outcome:
 
     @property
     def errors(self) -> list[dict[str, Any]]:
-        """Error chunks."""
         return [event["error"] for event in self.events if "error" in event]
 
     @property

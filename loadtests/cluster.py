@@ -67,7 +67,6 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str, interval
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from loadtests.report import ROOT, Figure, finish, most, parse, print_figures, where
+from loadtests.report import ROOT, Figure, finish, most, parse, where
 from loadtests.stats import quantile
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -34,7 +34,6 @@ NAMES = (
 
 
 def answers(url: str) -> bool:
-    """Whether something healthy listens there."""
     try:
         return httpx.get(f"{url}/health", timeout=5).is_success
     except httpx.HTTPError:
@@ -144,13 +143,12 @@ def main() -> None:
         status, samples = run_locust(url, arguments, arguments.reports)
     records = [json.loads(line) for line in (arguments.reports / "records.jsonl").read_text().splitlines()]
     figures = figures_of(records, samples, status)
-    print_figures(REQUEST, figures)
     rows = [(one.name, f"{one.value:.4g}{one.unit}", one.holds) for one in figures]
     data = {"records": records, "samples": samples, "figures": rows, "where": where()}
     page = arguments.reports / "loadtest.html"
     page.write_text(TEMPLATE.read_text().replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")))
     print(f"report: {page}; Locust's own: {arguments.reports / 'locust.html'}")
-    finish("loadtests.locust_run", figures, arguments)
+    finish("loadtests.locust_run", figures, arguments, REQUEST)
     sys.exit(status)
 
 

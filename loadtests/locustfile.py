@@ -1,4 +1,4 @@
-"""Users for Locust that stream: chats, documents, bursts, agents, and clients that abuse the server.
+"""Users for Locust that stream, of five kinds: chats, documents, bursts, agents, and abuse.
 
 Statistics besides the request itself: ``TTFT`` (milliseconds to the first token), ``TPOT`` (milliseconds per
 later token), ``tokens/s`` of one stream, and ``cached`` (% of its prompt); Locust labels all as milliseconds.
@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import httpx
-from locust import User, between, events, task
+from locust import User, events, task
 
 from loadtests.client import INSTANCE, Outcome, stream_blocking
 from loadtests.workloads import ChatTraffic, question, sentences
@@ -27,6 +27,8 @@ SEED = int(os.environ.get("QUIRE_LOAD_SEED", "0"))
 MAX_TOKENS = int(os.environ.get("QUIRE_LOAD_MAX_TOKENS", "64"))
 MODEL, KEY = os.environ.get("QUIRE_LOAD_MODEL", ""), os.environ.get("QUIRE_API_KEY", "")
 RECORDS = os.environ.get("QUIRE_LOAD_RECORDS", os.devnull)
+KINDS = ("chat", "document", "chat", "burst", "chat", "agent", "chat", "abuse", "chat", "chat")
+"""Of the users in the order in which they come, again and again."""
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 ANSWER = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
@@ -35,18 +37,16 @@ _users = itertools.count()
 
 
 def message(text: str) -> list[dict[str, str]]:
-    """A chat's only one."""
+    """A chat that consists of this one."""
     return [{"role": "user", "content": text}]
 
 
 class StreamingUser(User):  # type: ignore[misc]
-    """Sends chats and reports what came of their streams."""
-
-    abstract = True
-    wait_time = between(0.2, 1.0)
+    """Sends what its kind does, and reports what came of the streams."""
 
     def on_start(self) -> None:
         number = next(_users)
+        self.kind = KINDS[number % len(KINDS)]
         self.rng, self.traffic = random.Random(f"{SEED} {number}"), ChatTraffic(SEED, number)
         headers = {"authorization": f"Bearer {KEY}"} if KEY else {}
         timeout = httpx.Timeout(120.0, connect=30.0)
@@ -58,8 +58,31 @@ class StreamingUser(User):  # type: ignore[misc]
     def on_stop(self) -> None:
         self.http.close()
 
+    def wait_time(self) -> float:
+        """Seconds to the next request; bursts are some without a pause, then a rest."""
+        if self.kind == "burst":
+            return 0.0 if self.rng.random() < 0.8 else 4.0
+        return self.rng.uniform(0.2, 1.0)
+
+    @task  # type: ignore[untyped-decorator]
+    def act(self) -> None:
+        if self.kind == "chat":
+            outcome = self.send(self.traffic.next_messages())
+            if outcome.fault:
+                self.traffic.failed()
+            else:
+                self.traffic.answered(outcome.text)
+        elif self.kind == "document":
+            self.send(message(f"{sentences(self.rng, 600)} Sum this up."))
+        elif self.kind == "burst":
+            self.send(message(question(self.rng)))
+        elif self.kind == "agent":
+            fields = self.rng.choice(({"tools": [TOOL]}, {"response_format": SCHEMA}))
+            self.send(message(question(self.rng)), **fields)
+        else:
+            self.rng.choice((self.malformed, self.leave))()
+
     def send(self, messages: list[dict[str, str]], **fields: Any) -> Outcome:
-        """Stream one answer."""
         outcome = Outcome(model=self.model, asked=MAX_TOKENS)
         fields = {"temperature": 0.7, **fields}
         stream_blocking(self.http, PATH, outcome, self.instance, messages=messages, **fields)
@@ -79,84 +102,26 @@ class StreamingUser(User):  # type: ignore[misc]
         began = time.time() - (outcome.ended - outcome.began)
         row = {"at": began, "ttft": ttft, "tpot": tpot, "prompt": usage["prompt_tokens"], "cached": cached}
         with open(RECORDS, "a") as file:
-            file.write(json.dumps({**row, "output": tokens, "user": type(self).__name__}) + "\n")
+            file.write(json.dumps({**row, "output": tokens, "user": self.kind}) + "\n")
 
-    def fire(self, kind: str, name: str, seconds: float, fault: str = "") -> None:
-        """Tell Locust."""
-        error = RuntimeError(fault) if fault else None
-        how = {"response_length": 0, "exception": error, "context": self.context()}
-        events.request.fire(request_type=kind, name=name, response_time=seconds * 1000, **how)
-
-
-class ChatUser(StreamingUser):
-    """Chats for some turns under a shared system prompt, reads the answer, thinks, goes on."""
-
-    weight = 6
-
-    @task  # type: ignore[untyped-decorator]
-    def chat(self) -> None:
-        """One turn."""
-        outcome = self.send(self.traffic.next_messages())
-        if outcome.fault:
-            self.traffic.failed()
-        else:
-            self.traffic.answered(outcome.text)
-
-
-class DocumentUser(StreamingUser):
-    """Asks about long documents."""
-
-    @task  # type: ignore[untyped-decorator]
-    def summary(self) -> None:
-        """A new document."""
-        self.send(message(f"{sentences(self.rng, 600)} Sum this up."))
-
-
-class BurstUser(StreamingUser):
-    """Sends a few requests without a pause, then rests."""
-
-    def wait_time(self) -> float:
-        """Seconds."""
-        return 0.0 if self.rng.random() < 0.8 else 4.0
-
-    @task  # type: ignore[untyped-decorator]
-    def burst(self) -> None:
-        """One of them."""
-        self.send(message(question(self.rng)))
-
-
-class AgentUser(StreamingUser):
-    """Has tools, and wants JSON."""
-
-    @task  # type: ignore[untyped-decorator]
-    def tool(self) -> None:
-        """A request that may call a tool."""
-        self.send(message(question(self.rng)), tools=[TOOL])
-
-    @task  # type: ignore[untyped-decorator]
-    def form(self) -> None:
-        """An answer of a given form."""
-        self.send(message("Does it rain?"), response_format=SCHEMA)
-
-
-class AbusiveUser(StreamingUser):
-    """Sends what is malformed and leaves early; a refusal in due form is no failure."""
-
-    @task  # type: ignore[untyped-decorator]
     def malformed(self) -> None:
-        """A body that is no JSON."""
+        """Send a body that is no JSON; a refusal in due form is no failure."""
         began = time.perf_counter()
         status = self.http.post(PATH, content=b"{", headers={"content-type": "application/json"}).status_code
         fault = "" if status in (400, 422) else f"status {status} to a malformed body"
         self.fire("ABUSE", "malformed", time.perf_counter() - began, fault)
 
-    @task  # type: ignore[untyped-decorator]
-    def leaves(self) -> None:
-        """Hangs up after reading slowly."""
+    def leave(self) -> None:
+        """Hang up after reading slowly."""
         began = time.perf_counter()
         body = {"model": self.model, "messages": message("?"), "stream": True}
         with self.http.stream("POST", PATH, json={**body, "max_tokens": 200, "ignore_eos": True}) as response:
             for _ in itertools.islice(response.iter_lines(), 4):
                 time.sleep(0.1)
             fault = "" if response.status_code == httpx.codes.OK else f"status {response.status_code}"
-        self.fire("ABUSE", "leaves", time.perf_counter() - began, fault)
+        self.fire("ABUSE", "leave", time.perf_counter() - began, fault)
+
+    def fire(self, kind: str, name: str, seconds: float, fault: str = "") -> None:
+        error = RuntimeError(fault) if fault else None
+        how = {"response_length": 0, "exception": error, "context": self.context()}
+        events.request.fire(request_type=kind, name=name, response_time=seconds * 1000, **how)

@@ -147,7 +147,6 @@ def print_figures(header: str, figures: Sequence[Figure]) -> None:
 
 
 def where() -> str:
-    """Machine and commit in one line."""
     on = machine()
     gpu = f", {on['gpu']}" if "gpu" in on else ""
     return f"{on['cpu']} ({on['vector']}), {on['cores']} cores{gpu}; commit {commit()}"
@@ -165,7 +164,6 @@ def commit() -> str:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """Where the figures were measured."""
     model, flags = platform.processor(), ""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -190,7 +188,6 @@ def gpu() -> dict[str, str]:
 
 
 def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> None:
-    """Write the JSON file."""
     rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
     document = {"command": command, "machine": machine(), "commit": commit(), "figures": rows, **extra}
     out.write_text(json.dumps(document, indent=2, default=_plain) + "\n")
@@ -201,8 +198,12 @@ def _plain(value: Any) -> Any:
     return value.item()
 
 
-def finish(command: str, figures: Sequence[Figure], arguments: argparse.Namespace, **extra: Any) -> None:
-    """Write the JSON file, print a line for each figure with a bar, and exit 1 if ``--check`` fails."""
+def finish(
+    command: str, figures: Sequence[Figure], arguments: argparse.Namespace, title: str = "", **extra: Any
+) -> None:
+    """Print a table with a title, write the JSON file, say which bars hold; exit 1 if ``--check`` fails."""
+    if title:
+        print_figures(title, figures)
     print(f"\n{command} on {where()}")
     if arguments.json is not None:
         save(command, figures, arguments.json, **extra)

@@ -46,7 +46,6 @@ class Zipf:
         self._cumulative = list(itertools.accumulate((rank + 1) ** -exponent for rank in range(size)))
 
     def draw(self, rng: random.Random) -> int:
-        """One rank."""
         return bisect.bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
 
 
@@ -70,7 +69,6 @@ def system_prompt(rank: int, words: int, seed: int = 0) -> str:
 
 
 def question(rng: random.Random) -> str:
-    """A short question of a user."""
     return rng.choice(_QUESTIONS).format(rng.choice(_PLACES))
 
 
@@ -110,9 +108,7 @@ class ChatTraffic:
         return self._messages
 
     def answered(self, text: str) -> None:
-        """Keep the answer for the next turn."""
         self._messages.append({"role": "assistant", "content": text})
 
     def failed(self) -> None:
-        """Give the conversation up."""
         self._left = 0

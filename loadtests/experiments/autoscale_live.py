@@ -26,7 +26,7 @@ from app.launch import serving
 from loadtests.client import Client, Outcome
 from loadtests.cluster import LocalCluster, seconds_until
 from loadtests.experiments.fleet import START_LIMIT_S, started
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.workloads import prompts
 
 REPLICAS = 3
@@ -35,20 +35,15 @@ CLIENT_TOKENS = 48
 FEW_CLIENTS, MANY_CLIENTS = 25, 65  # with the streams, more requests than one pool has blocks, than two have
 BLOCK_SIZE = 2048  # so that each request holds one block: two cores cannot compute enough KV to fill real pools
 POOL_BLOCKS = 40  # of one replica; a second one is asked for beyond 30, and one is enough below 24
-DOWN_AFTER_S = 20.0
+DOWN_AFTER_S, SETTLE_S = 20.0, 10.0  # the latter at each number of clients
 ALONE_S = 32.0  # of the streams; longer than the policy looks back, or they and the clients are one trend
 TARGET_LIMIT_S, DOWN_LIMIT_S, END_LIMIT_S = 20.0, 140.0, 300.0
 REACTION_S, INTERVAL_S, ANSWER_LIMIT_S = 3.0, 0.1, 3.0  # the last two are of looks
 
 SMALL = {"block_size": BLOCK_SIZE, "num_blocks": POOL_BLOCKS, "max_num_seqs": POOL_BLOCKS, "token_budget": 128}
-SCALING = {
-    "max_replicas": REPLICAS,
-    "scale_down_after_s": DOWN_AFTER_S,
-    "startup_s": 15.0,
-    "scaling_reserve": 0.0,
-}
+SCALING = {"max_replicas": REPLICAS, "scale_down_after_s": DOWN_AFTER_S, "startup_s": 15.0}
 # Replicas share two cores here, so that more of them are not faster: time must not decide.
-PATIENT = {"dtype": "bfloat16", "ttft_target_s": 600.0, "tpot_target_s": 60.0}
+PATIENT = {"dtype": "bfloat16", "scaling_reserve": 0.0, "ttft_target_s": 600.0, "tpot_target_s": 60.0}
 ONE = dict.fromkeys(("engine_cpus", "threads", "engine_replicas", "min_replicas"), 1)
 OPTIONS: dict[str, Any] = {**ONE, **SMALL, **SCALING, **PATIENT}
 
@@ -75,7 +70,6 @@ class Recording:
 
 
 def figures_of(run: Recording) -> list[Figure]:
-    """What the run is judged by."""
     after_load = targets(run.serve, run.left)
     return [
         Figure("streams", len(run.streams), "", STREAMS),
@@ -146,7 +140,6 @@ class Load:
             self._others.append(asyncio.create_task(work))
 
     async def hang_up(self) -> None:
-        """End what is open."""
         for task in (tasks := self._streams + self._others):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -164,9 +157,8 @@ class Load:
 class Stage:
     """Runs on one cluster, and looks at its controller and engines ten times a second meanwhile."""
 
-    def __init__(self, cluster: LocalCluster, settle_s: float) -> None:
+    def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
-        self._settle_s = settle_s
         self._began = time.monotonic()
         self._run = Recording()
 
@@ -205,7 +197,7 @@ class Stage:
         await self._await(lambda: self._last.target >= target, TARGET_LIMIT_S, f"the target is not {target}")
         await self._await(lambda: self._last.running >= target, START_LIMIT_S, f"no {target} replicas run")
         self._say(f"target {self._last.target}, {self._last.running} replicas run")
-        await asyncio.sleep(self._settle_s)
+        await asyncio.sleep(SETTLE_S)
 
     @property
     def _last(self) -> ServeLook:
@@ -251,11 +243,9 @@ def engine_details() -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Run and report."""
-    arguments = parse("autoscale_live", __doc__, {"--quick": (False, "less time at each number of clients")})
+    arguments = parse("autoscale_live", __doc__)
     with started() as cluster:
-        stage = Stage(cluster, 4.0 if arguments.quick else 10.0)
+        stage = Stage(cluster)
         cluster.deploy(**OPTIONS)
         figures = figures_of(asyncio.run(stage.up_and_down()))
-    print_figures("what", figures)
-    finish("loadtests.autoscale_live", figures, arguments, options=OPTIONS)
+    finish("loadtests.autoscale_live", figures, arguments, "what", options=OPTIONS)

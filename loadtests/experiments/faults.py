@@ -25,7 +25,7 @@ from loadtests.experiments.fleet import (
     stream_figures,
     wrong_channels,
 )
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import median, quantile
 from loadtests.workloads import prompts
 
@@ -55,7 +55,6 @@ class Faults(Fleet):
     _expected_long: Sequence[Outcome] = ()
 
     def run(self, disconnects: int, trials: int) -> list[Figure]:
-        """Every figure."""
         parts: list[Callable[[], list[Figure]]] = [
             lambda: self.lone_disconnects(trials),
             self.undisturbed,
@@ -140,13 +139,11 @@ class Faults(Fleet):
         return time.perf_counter() - began
 
     def _routable_again(self) -> None:
-        """Wait until both engines take requests again."""
         self.cluster.wait_routable(ENGINES)
         wait_for(lambda: wrong_channels(self.cluster.inspect()) == 0, LIMIT_S, "channels are missing")
 
 
 def main() -> None:
-    """Measure and report."""
     options = {
         "--disconnects": (1000, "clients that vanish at random moments"),
         "--trials": (30, "of a lone stream's disconnect"),
@@ -155,5 +152,4 @@ def main() -> None:
     with started() as cluster:
         cluster.deploy(**OPTIONS)
         figures = Faults(cluster).run(arguments.disconnects, arguments.trials)
-    print_figures("fault", figures)
-    finish("loadtests.faults", figures, arguments, options=OPTIONS)
+    finish("loadtests.faults", figures, arguments, "fault", options=OPTIONS)

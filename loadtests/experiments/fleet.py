@@ -16,6 +16,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from app.launch import serving
 from loadtests.client import Client, Outcome, complete_all
 from loadtests.cluster import LocalCluster, seconds_until, wait_for
 from loadtests.report import Figure, most
@@ -32,9 +33,9 @@ Sample = tuple[float, Mapping[str, int]]
 
 
 @contextmanager
-def started() -> Iterator[LocalCluster]:
+def started(import_path: str = serving.IMPORT_PATH) -> Iterator[LocalCluster]:
     """Ray and Serve, stopped at the end, or when the command is told to stop."""
-    cluster = LocalCluster()
+    cluster = LocalCluster(import_path)
     try:
         cluster.start()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ray's handler would skip the clean-up
@@ -50,7 +51,6 @@ class Fleet:
         self.cluster = cluster
 
     def say(self, texts: Sequence[str], tokens: int) -> list[Outcome]:
-        """Stream all at once."""
         return asyncio.run(complete_all(self.cluster.url, texts, tokens, self.cluster.instance))
 
     def while_streaming(

@@ -17,7 +17,7 @@ import torch
 
 from engine import LLM
 from loadtests.experiments.rivals import PEER_BATCH, Workload, run_ours, run_peer, tokens_per_second
-from loadtests.report import Figure, finish, parse, print_figures
+from loadtests.report import Figure, finish, parse
 
 SHAPES = {  # of a Llama: hidden, intermediate, layers, heads, KV heads
     "8b": (4096, 14336, 32, 32, 8),
@@ -83,7 +83,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Figure]:
 
 
 def main() -> None:
-    """Parse the command line and measure."""
     options = {
         "--shape": (tuple(SHAPES), "of the model"),
         "--requests": (64, "at once"),
@@ -94,5 +93,4 @@ def main() -> None:
     shared_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
         figures = measure(arguments, Path(folder))
-    print_figures("engine on a GPU", figures)
-    finish("loadtests.gpu_engine", figures, arguments)
+    finish("loadtests.gpu_engine", figures, arguments, "engine on a GPU")

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.cpu import CpuKernels
 from kernels.interface import AttentionMetadata, AttentionOptions, kv_pool_shape
 from kernels.registry import get_kernels
-from loadtests.report import Figure, finish, parse, print_figures, save
+from loadtests.report import Figure, finish, parse, save
 from loadtests.stats import by_turns, median
 
 BLOCK_SIZE = 16
@@ -80,11 +80,6 @@ class Heads:
     queries: int
     kv: int
     size: int
-
-    @property
-    def scale(self) -> float:
-        """Of the scores."""
-        return float(self.size**-0.5)
 
     def step(
         self, requests: int, context: int, queries: int, layers: int, device: str
@@ -163,7 +158,6 @@ class Cpu:
         return found | {torch.bfloat16: max(found[torch.bfloat16], found[torch.float32])}
 
     def measure(self) -> Iterator[Measured]:
-        """Everything."""
         for name, case in CPU_ATTENTION.items():
             amount, kind = CPU_HEADS.amount(*case)
             yield Measured(name, *self._best(*self._attention(name, *case)), LAYERS * amount, kind, 1.0)
@@ -178,19 +172,14 @@ class Cpu:
 
     def _best(self, ours: Call, theirs: Call) -> tuple[float, float]:
         """Seconds of each side. Torch's threads spin for a while after its turn, so ours waits for them."""
-
-        def rest() -> None:
-            time.sleep(0.02)
-
-        first, second, _ = by_turns(self._rounds, ours, theirs, rest)
+        first, second, _ = by_turns(self._rounds, ours, theirs, partial(time.sleep, 0.02))
         return min(first), min(second)
 
     def _attention(self, name: str, requests: int, context: int, queries: int) -> tuple[Call, Call]:
-        """All layers, ours and torch's."""
         q, pool, metadata = CPU_HEADS.step(requests, context, queries, LAYERS, "cpu")
         layers = [pool[:, layer] for layer in range(LAYERS)]
         batched = q.view(requests, queries, *q.shape[1:]).transpose(1, 2)
-        kernel, options = self._kernels.attention, AttentionOptions(CPU_HEADS.scale)
+        kernel, options = self._kernels.attention, AttentionOptions(CPU_HEADS.size**-0.5)
 
         def theirs(layer: Tensor) -> Tensor:
             return sdpa(batched, *contiguous(layer, metadata, context), queries > 1)
@@ -202,7 +191,6 @@ class Cpu:
         )
 
     def _linear(self, rows: int, dtype: torch.dtype) -> tuple[Call, Call]:
-        """All layers' maps, ours and torch's."""
         weights = [torch.randn(n, k).to(dtype) for _ in range(LAYERS) for k, n in MAPS]
         packed = [self._kernels.pack_linear(weight, None) for weight in weights]
         inputs = [torch.randn(rows, k).to(dtype) for k, _ in MAPS] * LAYERS
@@ -227,11 +215,10 @@ class Gpu:
 
     @staticmethod
     def measure() -> Iterator[Measured]:
-        """Everything."""
         for name, (requests, context, queries) in GPU_ATTENTION.items():
             q, pool, metadata = GPU_HEADS.step(requests, context, queries, 1, "cuda")
             kernel = get_kernels("triton", torch.device("cuda")).attention
-            call = partial(kernel, q, pool[:, 0], metadata, AttentionOptions(GPU_HEADS.scale))
+            call = partial(kernel, q, pool[:, 0], metadata, AttentionOptions(GPU_HEADS.size**-0.5))
             ours, result = seconds(call), call()
             k, v = (one.contiguous() for one in contiguous(pool[:, 0], metadata, context))
             del pool, call
@@ -317,5 +304,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = [figure for result in results for figure in result.figures(limits)]
     for kind, rate in limits.items():
         figures.append(Figure(f"limit, {kind}", rate / 1e9, " GB/s" if kind == BYTES else " GFLOP/s"))
-    print_figures("kernel", figures)
-    finish("loadtests.kernels", figures, arguments, threads=arguments.threads)
+    finish("loadtests.kernels", figures, arguments, "kernel", threads=arguments.threads)

@@ -27,7 +27,7 @@ from engine.models.loader import load_model
 from engine.tokenizer import load_tokenizer
 from kernels.interface import AttentionMetadata
 from kernels.registry import get_kernels
-from loadtests.report import Figure, finish, parse, print_figures
+from loadtests.report import Figure, finish, parse
 
 WINDOW, BLOCK = 1024, 16  # tokens
 BARS: dict[WeightsOption, float] = {"model": 0.0, "int8": 0.5, "int4": 1.0}  # per cent of more perplexity
@@ -67,7 +67,6 @@ def surprise(decoder: Decoder, tokens: Tensor) -> float:
 
 
 def main() -> None:
-    """Measure and report."""
     declared = {
         "--tokens": (50_000, "tokens of text in all"),
         "--model": (BUNDLED_NAME, "folder or name"),
@@ -90,5 +89,4 @@ def main() -> None:
         base = base or total / counted
         more = 100 * math.expm1(total / counted - base)
         figures.append(Figure(f"{weights}: above {options.weights[0]}", more, " %", BARS[weights], True))
-    print_figures("perplexity", figures)
-    finish("loadtests.perplexity", figures, options)
+    finish("loadtests.perplexity", figures, options, "perplexity")

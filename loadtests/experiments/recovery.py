@@ -25,7 +25,7 @@ from engine.scheduling.recovery import Recovery, RecoveryMode
 from engine.scheduling.scheduler_stats import SchedulerStats
 from loadtests.client import MODEL
 from loadtests.experiments.rivals import TOKEN_RANGE
-from loadtests.report import Figure, finish, parse, print_figures
+from loadtests.report import Figure, finish, parse
 
 BLOCK_SIZE = 16
 AMPLE_BLOCKS, SMALL_BLOCKS = 1024, 16
@@ -56,15 +56,12 @@ def requests_of(seed: int, count: int = REQUESTS) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load on one engine."""
-
     tokens: dict[str, list[int]]  # by request, the output
     seconds: float
     scheduler: SchedulerStats
 
     @property
     def rate(self) -> float:
-        """Output tokens a second."""
         return sum(map(len, self.tokens.values())) / self.seconds
 
 
@@ -96,10 +93,8 @@ def run(engine: Engine, requests: list[Request], title: str) -> Run:
 
 
 def main() -> None:
-    """Run every mode and report."""
-    arguments = parse(
-        "recovery", __doc__, {"--seed": (0, "of the requests"), "--requests": (REQUESTS, "in each mode")}
-    )
+    options = {"--seed": (0, "of the requests"), "--requests": (REQUESTS, "in each mode")}
+    arguments = parse("recovery", __doc__, options)
     folder = str(resolve(MODEL))
 
     def once(title: str, blocks: int, **options: Any) -> Run:
@@ -113,8 +108,8 @@ def main() -> None:
         space = 0 if mode == RecoveryMode.RECOMPUTE else 1 << 30
         one = once(mode, SMALL_BLOCKS, swap_space=space, recovery=mode)
         figures += bars(mode, one, one.tokens == ample.tokens)
-    print_figures(f"{arguments.requests} requests in {SMALL_BLOCKS} blocks of {BLOCK_SIZE} tokens", figures)
-    finish("loadtests.recovery", figures, arguments, threads=THREADS)
+    title = f"{arguments.requests} requests in {SMALL_BLOCKS} blocks of {BLOCK_SIZE} tokens"
+    finish("loadtests.recovery", figures, arguments, title, threads=THREADS)
 
 
 def bars(mode: str, one: Run, same: bool) -> list[Figure]:

@@ -36,7 +36,6 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """One line for the table."""
         shared = f", {self.shared} shared" if self.shared else ""
         return f"({self.key}) {self.requests} x {self.prompt}{shared} in, {self.output} out"
 
@@ -89,7 +88,6 @@ class Transformers:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def __call__(self, workload: Workload, prompts: Prompts) -> int:
-        """See ``Side``."""
         return run_peer(self._model, prompts, workload.output)
 
 

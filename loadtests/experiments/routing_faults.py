@@ -30,7 +30,7 @@ from loadtests.experiments.fleet import (
     started,
     stream_figures,
 )
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import median
 from loadtests.workloads import prompts
 
@@ -51,14 +51,8 @@ class RoutingFaults(Fleet):
     """When a cordon moves what runs, if not when it does by itself."""
 
     def run(self) -> list[Figure]:
-        """Every figure."""
-        parts = [
-            self.cordoned,
-            self.scaled_up,
-            self.one_of_many_killed,
-            self.two_ingresses,
-            self.ingress_killed,
-        ]
+        first = (self.cordoned, self.scaled_up, self.one_of_many_killed)
+        parts = (*first, self.two_ingresses, self.ingress_killed)
         return [figure for part in tqdm(parts, unit="part") for figure in part()]
 
     def cordoned(self) -> list[Figure]:
@@ -218,10 +212,8 @@ class RoutingFaults(Fleet):
 
 
 def main() -> None:
-    """Measure and report."""
     arguments = parse("routing_faults", __doc__)
     with started() as cluster:
         cluster.deploy(**OPTIONS)
         figures = RoutingFaults(cluster).run()
-    print_figures("fault", figures)
-    finish("loadtests.routing_faults", figures, arguments, options=OPTIONS)
+    finish("loadtests.routing_faults", figures, arguments, "fault", options=OPTIONS)

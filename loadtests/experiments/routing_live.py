@@ -28,7 +28,7 @@ from loadtests.arrivals import closed_loop, open_loop, poisson
 from loadtests.client import MODEL, Client, Outcome
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.experiments.fleet import started
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import mean, quantile, ratio
 from loadtests.workloads import question, sentences, system_prompt
 
@@ -71,7 +71,6 @@ class Traffic:
 
     @classmethod
     async def make(cls, tokenizer: PromptTokenizer) -> Traffic:
-        """Count the tokens."""
         systems = []
         for group in range(GROUPS):
             one, other = [await _encode(tokenizer, group, user) for user in ("A", "0")]
@@ -153,7 +152,6 @@ class Run:
 
     @property
     def counted(self) -> list[Reply]:
-        """Those that were due in the window."""
         return [reply for reply in self.replies if self.window[0] <= reply.due < self.window[1]]
 
     @property
@@ -308,7 +306,6 @@ class Stage:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the arms by turns, print their table, hold the figures to their bars."""
     options = {
         "--seeds": (3, "runs of each arm"),
         "--arms": ([OURS, *COMPARED], f"of {', '.join(ROUTERS)}"),
@@ -328,5 +325,4 @@ def main(argv: Sequence[str]) -> None:
     for arm, found in runs.items():
         figures += shown(arm, found)
     figures += figures_of(runs, traffic.systems)
-    print_figures("routing", figures)
-    finish("loadtests.routing --live", figures, arguments)
+    finish("loadtests.routing --live", figures, arguments, "routing")

@@ -22,7 +22,7 @@ from app.routing.load import LoadReport
 from app.routing.routing_meta import RoutingMeta
 from engine.kv.block_keys import block_keys, root_key
 from engine.request import CacheNamespace
-from loadtests.report import Figure, finish, parse, print_figures
+from loadtests.report import Figure, finish, parse
 from loadtests.stats import quantile
 
 BLOCK_SIZE = 16
@@ -165,8 +165,6 @@ def measure() -> Iterator[list[Figure]]:
 
 
 def main() -> None:
-    """Time all calls, print a table, hold the figures to their bars."""
     arguments = parse("routing_speed", __doc__)
     figures = [figure for found in tqdm(measure(), unit="call") for figure in found]
-    print_figures("call", figures)
-    finish("loadtests.routing_speed", figures, arguments)
+    finish("loadtests.routing_speed", figures, arguments, "call")

@@ -29,7 +29,7 @@ from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.step import StepTiming
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import median, window_means
 
 BLOCK_SIZE = 16
@@ -47,7 +47,6 @@ STEP_TIMING = StepTiming(0.01)
 
 
 def microseconds(seconds: list[float]) -> float:
-    """The median window."""
     return median(window_means(seconds, WINDOW)) * 1e6
 
 
@@ -96,7 +95,6 @@ class Bench:
                 self.add(common + self._text(BLOCK_SIZE), 16)
 
     def run(self, load: str, steps: int, seconds: list[float]) -> None:
-        """Measure some steps."""
         for _ in range(steps):
             if load == "queue":
                 # What one that waits needs, and half of what will be kept back for those that run.
@@ -105,7 +103,6 @@ class Bench:
                 self.add(self._text(128), 128)
 
     def end(self, load: str) -> None:
-        """End all requests."""
         if load != "mix" and (ran := self.scheduler.stats().running) != self._running:
             raise RuntimeError(f"{load}: {ran} ran at the end")
         for request_id in list(self._live):
@@ -212,8 +209,6 @@ def growth(benches: list[Bench], load: str, steps: int) -> float:
 
 
 def main() -> None:
-    """Measure and report."""
     arguments = parse("scheduler", __doc__, {"--steps": (320, "measured, of each load")})
     figures = measure_steps(arguments.steps)
-    print_figures("the scheduler's processor time", figures)
-    finish("loadtests.scheduler", figures, arguments)
+    finish("loadtests.scheduler", figures, arguments, "the scheduler's processor time")

@@ -146,10 +146,6 @@ class SimulatedReplica:
         seen = self.acknowledged.get(channel, 0)
         return LoadReport(**known, num_blocks=blocks, block_size=size, acknowledged=seen)
 
-    def check(self) -> None:
-        """Verify the scheduler's invariants."""
-        self.scheduler.check()
-
     def _copy(self, blocks: int) -> float:
         if not blocks:
             return 0.0

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster, wait_for
-from loadtests.experiments.fleet import OPTIONS, START_LIMIT_S
+from loadtests.experiments.fleet import OPTIONS, START_LIMIT_S, started
 from loadtests.experiments.timed_application import TOKEN_EVERY_S, WORD, gate
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import quantile
 
 STOP_S, WINDOW_S = 7.0, 5.0
@@ -55,7 +55,6 @@ class Stream(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(writer.write, self.body)
 
     def data_received(self, data: bytes) -> None:
-        """Count what came."""
         self.times.append(time.perf_counter())
         self.events += data.count(b'"text":')
         window = self._tail + data
@@ -71,8 +70,6 @@ class Stream(asyncio.Protocol):
 
 
 class Run:
-    """All streams to their end."""
-
     def __init__(self, cluster: LocalCluster, name: str, count: int, tokens: int) -> None:
         self._cluster, self._name, self._tokens = cluster, name, tokens
         self._count = RUNS[name] * count
@@ -83,7 +80,6 @@ class Run:
         self._refused, self._status = 0, ""
 
     def figures(self) -> list[Figure]:
-        """Stream, and what came of it."""
         wait_for(self._cluster.idle, START_LIMIT_S, "requests are left")
         wait_for(lambda: self._cluster.health().get("status") == "ok", START_LIMIT_S, "the ingress is behind")
         before = self._cluster.health()["resubmitted"]
@@ -93,21 +89,15 @@ class Run:
         gap = quantile([b - a for one in streams for a, b in pairwise(one.times)], 0.99)
         rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self._looks)]
         seconds, tokens, events, used = (b - a for a, b in zip(self._looks[0], self._looks[-1], strict=True))
-        alone = self._name == "carried"
+        limits = (1.0, 60.0) if self._name == "carried" else (None, None)
         figures = [
             most(f"{what}: not completed", sum(not one.ended.result() for one in streams)),
             most(f"{what}: tokens missing", self._count * self._tokens - made),
             most(f"{what}: sent again", self._cluster.health()["resubmitted"] - before),
             Figure(f"{what}: tokens/s while all stream", tokens / seconds),
             Figure(f"{what}: events for each token", sum(one.events for one in streams) / max(made, 1)),
-            Figure(f"{what}: gap between events, p99", gap, " s", 1.0 if alone else None, at_most=True),
-            Figure(
-                f"{what}: ingress, each event",
-                1e6 * used / max(events, 1),
-                " µs",
-                60.0 if alone else None,
-                True,
-            ),
+            Figure(f"{what}: gap between events, p99", gap, " s", limits[0], at_most=True),
+            Figure(f"{what}: ingress, each event", 1e6 * used / max(events, 1), " µs", limits[1], at_most=True),
             Figure(f"{what}: of {NEW} new requests refused", self._refused),
         ]
         if RUNS[self._name] > 1:
@@ -171,23 +161,17 @@ class Run:
 
 
 def main() -> None:
-    """Measure and report."""
     options = {
         "--only": (RUNS, "runs"),
         "--streams": (2000, "that one ingress must carry"),
         "--tokens": (100, "of each stream"),
     }
     arguments = parse("streams", __doc__, options)
-    cluster = LocalCluster("loadtests.experiments.timed_application:build")
-    try:
-        cluster.start()
+    with started("loadtests.experiments.timed_application:build") as cluster:
         cluster.deploy(**OPTIONS, max_live_choices=100_000)
         figures = [
             figure
             for name in tqdm(arguments.only, unit="run")
             for figure in Run(cluster, name, arguments.streams, arguments.tokens).figures()
         ]
-    finally:
-        cluster.stop()
-    print_figures("streams", figures)
-    finish("loadtests.streams", figures, arguments, options=OPTIONS)
+    finish("loadtests.streams", figures, arguments, "streams", options=OPTIONS)

@@ -39,7 +39,7 @@ from loadtests.experiments.rivals import (
     run_ours,
     tokens_per_second,
 )
-from loadtests.report import Figure, finish, most, parse, print_figures
+from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import median, ratio
 
 THREADS = 2
@@ -52,7 +52,6 @@ Rates = dict[str, dict[str, list[float]]]
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Run all sides in turns and report."""
     torch.set_num_threads(THREADS)
     folder = str(resolve(MODEL))
     workloads = [w for w in WORKLOADS if w.key in arguments.workloads]
@@ -86,8 +85,8 @@ def compare(arguments: argparse.Namespace) -> None:
                 of_like_weights = OURS_INT4 if name == LLAMA_CPP else OURS
                 over = ratio(rates[workload.key][of_like_weights], theirs)
                 figures.append(Figure(f"{workload.title} {of_like_weights} / {title}", over, "x", bar))
-    print_figures(f"{DTYPE}, output, median of {arguments.rounds}", figures)
-    finish("loadtests.throughput", figures, arguments, tokens_per_second=rates, threads=THREADS)
+    title = f"{DTYPE}, output, median of {arguments.rounds}"
+    finish("loadtests.throughput", figures, arguments, title, tokens_per_second=rates, threads=THREADS)
 
 
 def by_turns(sides: dict[str, Side], workloads: list[Workload], rounds: int) -> Rates:
@@ -126,7 +125,6 @@ def run_http(url: str, model: str, prompts: Prompts, output: int) -> int:
 
 
 def compare_http(arguments: argparse.Namespace) -> None:
-    """Run both in turns and report."""
     name = f"{MODEL}-{secrets.token_hex(4)}"  # of no other server
     served: list[float] = []
     offline: list[float] = []
@@ -149,12 +147,11 @@ def compare_http(arguments: argparse.Namespace) -> None:
         Figure("HTTP / offline", ratio(served, offline), "x", STREAMS.bar),
         most("processor time of everything but the engine / the engine's", median(shares), 0.2),
     ]
-    print_figures(f"{STREAMS.requests} streams, {STREAMS.prompt} in, {STREAMS.output} out", figures)
-    finish("loadtests.throughput --http", figures, arguments, threads=THREADS)
+    title = f"{STREAMS.requests} streams, {STREAMS.prompt} in, {STREAMS.output} out"
+    finish("loadtests.throughput --http", figures, arguments, title, threads=THREADS)
 
 
 def main() -> None:
-    """Parse the command line and measure."""
     options = {
         "--http": (False, "one engine behind HTTP against itself offline, or the peer's server"),
         "--peer": (("none", "vllm"), "whose server to compare with over HTTP"),

@@ -49,14 +49,12 @@ class TimedEngine:
         """Never stuck."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
         validate(request.token_ids, request.params, self._engine.limits, request.generated_before)
         with self._lock:
             self._live[request.request_id] = request.generated_before, request.params.max_tokens or 1
             self._added.append(request.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request."""
         with self._lock:
             self._live.pop(request_id, None)
 

@@ -27,7 +27,7 @@ def shared(jobs: list[Job], block_size: int = 16, prefix: int = 0) -> SharingMet
     replica = SimulatedReplica(paged_config(block_size=block_size))
     result = simulate_paged(jobs, replica, Meter(), meter)
     assert result.preemptions == 0
-    replica.check()
+    replica.scheduler.check()
     assert replica.scheduler.stats().referenced_blocks == 0
     return meter
 

@@ -63,7 +63,7 @@ def test_every_request_ends_once(arm: Arm) -> None:
         job.output for job in workload.jobs
     )
     for replica in fleet.replicas:
-        replica.check()
+        replica.scheduler.check()
         assert replica.load().waiting_tokens == replica.load().running == 0
 
 

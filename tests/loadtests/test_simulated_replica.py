@@ -37,7 +37,7 @@ def drive(replica: SimulatedReplica, *requests: Request) -> dict[str, list[tuple
         seconds = replica.begin_step()
         if seconds is None:
             if not coming:
-                replica.check()
+                replica.scheduler.check()
                 return made
             now = coming[0].arrival
             continue

@@ -21,7 +21,6 @@ from loadtests.report import WORKERS, finish, in_processes, parse, print_figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the chosen parts, print their figures, hold the figures to their bars."""
     options = {
         "--only": (scenarios(None, 1), "parts"),
         "--trace": ("", "Azure's CSV, for the synthetic day"),

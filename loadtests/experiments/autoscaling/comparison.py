@@ -23,7 +23,6 @@ class Comparison:
 
     @property
     def ours(self) -> Outcome:
-        """Our policy."""
         return self.results[OURS]
 
     def serves(self, policy: str) -> bool:
@@ -47,7 +46,6 @@ class Comparison:
         return [figure for name, policy in shown.items() for figure in self.of(name, policy)]
 
     def of(self, name: str, policy: str) -> list[Figure]:
-        """What there is to say of a policy."""
         one, what = self.results[policy], f"{self.load}: {name}"
         return [
             Figure(f"{what}: in time", 100 * one.served, " %"),

@@ -113,7 +113,6 @@ class Fleet:
         self.target = target
 
     def tick(self, seconds: float = TICK_S) -> None:
-        """Let time pass."""
         self.replica_seconds += seconds * np.count_nonzero(self.exists)
         self.serving |= self.exists & (self.ready_at <= self.now)
         self._route(self.now + seconds)

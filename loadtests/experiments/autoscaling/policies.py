@@ -54,7 +54,6 @@ class KvDemand:
         self._state = ScalingState()
 
     def __call__(self, view: View) -> int:
-        """The decision's target."""
         snapshot = Snapshot(view.now, view.target, view.running, 1, view.most, view.reports, float(view.queued))
         return self.rule(snapshot, self._config, self._state).target
 
@@ -104,12 +103,8 @@ class RayDefault:
             self._seen.popleft()
         ongoing = sum(count for _, count in self._seen) / len(self._seen)
         unused: dict[str, Any] = dict.fromkeys(("deployment_id", "last_scale_up_time", "last_scale_down_time"))
-        unused |= {
-            "running_replicas": [],
-            "aggregated_metrics": {},
-            "raw_metrics": {},
-            "total_queued_requests": 0,
-        }
+        unused |= {"running_replicas": [], "aggregated_metrics": {}, "raw_metrics": {}}
+        unused["total_queued_requests"] = 0
         unused |= {"deployment_name": "engine", "app_name": "quire", "capacity_adjusted_min_replicas": 1}
         context = AutoscalingContext(
             current_num_replicas=view.running,
@@ -128,14 +123,11 @@ class RayDefault:
 
 
 class Static:
-    """Always as many."""
-
     def __init__(self, count: int) -> None:
         self.name = f"static {count}"
         self._count = count
 
     def __call__(self, view: View) -> int:
-        """That many."""
         return self._count
 
 

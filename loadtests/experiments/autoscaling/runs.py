@@ -21,8 +21,6 @@ AFTERMATH_S = 600.0
 
 @dataclass(slots=True)
 class Outcome:
-    """Figures of one run."""
-
     policy: str
     served: float  # share of the requests whose first token and pace were within the targets
     replica_hours: float

@@ -42,7 +42,6 @@ class Match:
     options: Mapping[str, float] = field(default_factory=dict)
 
     def run(self) -> Outcome:
-        """Simulate it."""
         policy = POLICIES[self.policy]()
         return simulate(self.load(self.seed), policy, self.first, self.most, **self.options)
 
@@ -78,7 +77,6 @@ class _Load:
     more: Callable[[Comparison], list[Figure]] = lambda _: []
 
     def scenario(self) -> Scenario:
-        """All policies under this load."""
         policies = (OURS, *RAY_SWEEP, *self.others)
         seeds = range(1, self.seeds + 1)
         matches = (Match(self.load, policy, seed, self.first) for policy in policies for seed in seeds)
@@ -98,7 +96,6 @@ class _Load:
 
 
 def _beside_static(compared: Comparison) -> list[Figure]:
-    """Beside a fleet that is always as large."""
     name, ours, static = compared.load, compared.ours, compared.results["static"]
     served = 100 * ours.served / static.served
     # A static fleet of another size costs in proportion.

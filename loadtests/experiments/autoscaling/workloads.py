@@ -85,7 +85,6 @@ _CALM_S, _RUSH_S = 60.0, 10.0
 
 
 def constant(rate: float, seconds: float, seed: int) -> Workload:
-    """Chat at the same rate throughout."""
     return poisson("constant", rate, seconds, *CHAT, seed)
 
 

@@ -45,7 +45,6 @@ class BuddyAllocator:
         return start
 
     def release(self, start: int) -> None:
-        """Give a run back."""
         order = self._taken.pop(start)
         whole = next(of for first, of in self._whole.items() if first <= start < first + (1 << of))
         while order < whole:
@@ -75,7 +74,6 @@ class FirstFitAllocator:
         return None
 
     def release(self, start: int) -> None:
-        """Give a run back."""
         run = (start, self._taken.pop(start))
         place = bisect.bisect(self._free, run)
         merged = [*self._free[max(place - 1, 0) : place], run, *self._free[place : place + 1]]

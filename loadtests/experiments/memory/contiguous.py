@@ -22,7 +22,6 @@ class Reservation(enum.Enum):
     ORACLE = "Orca Oracle"  # prompt and true output: not possible, an upper bound
 
     def slots(self, job: Job) -> int:
-        """How many slots ``job`` reserves."""
         if self is Reservation.MAX:
             return MAX_LENGTH
         if self is Reservation.POW2:

@@ -65,7 +65,6 @@ class Meter:
             self._sums = [total + seconds * part for total, part in zip(self._sums, parts, strict=True)]
 
     def end(self) -> None:
-        """Account for a request that has ended."""
         self._ended += 1
         self._ended_in_window += self._open
 

@@ -65,7 +65,6 @@ def simulate_paged(
 
 
 def _request(job: Job) -> Request:
-    """The job as the engine sees it."""
     params = SamplingParams(max_tokens=job.output, ignore_eos=True, n=job.width)
     return Request(job.name, list(job.prompt), params, arrival=job.arrival + 1e-9)
 

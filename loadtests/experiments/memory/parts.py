@@ -99,7 +99,6 @@ def saturation() -> list[Figure]:
 
 
 def parallel() -> list[Figure]:
-    """Requests for 2, 4 and 6 samples."""
     figures = []
     for lengths, width in _watched("parallel", list(product(given.WORKLOADS, given.WIDTHS))):
         rate = given.SHARING_SEQUENCE_RATE[lengths.name] / width
@@ -176,7 +175,6 @@ PARTS: dict[str, Callable[[], list[Figure]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the chosen parts, print the figures of each as it ends, hold them to their bars."""
     arguments = parse("memory", __doc__, {"--only": (PARTS, "parts")}, argv)
     figures: list[Figure] = []
     for name in arguments.only:

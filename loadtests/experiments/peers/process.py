@@ -45,7 +45,6 @@ class PeerProcess:
             )
 
     def __call__(self, workload: Workload, prompts: Prompts) -> int:
-        """See ``Side``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.send_signal(signal.SIGCONT)
@@ -61,7 +60,6 @@ class PeerProcess:
         return int(answer)
 
     def stop(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.communicate()
 

@@ -21,7 +21,7 @@ from loadtests.client import MODEL
 from loadtests.cluster import application, running
 from loadtests.experiments.peers.process import VLLM_SCRIPT, PeerError
 from loadtests.locust_run import answers
-from loadtests.report import Figure, finish, print_figures
+from loadtests.report import Figure, finish
 from loadtests.stats import median
 
 RANDOM = "random --random-input-len {} --random-output-len {} --num-prompts {} --max-concurrency {}"
@@ -73,7 +73,6 @@ def figures_of(name: str, bar: float | None, rounds: list[tuple[Result, Result]]
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Measure all that is asked for, and report."""
     figures: list[Figure] = []
     peers, ports, seed = Path(arguments.peers).absolute(), PortBlock(), 0
     if not (peers / "vllm" / ".ready").exists():
@@ -97,5 +96,5 @@ def compare(arguments: argparse.Namespace) -> None:
                 figures += figures_of(f"({key}) {title}, {deployment}", bar, pairs, deployment == "one engine")
             os.killpg(vllm.pid, signal.SIGCONT)
     ports.release()
-    print_figures(f"over HTTP, median of {arguments.rounds}", figures)
-    finish("loadtests.throughput --http --peer vllm", figures, arguments)
+    title = f"over HTTP, median of {arguments.rounds}"
+    finish("loadtests.throughput --http --peer vllm", figures, arguments, title)

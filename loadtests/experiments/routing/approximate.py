@@ -18,11 +18,9 @@ class ApproximateIndex:
         self._routed: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, replica: str, epoch: int = 0) -> None:
-        """A replica has joined."""
         self._routed.setdefault(replica, OrderedDict())
 
     def remove(self, replica: str) -> None:
-        """It has left."""
         self._routed.pop(replica, None)
 
     def longest(self, keys: Sequence[int]) -> dict[str, int]:
@@ -30,7 +28,6 @@ class ApproximateIndex:
         return {replica: _held(keys, routed) for replica, routed in self._routed.items()}
 
     def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
-        """A request was routed."""
         routed = self._routed[replica]
         for key in reversed(keys):
             routed[key] = None

@@ -39,11 +39,9 @@ class Router:
     """Whether news of replicas is of any use to it."""
 
     def add(self, replica: SimulatedReplica) -> None:
-        """A replica has joined."""
         raise NotImplementedError
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
-        """The replica for a request."""
         raise NotImplementedError
 
     def news(self, replica: str, batches: Sequence[KvBatch], load: LoadReport, now: float) -> None:
@@ -72,7 +70,6 @@ class LedgerRouter(Router):
             self._index.snapshot(replica.name, EPOCH, 0, ())
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
-        """Score and book."""
         self._now = now
         self.ledger.expect(attempt)
         tokens = len(job.prompt.tokens)
@@ -92,11 +89,9 @@ class LedgerRouter(Router):
         self.ledger.report(Route(replica, EPOCH), load)
 
     def first_token(self, attempt: int) -> None:
-        """Release the prefill part."""
         self.ledger.first_token(attempt)
 
     def end(self, attempt: int, made: int) -> None:
-        """Release the rest."""
         self.ledger.release(attempt, made)
 
 
@@ -119,12 +114,10 @@ class OracleRouter(LedgerRouter):
         self._sent: dict[int, tuple[str, Job]] = {}
 
     def add(self, replica: SimulatedReplica) -> None:
-        """A replica has joined."""
         super().add(replica)
         self._replicas.append(replica)
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
-        """Look, then choose."""
         for replica in self._replicas:
             assert replica.kv_events is not None
             batch = replica.kv_events.drain()
@@ -152,11 +145,9 @@ class CountRouter(Router):
         self._booked: dict[int, str] = {}
 
     def add(self, replica: SimulatedReplica) -> None:
-        """A replica has joined."""
         self._replicas[replica.name] = 0
 
     def choose(self, job: Job, attempt: int, now: float) -> str:
-        """Of two, the one with fewer requests."""
         names = list(self._replicas)
         drawn = self._random.sample(names, min(2, len(names)))
         name = min(drawn, key=lambda name: self._replicas[name])
@@ -165,7 +156,6 @@ class CountRouter(Router):
         return name
 
     def end(self, attempt: int, made: int) -> None:
-        """One request less."""
         self._replicas[self._booked.pop(attempt)] -= 1
 
 

@@ -45,7 +45,6 @@ class Shape:
 
     @property
     def prompt(self) -> int:
-        """Tokens of one prompt."""
         return self.system + self.question
 
     @property
@@ -106,7 +105,6 @@ class Load:
 
     @property
     def replica(self) -> ReplicaConfig:
-        """One replica of the fleet."""
         return ReplicaConfig(COST, self.blocks, BLOCK_SIZE, TOKEN_BUDGET, kv_events=True)
 
 

@@ -57,7 +57,6 @@ class Record:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
         return self.first - self.job.arrival
 
     @property
@@ -78,8 +77,6 @@ class Mark:
 
 @dataclass(slots=True)
 class Outcome:
-    """All that a run has shown."""
-
     records: list[Record] = field(default_factory=list)
     choices: list[tuple[float, int]] = field(default_factory=list)
     """When a request was routed, and where."""

@@ -47,7 +47,6 @@ class Run:
         return list(arrivals(self.load.rate, self.until, Random(f"arrivals {self.seed}")))
 
     def marks(self) -> list[float]:
-        """When sums are taken."""
         if not self.saturated:
             return [self.load.warm_up, self.until]
         return [self.until * step / RAMP_STEPS for step in range(RAMP_STEPS + 1)]

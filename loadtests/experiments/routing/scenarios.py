@@ -31,15 +31,12 @@ class Measure:
     unit: str = ""
 
     def figure(self, results: dict[Runs, list[Summary]]) -> Figure:
-        """The figure of these results."""
         value = self.of(results[self.runs]) / (self.of(results[self.over]) if self.over else 1.0)
         return Figure(self.name, value, self.unit, self.bar, self.at_most)
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A part of the experiment."""
-
     title: str
     runs: list[Run]
     measures: Sequence[Measure]

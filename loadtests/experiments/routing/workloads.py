@@ -163,7 +163,6 @@ class Conversations(Workload):
         self._numbers = itertools.count(len(jobs))
 
     def follow(self, job: Job, now: float, generated: Sequence[int]) -> Job | None:
-        """The next turn, after a time to think."""
         if job.turn + 1 == given.TURNS:
             return None
         source = self._source
