@@ -103,11 +103,20 @@ class ApiServer:
         listed = [service.state.entry() for service in self._services_for(key)]
         return JSONResponse({"object": "list", "data": listed})
 
-    def health(self, brief: bool = False) -> Response:
-        """Answer ``GET /health``; ``brief`` is for those without a key."""
-        found: dict[str, dict[str, Any]] = {name: {"status": "unavailable"} for name in self._names}
-        found |= {service.model: service.state.health() for service in self.services}
+    def health(self, brief: bool = False, key: KeyLimits | None = None) -> Response:
+        """Answer ``GET /health`` for the models that ``key`` may see.
+
+        ``brief`` is for those without a key, and so is what a key learns that may see none.
+        """
+        seen = self.visible(key)
+        brief = brief or not seen
+        found: dict[str, dict[str, Any]] = {name: {"status": "unavailable"} for name in (seen or self._names)}
+        found |= {service.model: service.state.health() for service in self.services if service.model in found}
         return health_response(self.instance, found, self._several, brief)
+
+    def visible(self, key: KeyLimits | None) -> list[str]:
+        """The models that ``key`` may know of."""
+        return [name for name in self._names if key is None or key.may_see(name)]
 
     def ping(self) -> Response:
         """The status of :meth:`health` without its body."""
@@ -156,10 +165,14 @@ class ApiServer:
     async def metrics(self, key: KeyLimits | None) -> Response:
         """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format.
 
-        Only an administrator's key sees what others have used.
+        A key sees its models and what it has used itself; only an administrator's key sees everything.
         """
-        only = None if key is None or key.key.admin else key.key.id
-        return Response(await self.fleet_figures.text(only), media_type=CONTENT_TYPE)
+        if key is None or key.key.admin:
+            text = await self.fleet_figures.text()
+        else:
+            models = None if key.key.models is None else frozenset(self.visible(key))
+            text = await self.fleet_figures.text(key.key.id, models)
+        return Response(text, media_type=CONTENT_TYPE)
 
     def count_refusal(self, model: str | None, code: str) -> None:
         """A request was answered with a 429 or 503; for the first model, if it ended before it had one."""

@@ -91,6 +91,10 @@ class KeyLimits:
         if self.tokens is not None:
             self.tokens.take(tokens)
 
+    def may_see(self, model: str) -> bool:
+        """Whether the key may know of a model and its load; an administrator's key of all."""
+        return self.key.admin or self.may_use(model)
+
     def may_use(self, model: str) -> bool:
         """Whether the key is for this model."""
         return self.key.models is None or model in self.key.models

@@ -38,7 +38,8 @@ from app.api.tokenization import parse_detokenize, parse_tokenize
 
 async def health(request: Request) -> Response:
     server = _server(request)
-    return server.health(brief=server.gate.keys.required and request.state.key_limits is None)
+    key: KeyLimits | None = request.state.key_limits
+    return server.health(server.gate.keys.required and key is None, key)
 
 
 async def list_models(request: Request) -> Response:

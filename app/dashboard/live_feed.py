@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -25,6 +25,7 @@ HISTORY = 600
 """Points that a new viewer gets."""
 
 MOST_VIEWERS = 32
+"""Of which those of one key may be as many as they leave free."""
 
 STREAM_S = 30.0
 """A browser opens the stream again after so long: an open one would hold up the end of its ingress."""
@@ -47,33 +48,45 @@ class LiveFeed:
         self._clock = clock
         self._moments: deque[tuple[float, dict[str, Moment]]] = deque()  # when, and what each model had
         self._history: dict[str, deque[dict[str, float | None]]] = {}
-        self._last = b""
+        self._last: dict[str, bytes] | None = None  # of each model, in JSON
+        self._last_at = 0.0
         self._news: asyncio.Future[None] | None = None  # done at the next event
         self._task: asyncio.Task[None] | None = None
         self.viewers = 0
+        self.of_keys: Counter[str] = Counter()  # viewers
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    def has_place(self, key: str) -> bool:
+        """Whether another viewer of ``key`` may come: a key may have as many as it leaves free."""
+        free = MOST_VIEWERS - self.viewers - 1
+        return free >= (self.of_keys[key] + 1 if key else 0)
+
+    async def events(
+        self, key: str = "", may_see: Callable[[str], bool] = lambda model: True
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events for one viewer: the history, then the fleet about once a second.
 
-        A viewer that reads slowly misses some.
+        They tell of the models that it ``may_see``. A viewer that reads slowly misses some.
         """
         self.viewers += 1
+        self.of_keys[key] += 1
         try:
             if self._task is None or self._task.done():
                 self._news = asyncio.get_running_loop().create_future()
                 self._task = start_task("live page", self._run(), lambda _: None)
             yield b"retry: 500\n\n" + _event(
-                "history", {model: list(points) for model, points in self._history.items()}
+                "history", {model: list(points) for model, points in self._history.items() if may_see(model)}
             )
-            until, sent = self._clock() + STREAM_S, b""
+            until, sent = self._clock() + STREAM_S, None
             while self._clock() < until and not self._task.done():
-                if self._last is not sent:
+                if self._last is not None and self._last is not sent:
                     sent = self._last
-                    yield sent
+                    models = b",".join(found for model, found in sent.items() if may_see(model))
+                    yield b'event: fleet\ndata: {"at":%r,"models":{%b}}\n\n' % (self._last_at, models)
                 elif self._news is not None:
                     await asyncio.wait((self._news, self._task), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.viewers -= 1
+            self.of_keys -= Counter((key,))  # which drops what is 0
 
     async def _run(self) -> None:
         try:
@@ -82,7 +95,7 @@ class LiveFeed:
                 await asyncio.sleep(max(EVERY_S, took_s / SHARE))
         finally:
             self._moments.clear()
-            self._last = b""
+            self._last = None
 
     async def _look(self) -> float:
         """Make one event; returns for how many seconds it kept the loop."""
@@ -99,11 +112,11 @@ class LiveFeed:
         models = {
             model: view(before.get(model, moment), moment, states[model]) for model, moment in now.items()
         }
-        shown: dict[str, Any] = {"at": round(time.time(), 1), "models": models}
+        self._last_at = round(time.time(), 1)
         for model, of_model in models.items():
             points = self._history.setdefault(model, deque(maxlen=HISTORY))
-            points.append({"at": shown["at"], **_point(of_model)})
-        self._last = _event("fleet", shown)
+            points.append({"at": self._last_at, **_point(of_model)})
+        self._last = {model: f"{_json(model)}:{_json(of_model)}".encode() for model, of_model in models.items()}
         if self._news is not None:
             self._news.set_result(None)
         self._news = asyncio.get_running_loop().create_future()
@@ -125,4 +138,8 @@ def _point(shown: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _event(name: str, data: object) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+    return f"event: {name}\ndata: {_json(data)}\n\n".encode()
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, separators=(",", ":"))

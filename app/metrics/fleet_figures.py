@@ -54,9 +54,10 @@ class FleetFigures:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._seen: list[Process] = []
-        self._text = b""
-        self._text_at = -KEPT_S
-        self._of_keys: dict[str | None, bytes] = {}  # as asked for since then
+        self._seen_at = -KEPT_S
+        # As asked for since then: of all models or some, and what keys have used of them.
+        self._texts: dict[frozenset[str] | None, bytes] = {}
+        self._of_keys: dict[tuple[str | None, frozenset[str] | None], bytes] = {}
 
     async def processes(self) -> list[Process]:
         """Every process of the fleet, this one first."""
@@ -74,22 +75,27 @@ class FleetFigures:
         ]
         return [*own, *siblings, *engines, *decisions]
 
-    async def text(self, key: str | None = None) -> bytes:
+    async def text(self, key: str | None = None, models: frozenset[str] | None = None) -> bytes:
         """In Prometheus's format; of what is counted by API key, that of ``key`` alone, or without it, all.
+
+        ``models`` are those whose figures are told; by default all.
 
         It is made in a thread: with many replicas, or keys, that takes a while.
         """
         async with self._lock:
-            if self._clock() - self._text_at >= KEPT_S:
+            if self._clock() - self._seen_at >= KEPT_S:
                 self._seen = await self.processes()
-                self._text = await asyncio.to_thread(render, self._seen)
+                self._texts.clear()
                 self._of_keys.clear()
-                self._text_at = self._clock()
-            found = self._of_keys.get(key)
+                self._seen_at = self._clock()
+            told = [process for process in self._seen if models is None or process.model in models]
+            text = self._texts.get(models)
+            if text is None:
+                text = self._texts[models] = await asyncio.to_thread(render, told)
+            found = self._of_keys.get((key, models))
             if found is None:
-                found = await asyncio.to_thread(render_keys, self._seen, key)
-                self._of_keys[key] = found
-            return self._text + found
+                found = self._of_keys[key, models] = await asyncio.to_thread(render_keys, told, key)
+            return text + found
 
 
 def _unpacked(engines: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Process]:

@@ -14,7 +14,8 @@ This page is generated from the code: `python -m app.metrics.page > docs/metrics
 Two endpoints serve the same figures in Prometheus's text format:
 
 - **`GET /metrics` of the server**, with a key if the server has keys; only an `admin` key sees what other keys
-  have used. One scrape has the whole fleet, whichever ingress answers it, so scrape one address:
+  have used, and models that the `models` of the key leave out. One scrape has the whole fleet, whichever
+  ingress answers it, so scrape one address:
 
   ```yaml
   scrape_configs:
@@ -37,7 +38,8 @@ Two endpoints serve the same figures in Prometheus's text format:
 demand against the pools, the target and its reason, latency percentiles, and what decided where requests went.
 It is updated once a second, with what came in the last 15 s; an ingress does that work once for all pages, and
 none without one. A replica that is opened there shows what each of its blocks holds, by position, asked of the
-engine twice a second at most; of a pool of more than 4,095 blocks, host blocks included, it shows a sample.
+engine twice a second at most, with keys for `admin` keys only; of a pool of more than 4,095 blocks, host blocks
+included, it shows a sample.
 
 A counter's name ends with `_total`; a histogram has `_bucket`, `_sum` and `_count`. A replica's figures begin
 at 0 when it starts, and end with it.

@@ -83,10 +83,24 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/api_server.py",
-        "        only = None if key is None or key.key.admin else key.key.id",
-        "        only = None",
+        "await self.fleet_figures.text(key.key.id, models)",
+        "await self.fleet_figures.text(None, models)",
         ("app/api/test_key_rules.py",),
         "any key sees what all others have used",
+    ),
+    Fault(
+        "app/api/api_server.py",
+        "await self.fleet_figures.text(key.key.id, models)",
+        "await self.fleet_figures.text(key.key.id)",
+        ("app/api/test_several_models.py",),
+        "a key scrapes the load of models that are not for it",
+    ),
+    Fault(
+        "app/api/dashboard.py",
+        "    if limits is not None and not limits.key.admin:\n        raise",
+        "    if False:\n        raise",
+        ("app/api/test_dashboard.py",),
+        "any key follows when others' blocks come and go",
     ),
     Fault(
         "app/api/authentication.py",

@@ -133,6 +133,20 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/dashboard/live_feed.py",
+        "for model, found in sent.items() if may_see(model))",
+        "for model, found in sent.items())",
+        _FEED,
+        "a key follows the load of models that are not for it",
+    ),
+    Fault(
+        "app/dashboard/live_feed.py",
+        "(self.of_keys[key] + 1 if key else 0)",
+        "0",
+        _FEED,
+        "one key takes all places at the live page",
+    ),
+    Fault(
+        "app/dashboard/live_feed.py",
         "            while self.viewers:\n",
         "            while True:\n",
         _FEED,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import subprocess
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 
@@ -91,6 +92,38 @@ def test_a_replica_shows_what_each_block_holds(
         assert message in refused.json()["error"]["message"]
 
 
+@pytest.fixture
+def keys(fleet: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n"
+        f"  - {{id: b, sha256: {digest_of('admin')}, admin: true, models: [gone]}}\n"
+    )
+    monkeypatch.setattr(fleet.api, "gate", Gate(KeyFile(str(path), {})))
+
+
+@pytest.mark.usefixtures("keys")
+def test_with_keys_only_administrators_follow_blocks(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
+    asked = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
+    refused = http.get("/dashboard/blocks", params=asked, headers={"x-api-key": "key"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
+    assert http.get("/dashboard/blocks", params=asked, headers={"x-api-key": "admin"}).status_code == 200
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_key_cannot_take_the_places_of_others(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MOST_VIEWERS // 2)
+    monkeypatch.setattr(fleet.api.live_feed, "of_keys", Counter(a=live_feed.MOST_VIEWERS // 2))
+    answers = {key: http.head("/dashboard/events", headers={"x-api-key": key}) for key in ("key", "admin")}
+    assert {key: answer.status_code for key, answer in answers.items()} == {"key": 429, "admin": 200}
+    assert answers["key"].headers["retry-after"] == "30"
+
+
 def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MOST_VIEWERS)
     answer = http.get("/dashboard/events")
@@ -125,12 +158,8 @@ def test_whoever_asks_for_the_headers_alone_gets_them_at_once(fleet: LocalServer
     assert fleet.api.live_feed.viewers <= before
 
 
-def test_both_need_a_key(
-    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "keys.yaml"
-    path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n")
-    monkeypatch.setattr(fleet.api, "gate", Gate(KeyFile(str(path), {})))
+@pytest.mark.usefixtures("keys")
+def test_both_need_a_key(fleet: LocalServer, http: httpx.Client) -> None:
     for route in ("/dashboard", "/dashboard/events", "/dashboard/blocks"):
         assert http.get(route).status_code == 401
     assert http.get("/dashboard", headers={"x-api-key": "key"}).status_code == 200

@@ -149,7 +149,7 @@ def test_only_an_administrators_key_sees_what_others_have_used(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = RequestFigures()
-    figures.key_requests.update({"narrow": 2, "other": 3})
+    figures.key_requests.update({"narrow": 2, "other": 3, "third": 4})
     fleet = FleetFigures([ModelFigures("m", lambda: Process("i", figures.samples(), "m"))])
     monkeypatch.setattr(server.api, "fleet_figures", fleet)
 
@@ -160,5 +160,5 @@ def test_only_an_administrators_key_sees_what_others_have_used(
 
     line = 'quire_key_requests_total{{model_name="m",replica="i",key="{}"}} {}'.format
     assert seen("narrow") == {line("narrow", 2)}
-    assert seen("other") == {line("other", 3)}
-    assert seen("operator") == {line("narrow", 2), line("other", 3)}
+    assert seen("other") == set()  # it may not see this model
+    assert seen("operator") == {line("narrow", 2), line("other", 3), line("third", 4)}

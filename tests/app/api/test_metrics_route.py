@@ -73,7 +73,7 @@ def streamed(http: httpx.Client, prompt: list[int], n: int = 1) -> tuple[float, 
 def test_histograms_agree_with_the_clients(fleet: LocalServer, http: httpx.Client) -> None:
     before = scraped(fleet)
     seen = [streamed(http, list(range(1000 + 50 * number, 1032 + 50 * number))) for number in range(6)]
-    fleet.api.fleet_figures._text_at = -1.0e9
+    fleet.api.fleet_figures._seen_at = -1.0e9
     after = scraped(fleet)
     more = {name: value - before.get(name, 0.0) for name, value in after.items()}
     assert more["quire_ended_requests_total"] == 6

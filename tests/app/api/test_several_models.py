@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,15 @@ def api(server: LocalServer) -> ApiServer:
 @pytest.fixture
 def keys(api: ApiServer, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    entries = {"large": "[Other/Large]", "both": "[Other/Large, small]", "none": "[gone]"}
+    entries = {
+        "large": "[Other/Large], admin: true",
+        "both": "[Other/Large, small], admin: true",
+        "none": "[gone], admin: true",
+        "plain": "[Other/Large]",
+        "nothing": "[gone]",
+    }
     lines = [
-        f"  - {{id: {name}, sha256: {digest_of(name)}, models: {models}, admin: true}}\n"
-        for name, models in entries.items()
+        f"  - {{id: {name}, sha256: {digest_of(name)}, models: {rest}}}\n" for name, rest in entries.items()
     ]
     path.write_text("keys:\n" + "".join(lines))
     api.gate = Gate(KeyFile(str(path), {}))
@@ -153,6 +159,24 @@ def test_a_key_sees_its_models_only(api: ApiServer) -> None:
     )
     for named in ({}, {"model": "small"}, {"model": "neither"}):
         assert ask(api, "POST", "/v1/completions", {**body, **named}, "none").status == 403
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_key_learns_of_the_load_of_its_models_only(api: ApiServer) -> None:
+    health = {key: ask(api, "GET", "/health", key=key) for key in ("plain", "nothing", "large")}
+    assert (health["plain"].body["status"], list(health["plain"].body["models"])) == ("ok", ["Other/Large"])
+    assert health["plain"].body["replicas"] == 1
+    assert list(health["large"].body["models"]) == list(NAMES)
+    assert health["nothing"].body == ask(api, "GET", "/health").body  # as without a key
+
+    def named(key: str) -> set[str]:
+        return set(re.findall(r'model_name="([^"]+)"', ask(api, "GET", "/metrics", key=key).text))
+
+    assert [named(key) for key in ("plain", "nothing", "large")] == [
+        {"Other/Large"},
+        set(),
+        {"small", "Other/Large"},
+    ]
 
 
 def test_health_says_which_models_work(

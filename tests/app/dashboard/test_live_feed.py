@@ -10,7 +10,7 @@ from typing import Any
 from engine_stats import SCALING, SCHEDULER, STATS
 from virtual_time import loop_time, run_virtually
 
-from app.dashboard.live_feed import EVERY_S, STREAM_S, LiveFeed
+from app.dashboard.live_feed import EVERY_S, MOST_VIEWERS, STREAM_S, LiveFeed
 from app.metrics.engine_figures import engine_samples
 from app.metrics.samples import Process
 
@@ -91,6 +91,41 @@ def test_without_viewers_nobody_looks_and_a_new_one_gets_the_past() -> None:
         assert (name, len(past["m"]), len(past["asleep"])) == ("history", looks, looks)
         assert list(now["models"]) == ["m", "asleep"]
         assert now["models"]["m"]["fleet"]["tokens_s"] == 0.0  # of no time that has passed
+
+    run_virtually(test())
+
+
+def test_a_viewer_learns_of_the_models_that_it_may_see() -> None:
+    async def test() -> None:
+        feed = Fleet().feed()
+        stream, other = feed.events("k", lambda model: model == "asleep"), feed.events("k", lambda _: False)
+        for _ in range(2):
+            await asyncio.gather(anext(stream), anext(other))
+        late = feed.events("k", lambda model: model == "asleep")
+        for found in (await anext(late), await anext(stream)):
+            name, said = parsed(found)
+            assert list(said if name == "history" else said["models"]) == ["asleep"]
+        assert parsed(await anext(other))[1]["models"] == {}
+        assert feed.of_keys == {"k": 3}
+        for each in (stream, other, late):
+            await each.aclose()
+        assert (feed.viewers, feed.of_keys) == (0, {})
+
+    run_virtually(test())
+
+
+def test_a_key_leaves_others_as_many_places_as_it_has() -> None:
+    async def test() -> None:
+        feed = Fleet().feed()
+        streams = []
+        for key, most in (("a", MOST_VIEWERS // 2), ("b", MOST_VIEWERS // 4), ("", MOST_VIEWERS // 4)):
+            for number in range(most):
+                assert feed.has_place(key), (key, number)
+                streams.append(feed.events(key))
+                await anext(streams[-1])
+            assert not feed.has_place(key)
+        for stream in streams:
+            await stream.aclose()
 
     run_virtually(test())
 
