@@ -212,3 +212,5 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
                 )
                 assert [rule for rule in found if rule[0] in ("serious", "critical")] == [], (width, dark)
                 assert tab.run("document.documentElement.scrollWidth") <= width
+        tab.run("window.fetch = async () => new Response('{}', { status: 403 }); 0")  # as without an admin key
+        tab.until("document.getElementById('cells').textContent.startsWith('Only an administrator')")
