@@ -443,8 +443,9 @@ class IngressChannel:
 
     async def _beat(self, epoch: int) -> None:
         acknowledged = self._handled
-        stale: list[int | tuple[int, int]] = [*sorted(self._stale)[:MAX_STALE], *self._unwanted]
-        self._stale.difference_update(stale)
+        forgotten, unwanted = sorted(self._stale)[:MAX_STALE], sorted(self._unwanted)
+        stale: list[int | tuple[int, int]] = [*forgotten, *unwanted]
+        self._stale.difference_update(forgotten)
         self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
@@ -464,6 +465,9 @@ class IngressChannel:
                 cancel_call(response)
             if resync:
                 self._next_resync = 0.0  # the next beat asks again
+            if epoch == self._epoch:  # and says again what it may not have said
+                self._stale.update(forgotten)
+                self._unwanted.update(unwanted)
             return
         if not known:
             self._unknown += 1

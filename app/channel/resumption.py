@@ -55,8 +55,9 @@ def _missing(records: Iterable[wire.Record], claim: Claim) -> list[wire.Record] 
             return [record]
         have = arrived[record.sequence] if record.sequence < len(arrived) else None
         if have is None:
-            if record.final:
-                return None
+            if record.final:  # of a sequence that the client's text has ended
+                _cut(record, len(record.token_ids))
+                missing.append(record)
             continue
         if record.index > have:
             return None

@@ -35,9 +35,17 @@ class BlockMaps:
             if now - at >= EVERY_S and task.done():
                 del self._asked[other]
         if key not in self._asked:
-            self._asked[key] = now, asyncio.create_task(self._answer(key))
+            task = asyncio.create_task(self._answer(key))
+            task.add_done_callback(_look_at)
+            self._asked[key] = now, task
         # A viewer that leaves takes nothing from the others.
         return await asyncio.shield(self._asked[key][1])
 
     async def _answer(self, key: tuple[str, str]) -> BlockMap:
         return await self._ask(*key)
+
+
+def _look_at(task: asyncio.Task[BlockMap]) -> None:
+    """All viewers may have left; without this the loop complains that nobody has looked at the error."""
+    if not task.cancelled():
+        task.exception()

@@ -345,6 +345,8 @@ class EngineClient:
                 left.append(number)
             else:
                 request.resumed(now)
+                for sequence in request.unwanted:  # the channel may have ended before it could say so
+                    self._parts.channels.end_sequence(route, number, sequence)
         if left:
             self._parts.channels.forget(route, left)
         logger.info("channel to %s: %d attempts go on, %d are lost", route.replica, len(resumed), len(lost))

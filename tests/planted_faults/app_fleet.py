@@ -29,8 +29,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
-        "[*sorted(self._stale)[:MAX_STALE], *self._unwanted]",
-        "[*sorted(self._stale)[:MAX_STALE]]",
+        "[*forgotten, *unwanted]",
+        "[*forgotten]",
         ("app/fleet/test_engine_client_sequences.py",),
         "sequences that a stop string has ended go on until all others have",
     ),

@@ -145,6 +145,28 @@ def test_sequences_go_on_each_from_its_own_offset() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("sent", [True, False])
+def test_the_final_record_of_a_sequence_that_need_not_go_on_arrives_without_its_tokens(sent: bool) -> None:
+    async def test(setting: Setting) -> None:
+        stream, _ = await setting.open(1)
+        setting.hub.attach("ingress", 1, 1, "e1")
+        for sequence in range(2):
+            setting.token(1, 0, sequence)
+        await frame(stream)
+        setting.token(1, 1, 0, end=None)
+        setting.hub.deliver([TokenDelta("e1", 2, (20,), FinishReason.LENGTH, sequence=0)])
+        setting.token(1, 1, 1)
+        setting.token(1, 2, 1, end=FinishReason.STOP)
+        if sent:
+            await frame(stream)
+        setting.break_()
+        stream, resumed = await setting.open(2, Claim(1, (1, None)))
+        assert resumed == (1,)
+        assert await frame(stream) == [(1, 0, 1, [10, 20], False), (1, 1, 3, [], True)]
+
+    run(test)
+
+
 def test_an_error_that_has_not_arrived_arrives() -> None:
     async def test(setting: Setting) -> None:
         await setting.open(1)

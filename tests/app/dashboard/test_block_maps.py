@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from virtual_time import loop_time, run_virtually
@@ -77,6 +78,26 @@ def test_a_replica_that_fails_is_asked_again() -> None:
         replicas.error = None
         await asyncio.sleep(EVERY_S)
         assert (await maps.get("m", "a")).device == b"\2"
+
+    run_virtually(test())
+
+
+def test_a_failure_that_no_viewer_waits_for_is_not_reported_as_forgotten() -> None:
+    async def test() -> None:
+        complaints: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        replicas = Replicas()
+        replicas.error = ConnectionError("gone")
+        maps = BlockMaps(replicas.ask, loop_time)
+        viewer = asyncio.ensure_future(maps.get("m", "a"))
+        await asyncio.sleep(0.1)
+        viewer.cancel()
+        await asyncio.sleep(2 * replicas.takes_s)
+        replicas.error = None
+        maps._asked.clear()
+        gc.collect()
+        assert replicas.asked == [("m", "a")]
+        assert complaints == []
 
     run_virtually(test())
 
