@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -25,8 +25,7 @@ from app.api.routes import make_api
 from app.background import Background
 from app.config import AppConfig, ServedModel
 from app.fleet.drain import DRAIN_AFTER_S
-from app.ingress_model import IngressModel
-from app.launch.model_store import resolve
+from app.ingress_model import IngressModel, ModelFolder
 from app.metrics.ray_export import EVERY_S, RayExport
 from app.metrics.samples import Process
 from app.metrics.siblings import Siblings
@@ -77,8 +76,9 @@ class IngressReplica:
             others=Siblings(next(iter(engines.values())).deployment_id.app_name).processes,
         )
         self._models: dict[str, IngressModel] = {}
-        for model in models:
-            self._load(model)
+        for model in models:  # on the event loop, but nothing is served yet
+            with self._may_fail(model):
+                self._add(model, ModelFolder.read(model.options.service.model))
         self._export = RayExport(Source.INGRESS)
         self._tasks: list[asyncio.Task[None]] = []
         # What is here now stays: otherwise a large body in pieces makes the garbage collector look at all of it
@@ -86,19 +86,23 @@ class IngressReplica:
         gc.collect()
         gc.freeze()
 
-    def _load(self, model: ServedModel) -> None:
-        """Make what serves a model. One of several that cannot be loaded must not take the others down.
+    @contextlib.contextmanager
+    def _may_fail(self, model: ServedModel) -> Iterator[None]:
+        """One of several models that cannot be loaded must not take the others down.
 
         Raises:
             ConfigError: the only model cannot be loaded, so that the deployment fails and says why.
         """
         try:
-            made = IngressModel(model, self._engines[model.name], self.server, self._background, self._name)
+            yield
         except (ConfigError, OSError) as error:
             if not model.one_of_several:
                 raise
             logger.error("the model %s cannot be served: %s", model.name, error)
-            return
+
+    def _add(self, model: ServedModel, folder: ModelFolder) -> None:
+        engine = self._engines[model.name]
+        made = IngressModel(model, folder, engine, self.server, self._background, self._name)
         self._models[model.name] = made
         self.server.add(made.service, made.figures)
 
@@ -145,10 +149,9 @@ class IngressReplica:
             assert options is not None, "it has been configured"
             for model in config.served_models(options):
                 if model.name in self.server.broken:
-                    with contextlib.suppress(ConfigError, OSError):  # the next line says why
-                        await asyncio.to_thread(resolve, model.options.service.model)
-                    self._load(model)
-            await self._apply(options)
+                    with self._may_fail(model):
+                        self._add(model, await asyncio.to_thread(ModelFolder.read, model.options.service.model))
+            await self._apply(self._live.current)  # they may have changed meanwhile
 
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""

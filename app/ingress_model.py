@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from app import config
@@ -37,6 +38,27 @@ def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
     return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
 
 
+@dataclass(frozen=True)
+class ModelFolder:
+    """What an ingress reads of a model's folder."""
+
+    tokenizer: PromptTokenizer
+    digest: str
+
+    @classmethod
+    def read(cls, model: str) -> ModelFolder:
+        """Read and warm up the tokenizer: seconds of work, so not on the event loop of an ingress that serves.
+
+        Raises:
+            ConfigError: the folder is not there, or is not a model's.
+            OSError: it cannot be read.
+        """
+        folder = resolve(model)
+        tokenizer = PromptTokenizer(TokenizerParts.read(folder))
+        tokenizer.warm_up()
+        return cls(tokenizer, tokenizer_digest(folder))
+
+
 class IngressModel:
     """Belongs to one ingress replica; everything runs on its event loop.
 
@@ -44,12 +66,15 @@ class IngressModel:
     """
 
     def __init__(
-        self, model: ServedModel, engine: Any, server: ApiServer, background: Background, ingress: str
+        self,
+        model: ServedModel,
+        folder: ModelFolder,
+        engine: Any,
+        server: ApiServer,
+        background: Background,
+        ingress: str,
     ) -> None:
         options, of = model.options, engine.deployment_id
-        folder = resolve(options.service.model)
-        tokenizer = PromptTokenizer(TokenizerParts.read(folder))
-        tokenizer.warm_up()
         self.model = model
         self._background = background
         self._ingress = ingress
@@ -58,7 +83,7 @@ class IngressModel:
             options.replica_wait_s,
             routing_policy(options.ingress.routing),
             options.scaling.to_zero,
-            tokenizer_digest(folder),
+            folder.digest,
             own_thread=True,
             drain_timeout_s=options.service.drain_timeout_s,
             background=background,
@@ -76,7 +101,7 @@ class IngressModel:
         )
         self.service = OpenAIService(
             self.client,
-            tokenizer,
+            folder.tokenizer,
             model.name,
             options.ingress,
             server.live,

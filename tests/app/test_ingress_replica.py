@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -149,15 +150,17 @@ def test_a_model_that_cannot_be_loaded_takes_no_other_down(
     """It is tried again, since its folder may come."""
     found: list[Path] = []
     refused: list[str] = []
+    read_in: list[int] = []  # threads
 
     def resolve(model: str) -> Path:
         if model == "/gone" and not found:
             refused.append(model)
             raise error
+        if found:
+            read_in.append(threading.get_ident())
         return bundled_model
 
-    for module in ("app.ingress", "app.ingress_model"):
-        monkeypatch.setattr(f"{module}.resolve", resolve)
+    monkeypatch.setattr("app.ingress_model.resolve", resolve)
     monkeypatch.setattr("app.ingress.RETRY_S", 0.0)
 
     async def test(ingress: IngressReplica, small: LoopbackHandle, other: LoopbackHandle) -> None:
@@ -176,6 +179,8 @@ def test_a_model_that_cannot_be_loaded_takes_no_other_down(
                 await asyncio.sleep(0.01)
             await ingress._models["other"].answers()
         assert ingress.server.choose("other", None).model == "other"
+        assert read_in
+        assert threading.get_ident() not in read_in, "the event loop serves the other models"
 
     with_two(test, model="/gone")
 

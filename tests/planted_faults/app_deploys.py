@@ -120,6 +120,13 @@ DEPLOYS: list[Fault] = [
         "a model that cannot be loaded takes the others down",
     ),
     Fault(
+        "app/ingress.py",
+        "await asyncio.to_thread(ModelFolder.read, model.options.service.model)",
+        "ModelFolder.read(model.options.service.model)",
+        _INGRESS,
+        "an ingress answers nobody while it reads a further model",
+    ),
+    Fault(
         "app/ingress_model.py",
         "        if not self.model.options.scaling.to_zero:\n",
         "        if True:\n",

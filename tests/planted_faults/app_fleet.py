@@ -35,6 +35,13 @@ FLEET: list[Fault] = [
         "sequences that a stop string has ended go on until all others have",
     ),
     Fault(
+        "app/channel/ingress_channel.py",
+        "                self._unwanted.update(unwanted)\n",
+        "",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "a sequence that a stop string has ended goes on if the beat that says so is lost",
+    ),
+    Fault(
         "app/background.py",
         "        self._failure = self._failure or failure",
         "        pass",

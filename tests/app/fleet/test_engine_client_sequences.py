@@ -175,6 +175,53 @@ def test_a_sequence_that_its_text_has_ended_is_computed_no_further() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("channel_breaks", [True, False])
+def test_the_engine_learns_of_a_sequence_that_its_text_has_ended_although_the_beat_is_lost(
+    channel_breaks: bool,
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        beat, lost = only.hub.beat, []
+
+        def lossy(
+            cid: str,
+            epoch: int,
+            acknowledged: int,
+            stale: list[int | tuple[int, int]],
+            resync: bool = False,
+            last: bool = False,
+        ) -> bool:
+            if not lost and any(isinstance(entry, tuple) for entry in stale):
+                lost.append(stale)
+                if channel_breaks:
+                    only.hub.close(only.hub._channels[cid], "a test broke it")
+                raise ConnectionError("the beat was lost")
+            return beat(cid, epoch, acknowledged, stale, resync, last)
+
+        only.hub.beat = lossy  # type: ignore[method-assign]
+        wanted = request([5], 3, 300)
+        deltas = client.generate(wanted)
+        reading = asyncio.ensure_future(anext(deltas))
+        await until_busy(handle)
+        only.engine.step()
+        first = await reading
+        wanted.text_end.end_sequence(1)
+        await until(lambda: bool(only.engine.ended))
+        assert [number for _, number in only.engine.ended] == [1]
+        assert len(lost) == 1
+        async with stepping(handle):
+            outputs: list[list[int]] = [[], [], []]
+            outputs[first.sequence] += first.token_ids
+            async for delta in deltas:
+                outputs[delta.sequence] += delta.token_ids
+        assert outputs == [expected([5], 3, 300)[0], [105], expected([5], 3, 300)[2]]
+        assert len(only.engine.submitted) == 1
+        await client.stop()
+
+    run(test)
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_request_that_its_text_ends_teaches_its_length_and_one_that_is_left_does_not(stopped: bool) -> None:
     async def test() -> None:
