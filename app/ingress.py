@@ -151,7 +151,7 @@ class IngressReplica:
                 if model.name in self.server.broken:
                     with self._may_fail(model):
                         self._add(model, await asyncio.to_thread(ModelFolder.read, model.options.service.model))
-            await self._apply(self._live.current)  # they may have changed meanwhile
+            await self._apply(self._live.current or options)  # they may have changed meanwhile
 
     async def cordon(self, replicas: list[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
