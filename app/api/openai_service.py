@@ -259,7 +259,10 @@ class OpenAIService:
     async def _limits(self) -> FleetLimits:
         limits = self._engines.limits() or await self._engines.first_limits(self.engine_wait_s)
         if limits is None:
-            raise UnavailableError("no engine replica has started yet; try again in a moment")
+            raise UnavailableError(
+                f"no engine replica of the model {self.model!r} became ready within {self.engine_wait_s:g} s; "
+                "it is still loading, or cannot start (the operator sees why with `serve status`)"
+            )
         return limits
 
     def _family(self) -> ModelFamily:

@@ -261,7 +261,12 @@ def test_before_any_engine_has_answered_requests_wait_and_then_get_a_503(
     response = http.post("/v1/completions", json=COUNT)
     assert response.status_code == 503
     assert "retry-after" in response.headers
-    assert response.json()["error"]["code"] == "unavailable"
+    error = response.json()["error"]
+    assert error["code"] == "unavailable"
+    assert error["message"] == (
+        f"no engine replica of the model {MODEL!r} became ready within 0.1 s; "
+        "it is still loading, or cannot start (the operator sees why with `serve status`)"
+    )
 
 
 def test_engines_that_sleep_are_healthy_and_woken_by_a_request(
