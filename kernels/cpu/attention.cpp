@@ -133,19 +133,24 @@ struct Sums {
     float *acc, *peaks, *totals, *merged, *merged_peaks, *merged_totals;
 };
 
+// A row's split joins those before it; the first one starts the sum.
+static inline void merge_row(const Sums& sums, int64_t row, int64_t dim, bool first) {
+    if (first) {
+        sums.merged_peaks[row] = sums.peaks[row];
+        sums.merged_totals[row] = sums.totals[row];
+        std::memcpy(sums.merged + row * dim, sums.acc + row * dim, dim * sizeof(float));
+    } else {
+        merge(sums.merged_peaks + row, sums.merged_totals + row, sums.merged + row * dim, sums.peaks[row],
+              sums.totals[row], sums.acc + row * dim, dim);
+    }
+}
+
 static void merge_split(const ItemRows& rows, const Sums& sums, int64_t split, int64_t dim) {
     for (int64_t row = 0; row < rows.count; ++row) {
         const int64_t position = rows.item.first_position + rows.query_of(row);
         const int64_t first = rows.call.first_visible(position);
         if (position < split || first >= split + SPLIT) continue;
-        if (first >= split) {
-            sums.merged_peaks[row] = sums.peaks[row];
-            sums.merged_totals[row] = sums.totals[row];
-            std::memcpy(sums.merged + row * dim, sums.acc + row * dim, dim * sizeof(float));
-        } else {
-            merge(sums.merged_peaks + row, sums.merged_totals + row, sums.merged + row * dim, sums.peaks[row],
-                  sums.totals[row], sums.acc + row * dim, dim);
-        }
+        merge_row(sums, row, dim, first >= split);
     }
 }
 
@@ -483,16 +488,7 @@ static void run_shared(const Call& call, const SharedItem& item, const std::vect
         [&](int64_t tile) {
             if ((tile + TILE) % SPLIT != 0) return;
             room.end_split(rows);
-            for (int64_t r = 0; r < rows; ++r) {
-                if (tile < SPLIT) {
-                    sums.merged_peaks[r] = sums.peaks[r];
-                    sums.merged_totals[r] = sums.totals[r];
-                    std::memcpy(sums.merged + r * dim, sums.acc + r * dim, dim * sizeof(float));
-                } else {
-                    merge(sums.merged_peaks + r, sums.merged_totals + r, sums.merged + r * dim, sums.peaks[r],
-                          sums.totals[r], sums.acc + r * dim, dim);
-                }
-            }
+            for (int64_t r = 0; r < rows; ++r) merge_row(sums, r, dim, tile < SPLIT);
             room.start_split(rows, dim);  // where a request goes on from here
         });
     row = 0;
