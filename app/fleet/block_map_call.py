@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 from typing import Any
 
-from app.channel.failures import first_line
+from app.channel.failures import first_line, is_defect
 from app.fleet.generation import UnavailableError
 from engine.kv.block_map import BlockMap
 
 WITHIN_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 async def ask_block_map(handle: Any, replica: str) -> BlockMap:
@@ -27,6 +30,8 @@ async def ask_block_map(handle: Any, replica: str) -> BlockMap:
     try:
         # In an empty context: Serve must not take the call for a child of the request that asks.
         return await asyncio.get_running_loop().create_task(ask(), context=contextvars.Context())
-    except Exception as error:
+    except Exception as error:  # the page shows the reason; a defect is in the log with its traceback
+        if is_defect(error):
+            logger.exception("the block map of replica %s failed", replica)
         why = f"no answer within {WITHIN_S:g} s" if isinstance(error, TimeoutError) else first_line(error)
         raise UnavailableError(f"replica {replica} does not say what its blocks hold: {why}") from error
