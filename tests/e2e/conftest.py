@@ -44,14 +44,14 @@ def paced_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -
 def paced(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
     """The same deployment of ``paced_model``, with both replicas routable."""
     bare_cluster.ensure(**paced_options(paced_model))
-    bare_cluster.wait_routable(2)
+    bare_cluster.settle(2)
     return bare_cluster
 
 
 @pytest.fixture
 def cluster(deployed: BreakableCluster) -> BreakableCluster:
     """``deployed`` with both replicas routable, whatever the test before did to it."""
-    deployed.wait_routable(2)
+    deployed.settle(2)
     return deployed
 
 

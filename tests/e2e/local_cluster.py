@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "kv_memory": "256MiB",
     "engine_cpus": 1,
     "threads": 1,
+    "speculation": 0,  # a stream that guesses its own repetitions would be over before it is disturbed
     "engine_replicas": 2,
     "check_invariants": True,
     "tenant_header": "x-tenant",
@@ -54,6 +55,11 @@ class BreakableCluster(LocalCluster):
         """Deploy, unless exactly that is deployed already."""
         if self.options != options:
             self.deploy(**options)
+
+    def settle(self, replicas: int) -> None:
+        """Until exactly this many are routable and no other is still stopping, whatever the test before did."""
+        self.wait_routable(replicas)
+        wait_for(lambda: len(self.engine_pids()) == replicas, SOON_S, "a replica is still stopping")
 
     def redeploy_one(self, options: dict[str, Any]) -> None:
         """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""

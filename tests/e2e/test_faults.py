@@ -51,7 +51,7 @@ def frames(cluster: BreakableCluster) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def undisturbed(deployed: BreakableCluster) -> list[Outcome]:
     """What ``STREAMS`` streams say when nothing happens to them."""
-    deployed.wait_routable(2)
+    deployed.settle(2)
     outcomes = asyncio.run(complete_all(deployed.url, prompts(STREAMS), TOKENS, deployed.instance))
     check_same(outcomes, outcomes)
     return outcomes
