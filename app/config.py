@@ -39,7 +39,10 @@ CACHE_SECRET = "QUIRE_CACHE_SECRET"
 """Names a secret of up to 64 bytes, the same for all ingresses: only they can tell a tenant's digest."""
 
 OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_KEYS", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
-"""Environment variables that other parts of Quire read."""
+"""Environment variables that other parts of Quire read begin so."""
+
+CLIENT_KEY = "QUIRE_API_KEY"
+"""Has the key with which Quire's own clients ask a server; no option, though one is called like its plural."""
 
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
@@ -602,6 +605,8 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
     values: dict[str, Any] = {str(name): value for name, value in (args or {}).items()}
     for variable, value in (os.environ if environment is None else environment).items():
         if not variable.startswith(ENV_PREFIX) or variable.startswith(OTHER_VARIABLES):
+            continue
+        if variable == CLIENT_KEY:
             continue
         option = OPTIONS.get(variable.removeprefix(ENV_PREFIX).lower())
         if option is None or option.group == "launch":

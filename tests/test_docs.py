@@ -20,6 +20,7 @@ OTHER_SETTINGS = (
     "QUIRE_CACHE",
     "QUIRE_HAPROXY_",
     "QUIRE_URL",
+    "QUIRE_API_KEY",
     "QUIRE_LOAD_",
     "QUIRE_PEERS",
     "QUIRE_SCHEMA",

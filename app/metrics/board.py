@@ -70,7 +70,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ("sum(quire_kv_demand_blocks{$m}) / sum(quire_kv_blocks{$m})", "demand"),
                     ('sum(quire_kv_blocks{$m,state="referenced"}) / sum(quire_kv_blocks{$m})', "referenced"),
                 ),
-                "Above 100 %, requests wait for memory, and engines are added up to the maximum.",
+                "Above 100%, requests wait for memory, and engines are added up to the maximum.",
             ),
             Panel("Blocks", "short", ((_sum("kv_blocks", "state"), "{{state}}"),)),
             Panel(

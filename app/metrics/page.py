@@ -34,12 +34,8 @@ Two endpoints serve the same figures in Prometheus's text format:
   because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. The names of
   Ray's own Serve LLM board are there, too. See [deployment](deployment.md#monitoring) for how to scrape it.
 
-`GET /dashboard` shows the fleet live, in a browser, of several models one at a time: each replica's KV blocks,
-demand against the pools, the target and its reason, latency percentiles, and what decided where requests went.
-It is updated once a second, with what came in the last 15 s; an ingress does that work once for all pages, and
-none without one. A replica that is opened there shows what each of its blocks holds, by position, asked of the
-engine twice a second at most, with keys for `admin` keys only; of a pool of more than 4,095 blocks, host blocks
-included, it shows a sample.
+`GET /dashboard` shows the fleet live, in a browser ([the live page](live_page.md)), `python -m app.top` in a
+terminal.
 
 A counter's name ends with `_total`; a histogram has `_bucket`, `_sum` and `_count`. A replica's figures begin
 at 0 when it starts, and end with it.

@@ -166,8 +166,8 @@ def rendezvous(key: int, seed: int) -> int:
 def _tie_tokens(prompt: int, uncached: int, block_size: int) -> float:
     """Costs that differ by less than computing so many tokens are equal.
 
-    A block (where blocks are large, no more than a short prompt), or 2 % of what is to be computed. 2 % of the
-    sum would give prefixes away under load; 2 % of the prompt would give the shortest queue away where all
+    A block (where blocks are large, no more than a short prompt), or 2% of what is to be computed. 2% of the
+    sum would give prefixes away under load; 2% of the prompt would give the shortest queue away where all
     replicas hold most of it.
     """
     block, share = block_size, uncached // 50

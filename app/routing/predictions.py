@@ -67,7 +67,7 @@ class Predictions:
         predicted, actual = (sum(values) for values in zip(*self._recent, strict=True))
         logger.warning(
             "of the last %d requests the router expected %d tokens in prefix caches, and engines found %d: "
-            "their ideas of what is cached have parted by %.0f %%",
+            "their ideas of what is cached have parted by %.0f%%",
             RECENT,
             predicted,
             actual,

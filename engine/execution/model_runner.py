@@ -112,14 +112,14 @@ class ModelRunner:
         self.on_logits: LogitsHook | None = None
         self._probe_cache = KVCache(self.model, 1, 1, self.dtype, self.device)
         logger.info(
-            "%s (%s, %.0f M parameters) in %s on %s with %s kernels, %d threads",
+            "%s (%s, %.0f M parameters) in %s on %s with %s kernels, %s",
             folder.name,
             self.model.architecture,
             self.model.num_parameters / 1e6,
             types.removeprefix("torch."),
             self.device,
             kernels.name,
-            self.num_threads,
+            "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads",
         )
         logger.info(
             "KV pool: %d tokens in %d blocks of %d, %s a token, %s in all; %.1f sequences of %d tokens fit",

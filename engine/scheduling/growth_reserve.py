@@ -14,7 +14,7 @@ class GrowthReserve:
     """For each running sequence the rest of its prefill and some blocks of growth.
 
     Admitting into the last free blocks would preempt a sequence a few steps later. The growth starts at one
-    block, doubles with each step that runs out of blocks and decays by 1 % with each other one.
+    block, doubles with each step that runs out of blocks and decays by 1% with each other one.
     """
 
     def __init__(self, pool: BlockPool) -> None:

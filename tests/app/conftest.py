@@ -7,8 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine_stats import SCALING
 from local_server import CONTEXT, MODEL, POOL, LocalServer, serve_locally
 
+from app.metrics.engine_figures import engine_samples
+from app.metrics.fleet_figures import FleetFigures, ModelFigures
+from app.metrics.samples import pack
 from engine.config import EngineConfig
 
 
@@ -33,3 +37,18 @@ def http(server: LocalServer) -> Iterator[httpx.Client]:
     """A client of ``server``."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture
+def fleet(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> LocalServer:
+    """The server with its engine's figures, and a channel to it."""
+
+    def engines() -> dict[str, list[float]]:
+        return {"quire#engine#a1b2": pack(engine_samples(server.client.engine.stats(), SCALING, 0))}
+
+    own = server.api._figures[0].own
+    monkeypatch.setattr(
+        server.api, "fleet_figures", FleetFigures([ModelFigures(server.service.model, own, engines)])
+    )
+    monkeypatch.setattr(server.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
+    return server

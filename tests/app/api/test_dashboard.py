@@ -13,31 +13,13 @@ from pathlib import Path
 import chromium
 import httpx
 import pytest
-from engine_stats import SCALING
 from local_server import LocalServer, wait_until
 
 from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.dashboard import live_feed
-from app.metrics.engine_figures import engine_samples
-from app.metrics.fleet_figures import FleetFigures, ModelFigures
-from app.metrics.samples import pack
 
 AXE = resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def fleet(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> LocalServer:
-    """The server with its engine's figures."""
-
-    def engines() -> dict[str, list[float]]:
-        return {"quire#engine#a1b2": pack(engine_samples(server.client.engine.stats(), SCALING, 0))}
-
-    own = server.api._figures[0].own
-    monkeypatch.setattr(
-        server.api, "fleet_figures", FleetFigures([ModelFigures(server.service.model, own, engines)])
-    )
-    return server
 
 
 def test_the_page_loads_nothing_and_may_not(http: httpx.Client) -> None:
@@ -76,7 +58,6 @@ def test_its_events_are_the_past_and_then_the_fleet(fleet: LocalServer, http: ht
 def test_a_replica_shows_what_each_block_holds(
     fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
     wanted = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
     answer = http.get("/dashboard/blocks", params=wanted)
     assert answer.headers["cache-control"] == "no-store"
@@ -106,7 +87,6 @@ def keys(fleet: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_with_keys_only_administrators_follow_blocks(
     fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
     asked = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
     refused = http.get("/dashboard/blocks", params=asked, headers={"x-api-key": "key"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
@@ -189,7 +169,6 @@ def test_a_browser_shows_the_fleet(fleet: LocalServer, tmp_path: Path, monkeypat
 def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
     fleet: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.service, "channel_states", lambda: {"quire#engine#a1b2": "open"})
     with chromium.tab(tmp_path) as tab:
         tab.look(1280, 900, dark=False)
         tab.open(f"{fleet.url}/dashboard")
