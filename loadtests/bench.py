@@ -1,4 +1,4 @@
-"""``make bench``: every measuring command that needs no GPU, with its checks: 52 minutes on two idle cores.
+"""``make bench``: every measuring command that needs no GPU, with its checks: 46 minutes on two idle cores.
 
 Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``;
 ``docs/benchmarks.md`` is updated from them.
@@ -36,7 +36,6 @@ COMMANDS = {
     "streams": Command("loadtests.streams", 6),
     "recovery": Command("loadtests.recovery", 2.5),
     "routing_live": Command("loadtests.routing --live", 3, seeds=True),
-    "autoscale_live": Command("loadtests.autoscale_live", 5.5),
     "throughput": Command("loadtests.throughput --rounds 1", 3.5),
     "perplexity": Command("loadtests.perplexity", 1.5),
     "memory": Command("loadtests.memory", 2.5),

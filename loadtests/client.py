@@ -139,6 +139,14 @@ class Outcome:
     def _token_times(self) -> list[float]:
         return [at for at, event in zip(self.times, self.events, strict=True) if event.get("choices")]
 
+    def record(self, user: str) -> dict[str, Any]:
+        """Of a whole stream: when it began, since the epoch, and its figures, for the load tests' report."""
+        tokens, began = self.tokens, time.time() - (time.perf_counter() - self.began)
+        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        tpot = (self.last - self.first) / max(tokens - 1, 1)
+        row = {"at": began, "ttft": self.first - self.began, "tpot": tpot, "output": tokens, "user": user}
+        return {**row, "prompt": self.usage["prompt_tokens"], "cached": cached}
+
     @property
     def gaps(self) -> list[float]:
         """Seconds from each chunk to the next."""
@@ -158,8 +166,10 @@ class Client:
     What the server does never raises: an outcome says what came and what was wrong.
     """
 
-    def __init__(self, url: str, instance: str = "", limit_s: float | None = None, model: str = MODEL) -> None:
-        """``instance`` must answer, unless it is empty. ``limit_s`` bounds each request."""
+    def __init__(
+        self, url: str, instance: str = "", limit_s: float | None = None, model: str = MODEL, key: str = ""
+    ) -> None:
+        """``instance``, if any, must answer. ``limit_s`` bounds each request, and ``key`` goes with it."""
         self.model = model
         self._instance = instance
         self._limit_s = limit_s
@@ -167,6 +177,7 @@ class Client:
             base_url=url,
             timeout=httpx.Timeout(None, connect=CONNECT_LIMIT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            headers={"authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
             verify=url.startswith("https:"),  # loading certificates takes longer than a request
         )

@@ -1,5 +1,8 @@
 """``make loadtest``: headless Locust against the application, which is started if none answers.
 
+With ``--trace`` recorded requests come at their times instead, as completions of random tokens with the lengths
+and shared prefixes of the trace: Azure's CSV, or Mooncake's JSONL. ``$QUIRE_API_KEY`` is sent where it is set.
+
 Without ``--host`` the address is ``$QUIRE_URL``, else http://127.0.0.1:8000. If nothing answers there, the
 application is started on a free port with the given options and stopped at the end.
 """
@@ -7,6 +10,7 @@ application is started on a free port with the given options and stopped at the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -19,13 +23,17 @@ from typing import Any
 
 import httpx
 
+from loadtests.replay import Replayed, Window, replay
 from loadtests.report import ROOT, Figure, finish, most, parse, where
 from loadtests.stats import quantile
+from loadtests.traces import Record, TraceError, read_records
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 TEMPLATE = Path(__file__).with_name("loadtest.html")
-REQUEST = "/v1/chat/completions"
+MOST_RECORDS = 2_000_000
+"""Of a trace; more would not fit the memory of a small machine."""
+TITLE = "load test"
 NAMES = (
     ("quire_request_prompt_tokens_count", "requests"),
     ("quire_request_prompt_tokens_sum", "prompt tokens"),
@@ -105,15 +113,39 @@ def scrape(url: str) -> dict[str, float]:
     return {"at": time.time(), "replicas": replicas, **found}
 
 
-def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], status: int) -> list[Figure]:
-    """What the run is judged by: clients' figures, and how far the server's are from them."""
+def trace_of(arguments: argparse.Namespace) -> list[Record]:
+    """The trace; exits with what is wrong with it, or that the window has no request."""
+    try:
+        records = read_records(Path(arguments.trace), MOST_RECORDS)
+    except TraceError as error:
+        sys.exit(str(error))
+    window = Window(arguments.start, arguments.seconds, arguments.rate)
+    if arguments.start < 0 or not window.of(records):
+        length = records[-1].arrival - records[0].arrival
+        sys.exit(f"{arguments.trace} lasts {length:.0f} s: no request from --start {arguments.start:g} on")
+    return records
+
+
+def run_trace(url: str, arguments: argparse.Namespace) -> Replayed:
+    """Replay the window of the trace; the first three faults are printed."""
+    window = Window(arguments.start, arguments.seconds, arguments.rate, arguments.shrink)
+    due = window.of(arguments.records)
+    key = os.environ.get("QUIRE_API_KEY", "")
+    run = asyncio.run(replay(url, key, due, window, lambda: scrape(url), arguments.seed))
+    for fault in list(dict.fromkeys(one.fault for one in run.outcomes if one.fault))[:3]:
+        print(f"failed: {fault[:300]}")
+    return run
+
+
+def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], *own: Figure) -> list[Figure]:
+    """What the run is judged by: clients' figures, how far the server is off, and the runner's ``own``."""
     said = {name: samples[-1][name] - samples[0][name] for _, name in NAMES}
     total = {name: sum(one[name] for one in records) for name in ("prompt", "output", "cached")}
     took = samples[-1]["at"] - samples[0]["at"]
     pairs = (("requests", len(records)), ("prompt tokens", total["prompt"]), ("output tokens", total["output"]))
     return [
         Figure("requests", len(records), bar=1),
-        most("Locust's exit status", status),
+        *own,
         Figure("output tokens per second, all users", total["output"] / took, " tokens/s"),
         *(
             Figure(f"TTFT, {q:.0%}", quantile([1e3 * r["ttft"] for r in records], q), " ms")
@@ -133,22 +165,38 @@ def main() -> None:
         "--seconds": (60, "of load"),
         "--max-tokens": (64, "of an answer"),
         "--seed": (0, "of the chats"),
+        "--trace": ("", "recorded requests in place of users: a file of Azure's or Mooncake's"),
+        "--start": (0.0, "seconds of the trace that are left out"),
+        "--rate": (1.0, "times as fast as recorded"),
+        "--shrink": (1, "divides the trace's lengths of prompts and answers"),
         "--reports": (Path("loadtests/reports"), "folder for Locust's files"),
         "options": ([], "key=value, of the application if it is started"),
     }
     arguments = parse("locust_run", __doc__, options)
+    if arguments.trace:  # before anything is started
+        arguments.records = trace_of(arguments)
     arguments.reports.mkdir(parents=True, exist_ok=True)
+    status = 0
     with target(arguments.host, arguments.options) as url:
-        print(f"{arguments.users} users for {arguments.seconds} s against {url}", flush=True)
-        status, samples = run_locust(url, arguments, arguments.reports)
-    records = [json.loads(line) for line in (arguments.reports / "records.jsonl").read_text().splitlines()]
-    figures = figures_of(records, samples, status)
-    rows = [(one.name, f"{one.value:.4g}{one.unit}", one.holds) for one in figures]
-    data = {"records": records, "samples": samples, "figures": rows, "where": where()}
+        if arguments.trace:
+            run = run_trace(url, arguments)
+            records = [one.record("trace") for one in run.outcomes if not one.fault]
+            samples, failed = run.samples, len(run.outcomes) - len(records)
+            late = Figure("sent after it was due, 99%", quantile([1e3 * one for one in run.late], 0.99), " ms")
+            own = [most("requests that failed", failed), late]
+        else:
+            print(f"{arguments.users} users for {arguments.seconds} s against {url}", flush=True)
+            status, samples = run_locust(url, arguments, arguments.reports)
+            rows = (arguments.reports / "records.jsonl").read_text().splitlines()
+            records, own = [json.loads(row) for row in rows], [most("Locust's exit status", status)]
+            print(f"Locust's own report: {arguments.reports / 'locust.html'}")
+    figures = figures_of(records, samples, *own)
+    shown = [(one.name, f"{one.value:.4g}{one.unit}", one.holds) for one in figures]
+    data = {"records": records, "samples": samples, "figures": shown, "where": where()}
     page = arguments.reports / "loadtest.html"
     page.write_text(TEMPLATE.read_text().replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")))
-    print(f"report: {page}; Locust's own: {arguments.reports / 'locust.html'}")
-    finish("loadtests.locust_run", figures, arguments, REQUEST)
+    print(f"report: {page}")
+    finish("loadtests.locust_run", figures, arguments, TITLE)
     sys.exit(status)
 
 

@@ -92,17 +92,13 @@ class StreamingUser(User):  # type: ignore[misc]
         return outcome
 
     def _report(self, outcome: Outcome) -> None:
-        usage, tokens, ttft = outcome.usage, outcome.tokens, outcome.first - outcome.began
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        tpot = (outcome.last - outcome.first) / max(tokens - 1, 1)
-        self.fire("STREAM", "TTFT", ttft)
-        self.fire("STREAM", "TPOT", tpot)
-        self.fire("STREAM", "tokens/s", tokens / (outcome.last - outcome.began) / 1000)
-        self.fire("STREAM", "cached", cached / usage["prompt_tokens"] / 10)
-        began = time.time() - (outcome.ended - outcome.began)
-        row = {"at": began, "ttft": ttft, "tpot": tpot, "prompt": usage["prompt_tokens"], "cached": cached}
+        row = outcome.record(self.kind)
+        self.fire("STREAM", "TTFT", row["ttft"])
+        self.fire("STREAM", "TPOT", row["tpot"])
+        self.fire("STREAM", "tokens/s", row["output"] / (outcome.last - outcome.began) / 1000)
+        self.fire("STREAM", "cached", row["cached"] / row["prompt"] / 10)
         with open(RECORDS, "a") as file:
-            file.write(json.dumps({**row, "output": tokens, "user": self.kind}) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def malformed(self) -> None:
         """Send a body that is no JSON; a refusal in due form is no failure."""

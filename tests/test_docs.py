@@ -22,6 +22,7 @@ OTHER_SETTINGS = (
     "QUIRE_URL",
     "QUIRE_API_KEY",
     "QUIRE_LOAD_",
+    "QUIRE_API_KEY",
     "QUIRE_PEERS",
     "QUIRE_SCHEMA",
     "QUIRE_PORT",

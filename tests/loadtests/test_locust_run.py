@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from loadtests import locust_run
-from loadtests.report import Figure
+from loadtests.report import Figure, most
 
 URL = "http://127.0.0.1:8000"
 METRICS = """\
@@ -78,6 +78,7 @@ def record(ttft: float, tpot: float, prompt: int, cached: int, output: int) -> d
     return {"at": 0.0, "ttft": ttft, "tpot": tpot, "prompt": prompt, "cached": cached, "output": output}
 
 
+EXIT = most("exit", 0)
 RECORDS = [record(0.1, 0.01, 100, 40, 20), record(0.3, 0.03, 50, 0, 10), record(0.2, 0.02, 50, 10, 10)]
 
 
@@ -87,9 +88,9 @@ def by_name(figures: list[Figure]) -> dict[str, tuple[float, bool]]:
 
 def test_figures_are_those_of_the_clients_and_what_the_server_counted_since_the_start() -> None:
     samples = [sample(10.0, 5, 1000, 500), sample(12.0, 6, 1100, 520), sample(14.0, 8, 1198, 542)]
-    assert by_name(locust_run.figures_of(RECORDS, samples, 0)) == {
+    assert by_name(locust_run.figures_of(RECORDS, samples, EXIT)) == {
         "requests": (3, True),
-        "Locust's exit status": (0, True),
+        "exit": (0, True),
         "output tokens per second, all users": (10.0, True),
         "TTFT, 50%": (200.0, True),
         "TTFT, 95%": (300.0, True),
@@ -102,7 +103,7 @@ def test_figures_are_those_of_the_clients_and_what_the_server_counted_since_the_
 
 
 def test_failures_and_a_run_without_answers_miss_their_bars() -> None:
-    figures = by_name(locust_run.figures_of([], [sample(1.0, 0, 0, 0), sample(2.0, 0, 0, 0)], 1))
+    figures = by_name(locust_run.figures_of([], [sample(1.0, 0, 0, 0), sample(2.0, 0, 0, 0)], most("exit", 1)))
     assert figures["requests"] == (0, False)
-    assert figures["Locust's exit status"] == (1, False)
+    assert figures["exit"] == (1, False)
     assert figures["requests: the server off by"] == (100.0, False)

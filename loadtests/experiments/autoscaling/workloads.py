@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.errors import ConfigError
 from loadtests.experiments.autoscaling.constants import LONGEST_TRACE_S, MOST_REQUESTS
-from loadtests.experiments.autoscaling.traces import TraceError, read_records
+from loadtests.traces import TraceError, read_records
 
 Floats = npt.NDArray[np.float64]
 
