@@ -105,7 +105,7 @@ def assemble(options: AppConfig, replica_class: type | None = None, room: bool =
         name=INGRESS,
         num_replicas=options.ingress.ingress_replicas,
         max_surge_percent=100,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": serving.ONE_LOOP}},
+        ray_actor_options={"num_cpus": 0},
         user_config={},  # None would keep Serve from calling reconfigure()
         **_common_options(options),
     )

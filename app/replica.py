@@ -49,7 +49,12 @@ class EngineReplica:
     read by the router, which leaves ``{"epoch": epoch}`` of ``meta``.
     """
 
-    def __init__(self, model: ServedModel) -> None:
+    async def __init__(self, model: ServedModel) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Returns once the engine has loaded, in a thread: for large models that takes minutes.
+
+        Raises:
+            ConfigError: the model cannot be served with these options.
+        """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         options = model.options
         self._model = model
@@ -57,8 +62,7 @@ class EngineReplica:
         logs.configure(*options.service.logging, logs.replica_name(model.deployment))
         self._loop = asyncio.get_running_loop()
         self._death: BaseException | None = None
-        self._engine = self._start_engine()
-        engine = self._engine
+        self._engine = engine = await asyncio.to_thread(self._start_engine)
         build = Build(version_of(options, "engine", type(self)), time.time())
         hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity, build)
         self._hub = ChannelHub(

@@ -12,7 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from app.config import ENGINES, ENV_PREFIX, LaunchOptions, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
-from app.launch.ray_processes import left_out
+from app.launch.ray_processes import left_out, proxies_later, without_agents
 from app.launch.terminal import Progress, Say
 from engine.errors import ConfigError
 
@@ -41,6 +42,7 @@ class LocalServer:
         self._launch = launch
         self._instance = instance
         self.dashboard = ""
+        self._proxies: list[Any] = []  # answers that have yet to come
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
 
     @property
@@ -70,14 +72,14 @@ class LocalServer:
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
         import ray
-        from ray import serve
         from ray.exceptions import RayError
-        from ray.serve.exceptions import RayServeException
 
-        for name in ("ray", "ray.serve"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+        # Here meanwhile nothing is done but waiting for Ray's processes.
+        building = threading.Thread(target=import_module, args=(serving.IMPORT_PATH.partition(":")[0],))
+        building.start()
+        logging.getLogger("ray").setLevel(logging.WARNING)
         try:
-            with left_out(dashboard=self._launch.ray_dashboard):
+            with self._processes():
                 context = ray.init(
                     address="local",
                     _temp_dir=self._instance.ray_folder,
@@ -86,9 +88,31 @@ class LocalServer:
                     log_to_driver=True,
                     logging_level=logging.ERROR,
                 )
-            if self._launch.ray_dashboard:
-                self.dashboard = str(context.dashboard_url or "")
-            serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
+        except (RayError, RuntimeError, OSError) as error:
+            raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
+        finally:
+            building.join()
+        if self._launch.ray_dashboard:
+            self.dashboard = str(context.dashboard_url or "")
+        self._start_serve()
+
+    @contextlib.contextmanager
+    def _processes(self) -> Iterator[None]:
+        """Ray starts with those that are needed."""
+        with left_out(dashboard=self._launch.ray_dashboard), contextlib.ExitStack() as stack:
+            if not self._launch.ray_dashboard:
+                stack.enter_context(without_agents())
+            yield
+
+    def _start_serve(self) -> None:
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        try:
+            with proxies_later() as self._proxies:
+                serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
         except (RayError, RayServeException, RuntimeError, OSError) as error:
             raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
 
@@ -139,10 +163,28 @@ class LocalServer:
                 health = _of_each(self._health(), models)
                 if all(_serves(model, health, found) for model in waiting):
                     return waiting
+            self._check_proxies()
             if time.monotonic() > deadline:
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
             progress.update(_counted(found, "RUNNING"), time.monotonic())
         return waiting
+
+    def _check_proxies(self) -> None:
+        """Serve has not waited for them.
+
+        Raises:
+            ConfigError: one does not start.
+        """
+        import ray
+        from ray.exceptions import RayError
+
+        if not self._proxies:
+            return
+        answered, self._proxies = ray.wait(self._proxies, num_returns=len(self._proxies), timeout=0)
+        try:
+            ray.get(answered)
+        except (RayError, RuntimeError, OSError) as error:
+            raise ConfigError(f"Serve's proxy does not start: {_last_line(error)}") from error
 
     def ready(self) -> int | None:
         """Number of running engine replicas; ``None`` if unknown, as while Serve's controller restarts."""

@@ -27,12 +27,12 @@ PATIENCE = {
 }
 
 ONE_LOOP = {
-    # By default Serve runs a deployment's code in a thread beside that of its HTTP server. The way of an event
-    # from one to the other costs an ingress more than all else that is done to it (docs/channel.md), and what
-    # slow clients have not read gathers between them without a bound.
+    # By default Serve runs a deployment's code in a thread beside that of its HTTP and gRPC servers. The way of
+    # an event from one to the other costs an ingress more than all else that is done to it, and an engine a
+    # third (docs/channel.md), and what slow clients have not read gathers between them without a bound.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
-"""Environment of the ingress replicas. An engine's channels stay apart from what Serve asks it."""
+"""Environment of all replicas; one of their own would have Ray load twice in them."""
 
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -51,7 +51,7 @@ def controller_environment() -> dict[str, str]:
     A running cluster ignores the environment of the shell that deploys, so they go into ``controller_options``.
     HAProxy needs Linux.
     """
-    return {**PATIENCE, **(HAPROXY_ENVIRONMENT if haproxy_expected() else {})}
+    return {**PATIENCE, **ONE_LOOP, **(HAPROXY_ENVIRONMENT if haproxy_expected() else {})}
 
 
 def haproxy_expected() -> bool:

@@ -30,7 +30,7 @@ POOLS = "pools.json"
 class BreakableReplica(EngineReplica):
     """Dies or gets stuck on request."""
 
-    def __init__(self, model: ServedModel) -> None:
+    async def __init__(self, model: ServedModel) -> None:  # type: ignore[misc]
         folder = Path(model.options.service.model)
         if (folder / PACE).exists():
             keep_pace(folder)
@@ -38,7 +38,7 @@ class BreakableReplica(EngineReplica):
         if pools.is_file():
             engine = dataclasses.replace(model.options.engine, num_blocks=_take(pools))
             model = dataclasses.replace(model, options=model.options.model_copy(update={"engine": engine}))
-        super().__init__(model)
+        await super().__init__(model)
 
     async def generate(self, cid: str, payload: bytes, *, meta: dict[str, int]) -> dict[str, Any]:
         """Run one attempt, and die if it is of a poisonous request."""

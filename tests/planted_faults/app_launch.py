@@ -109,6 +109,27 @@ LAUNCH: list[Fault] = [
         "a Ray that starts later lacks processes",
     ),
     Fault(
+        "app/launch/ray_processes.py",
+        "node._ray_params.dashboard_agent_listen_port = 0",
+        "pass",
+        ("app/launch/test_ray_processes.py",),
+        "a start beside another Ray waits seconds for its port",
+    ),
+    Fault(
+        "app/launch/ray_processes.py",
+        "return controller, []",
+        "return controller, proxies",
+        ("app/launch/test_ray_processes.py",),
+        "engines do not load until Serve's proxies have started",
+    ),
+    Fault(
+        "app/launch/local_server.py",
+        "answered, self._proxies = ray.wait",
+        "answered, _ = [], ray.wait",
+        _LAUNCHER,
+        "a proxy that does not start is waited for until the start's time is over",
+    ),
+    Fault(
         "app/launch/local_server.py",
         'health if health.get("instance") == self._instance.name else {}',
         "health",

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from ray.exceptions import ActorUnavailableError, GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 from ray.serve._private.common import ReplicaState
 from ray.serve.exceptions import RayServeException
 from safetensors.torch import save_file
@@ -452,6 +452,25 @@ def test_without_any_model_that_can_start_the_launcher_ends(
     for others in ({}, {"engine-b": "DEPLOY_FAILED"}):
         with pytest.raises(ConfigError, match="cannot start: ValueError: no memory"):
             deploy_two(monkeypatch, instance, status_of(ingress="DEPLOY_FAILED", **others))
+
+
+def test_a_proxy_that_does_not_start_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    """Serve does not wait for it, and without it the launcher would, for as long as any start may take."""
+    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    server._check_proxies()  # Serve had none to start
+
+    def answer(proxies: list[str]) -> None:
+        if "broken" in proxies:
+            raise RayTaskError("ready", "Traceback:\nOSError: the port is taken", OSError("the port is taken"))
+
+    monkeypatch.setattr("ray.wait", lambda proxies, **_: (proxies[:1], proxies[1:]))
+    monkeypatch.setattr("ray.get", answer)
+    server._proxies = ["fine", "broken"]
+    server._check_proxies()
+    with pytest.raises(ConfigError, match=r"proxy does not start: .*the port is taken"):
+        server._check_proxies()
 
 
 def test_models_of_a_file_reach_the_replicas(
