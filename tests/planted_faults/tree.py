@@ -27,7 +27,7 @@ COPIED = (
     "serve_config.yaml",
 )
 LIMIT_S = 300.0
-"""After which tests hang: a fault may make a loop endless."""
+"""After which the tests of a fault hang: it may make a loop endless."""
 
 
 class Verdict(Enum):
@@ -68,14 +68,14 @@ class Tree:
             return Verdict.CRASHED
         return {0: Verdict.SURVIVED, 1: Verdict.CAUGHT}.get(status, Verdict.BROKEN)
 
-    def status(self, tests: Sequence[str]) -> int | None:
-        """Exit status of pytest on ``tests``; negative: a signal's number; ``None``: it took too long.
+    def status(self, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> int | None:
+        """Exit status of pytest on ``tests``; negative: a signal's number; ``None``: it took over ``limit_s``.
 
         What it printed is in the file ``output`` of the folder.
         """
         process = self._context.Process(target=run_tests, args=(str(self._folder), list(tests)))
         process.start()
-        process.join(LIMIT_S)
+        process.join(limit_s)
         status = process.exitcode
         assert process.pid is not None
         with contextlib.suppress(ProcessLookupError):
