@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WARM_AFTER_S = 5.0
+"""What only structured output needs is loaded this long after the rest, not to hold up the start."""
+
 _Result = TypeVar("_Result")
 
 
@@ -253,6 +256,7 @@ class EngineThread:
             _refuse(self._receive(wait=False))
 
     def _main(self) -> None:
+        warm_up: threading.Timer | None = None
         try:
             from engine.engine import Engine  # with torch, which processes without an engine do not load
 
@@ -260,6 +264,9 @@ class EngineThread:
             self._stats, self._load = engine.stats(), engine.load.read()
             self._engine = engine
             self._loaded.set()
+            warm_up = threading.Timer(WARM_AFTER_S, engine.grammars.warm_up)
+            warm_up.daemon = True
+            warm_up.start()
             self._loop(engine)
         except BaseException as error:
             self._failure = error
@@ -267,6 +274,8 @@ class EngineThread:
                 logger.critical("the engine thread ends", exc_info=True)
                 self._on_death(error)
         finally:
+            if warm_up is not None:
+                warm_up.cancel()
             if self._engine is not None:
                 self._engine.grammars.close()
             self._loaded.set()

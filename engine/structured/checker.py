@@ -58,11 +58,7 @@ class GrammarChecker:
             EngineDeadError: the checker is closed.
         """
         try:
-            with self._lock:
-                self._check_open()
-                if self._process is None or self._process.poll() is not None:
-                    self._process = self._started()
-                process = self._process
+            process = self._running()
             answer = self._ask(process, json.dumps(asdict(form)))
         except OSError as error:
             self._end_process()
@@ -80,11 +76,27 @@ class GrammarChecker:
             raise InvalidRequestError(answer["error"], "structured_output", "invalid_grammar")
         return str(answer["grammar"])
 
+    def start(self) -> None:
+        """Start the process, if none runs, so that the first grammar need not wait for it.
+
+        Raises:
+            EngineDeadError: the checker is closed.
+            OSError: it could not be started.
+        """
+        self._running()
+
     def close(self) -> None:
         """End the process, and start no other."""
         with self._lock:
             self._closed = True
         self._end_process()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            self._check_open()
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+            return self._process
 
     def _end_process(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -9,7 +10,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import TYPE_CHECKING
 
 from engine.errors import ClientLimitError, ConfigError, EngineDeadError, GrammarFault, InvalidRequestError
@@ -61,7 +62,7 @@ class GrammarCompiler:
         self._turns: Turns[_Job] = Turns()
         self._threads = 0
         self._checkers = [GrammarChecker(folder, vocab_size, self._end_token_ids) for _ in range(WORKERS)]
-        self._idle: SimpleQueue[GrammarChecker] = SimpleQueue()
+        self._idle: LifoQueue[GrammarChecker] = LifoQueue()  # the last one used has its process
         for checker in self._checkers:
             self._idle.put(checker)
         self.faults = 0
@@ -81,6 +82,15 @@ class GrammarCompiler:
         if not self._turns.put(client, job):
             raise EngineDeadError("the engine has stopped")
         return job.done
+
+    def warm_up(self) -> None:
+        """Load what the first grammar needs, in half a second: the tokenizer here, and one of the processes.
+
+        What cannot be loaded is told to whoever asks for it.
+        """
+        with contextlib.suppress(InvalidRequestError, EngineDeadError, OSError):
+            self._loaded()
+            self._checkers[-1].start()
 
     def _start_threads(self) -> None:
         with self._lock:

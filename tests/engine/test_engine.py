@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from bad_requests import BAD
 from tiny_engines import add, made, make_request, run_to_end, tiny_engine_config
 
+from engine import engine_thread
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs
@@ -24,6 +26,7 @@ from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.request import FinishReason, Request, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import SequenceState
+from engine.structured.compiler import GrammarCompiler
 
 MakeEngine = Callable[..., Engine]
 POISON = 96
@@ -331,6 +334,18 @@ def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     yield outputs
     outputs.thread.stop()
     assert not outputs.thread.is_alive()
+
+
+def test_what_grammars_need_is_loaded_after_the_start(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm = threading.Event()
+    monkeypatch.setattr(engine_thread, "WARM_AFTER_S", 0.0)
+    monkeypatch.setattr(GrammarCompiler, "warm_up", lambda _: warm.set())
+    outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
+    outputs.thread.start()
+    assert warm.wait(30)
+    outputs.thread.stop()
 
 
 def test_nothing_that_is_submitted_or_aborted_kills_the_thread(outputs: Outputs) -> None:

@@ -34,6 +34,13 @@ STRUCTURED: list[Fault] = [
         "a schema that takes hours to compile holds up all others",
     ),
     Fault(
+        "engine/structured/compiler.py",
+        "self._checkers[-1].start()",
+        "self._checkers[0].start()",
+        _GRAMMARS,
+        "the process that was started in advance is not the one that the first grammar is tried in",
+    ),
+    Fault(
         "engine/structured/checker.py",
         "            code = process.wait()\n            self._check_open()\n",
         "            code = process.wait()\n",

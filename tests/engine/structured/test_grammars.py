@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import PIPE
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,6 +302,40 @@ def test_what_is_no_fault_of_the_grammar_is_counted_and_not_kept(
     assert compiler.faults == len(cases)
     assert compiler.submit(form).result(60).mask_words
     compiler.close()
+
+
+def test_after_a_warm_up_the_first_grammars_find_all_loaded(
+    bundled_model: Path, tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load(*_: Any) -> LLTokenizer:
+        loaded.append("tokenizer")
+        return tokenizer
+
+    def start(checker: GrammarChecker) -> Any:
+        loaded.append("process")
+        return SimpleNamespace(poll=lambda: None, kill=lambda: None, wait=lambda: 0)
+
+    monkeypatch.setattr("engine.structured.compiler.load_llg_tokenizer", load)
+    monkeypatch.setattr(GrammarChecker, "_started", start)
+    monkeypatch.setattr(GrammarChecker, "_ask", lambda *_: {"grammar": lowered(PERSON)})
+    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=True)
+    compiler.warm_up()
+    assert loaded == ["tokenizer", "process"]
+    for _ in range(2):  # the second one, too, finds the process that runs
+        compiler.compile(PERSON)
+        compiler.forget(PERSON)
+    assert loaded == ["tokenizer", "process"]
+    compiler.close()
+    compiler.warm_up()  # too late, which harms nobody
+
+
+def test_a_model_that_no_form_can_hold_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrammarChecker, "_started", lambda _: pytest.fail("for nothing"))
+    GrammarCompiler(tmp_path, VOCABULARY, (), checked=True).warm_up()
 
 
 def test_closing_ends_what_is_being_compiled_and_what_waits(
