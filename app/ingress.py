@@ -35,6 +35,10 @@ from engine.errors import ConfigError
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that parses or tokenizes may hold the interpreter lock; Python's default is 5 ms."""
 
+GC_THRESHOLDS = 20_000, 10, 10
+"""When Python looks for cycles of garbage: by default after 700 new objects, and a streamed token makes a few.
+That took half of all processor time, since each look at everything passes over every live stream."""
+
 LATER_S = 5.0
 """How long the start of an ingress waits for further models once one can answer."""
 
@@ -85,6 +89,7 @@ class IngressReplica:
         # again and again, for hundreds of milliseconds.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
 
     @contextlib.contextmanager
     def _may_fail(self, model: ServedModel) -> Iterator[None]:

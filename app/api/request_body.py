@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from app.api.errors import ApiError, too_many_bodies
 from app.api.json_pieces import MAX_DEPTH, MAX_VALUES, TooManyValuesError, parse_json
+from app.api.turnstile import Turnstile
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
@@ -44,6 +45,7 @@ class BodyReader:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="bodies")
         self._sender = sender
         self._held: Counter[str] = Counter()  # bytes, by client
+        self._turnstile = Turnstile()
 
     @property
     def held_bytes(self) -> int:
@@ -51,7 +53,9 @@ class BodyReader:
         return self._held.total()
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
-        """What ``parse`` makes of the body, a JSON object. A large body is parsed in a thread.
+        """What ``parse`` makes of the body, a JSON object, once it is this request's turn to begin.
+
+        A large body is parsed in a thread.
 
         Raises:
             ApiError: 413 above ``MAX_BODY_BYTES``, before all of it is read, or above ``MAX_VALUES`` values;
@@ -73,6 +77,7 @@ class BodyReader:
                         self._hold(sender, len(chunk))
                         held += len(chunk)
                     body += chunk
+            await self._turnstile.enter(sender)
             if len(body) <= INLINE_BYTES:
                 return parse(parse_json_object(body))
             return await self.in_thread(lambda: parse(parse_json_object(body)))

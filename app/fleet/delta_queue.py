@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 
 from app.fleet.generation import Delta
+from app.fleet.turns import Turns
 from engine.errors import QuireError
 
 
 class DeltaQueue:
     """Deltas of one sequence that pile up are read as one: a late or slow reader gets few large ones.
 
-    One reader; used on one event loop.
+    One reader; used on one event loop. ``readers`` says when it goes on; by default at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Turns | None = None) -> None:
+        self._readers = readers
         self._waiting: dict[int, list[Delta]] = {}  # by sequence
         self._error: QuireError | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._woken = True  # or nobody waits
 
     def put(self, delta: Delta) -> None:
         """Append a delta of its sequence; a final one is read after all others."""
@@ -47,11 +49,18 @@ class DeltaQueue:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
+            self._woken = False
             await self._reader
         return _joined(self._waiting.pop(next(iter(self._waiting))))
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+        if self._woken:
+            return
+        self._woken = True
+        assert self._reader is not None, "it waits"
+        if self._readers is not None:
+            self._readers.wake(self._reader)
+        elif not self._reader.done():
             self._reader.set_result(None)
 
 
@@ -59,12 +68,15 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
-    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
     logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
-    return dataclasses.replace(
-        last,
-        token_ids=token_ids,
-        index=deltas[0].index,
-        logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
-        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+    return Delta(
+        tuple(token for delta in deltas for token in delta.token_ids),
+        last.finish_reason,
+        last.cached_tokens,
+        deltas[0].index,
+        last.sequence,
+        last.final,
+        last.fingerprint,
+        logprobs if any(delta.logprobs is not None for delta in deltas) else None,
+        next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
     )

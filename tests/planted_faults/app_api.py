@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted_faults.fault import Fault
 
 _SSE = ("app/api/test_sse.py",)
+_TURNSTILE = ("app/api/test_turnstile.py",)
 _TEXT = ("engine/test_text.py",)
 _CHOICES = ("app/api/test_stream_choices.py",)
 _TENANT = ("app/api/test_tenant.py",)
@@ -192,6 +193,27 @@ API: list[Fault] = [
         "            if key in ():",
         _SAMPLING,
         "a request may bring a chat template of its own",
+    ),
+    Fault(
+        "app/api/request_body.py",
+        "            await self._turnstile.enter(sender)\n",
+        "",
+        _TURNSTILE,
+        "requests that come at once hold up everything else until all have begun",
+    ),
+    Fault(
+        "app/api/request_body.py",
+        "self._turnstile.enter(sender)",
+        'self._turnstile.enter("")',
+        _TURNSTILE,
+        "the requests of one client hold up another's",
+    ),
+    Fault(
+        "app/api/turnstile.py",
+        "            if not turn.done():",
+        "            if True:",
+        _TURNSTILE,
+        "a client that leaves before its request begins stops all that come later",
     ),
     Fault(
         "app/api/sse.py",

@@ -120,6 +120,13 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/relay.py",
+        "records[start : start + RECORDS]",
+        "records[start:]",
+        _RELAY,
+        "records of a large frame are handled twice",
+    ),
+    Fault(
+        "app/channel/relay.py",
         "            self._channels.forget(route, stale)",
         "            pass",
         _RELAY,

@@ -16,6 +16,7 @@ _FAULTS = ("app/fleet/test_fault_counts.py", "app/fleet/test_engine_client_route
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
 _QUEUE = ("app/fleet/test_delta_queue.py",)
+_TURNS = ("app/fleet/test_turns.py",)
 _BUDGET = ("app/fleet/test_resubmission_budget.py",)
 _LAG = ("app/fleet/test_loop_lag.py",)
 
@@ -89,6 +90,27 @@ FLEET: list[Fault] = [
         "index=last.index",
         _QUEUE,
         "joined tokens have the offset of the last one",
+    ),
+    Fault(
+        "app/fleet/delta_queue.py",
+        "            self._readers.wake(self._reader)",
+        "            self._reader.set_result(None)",
+        _TURNS,
+        "all streams go on in one turn of the loop, which does nothing else meanwhile",
+    ),
+    Fault(
+        "app/fleet/turns.py",
+        "min(self._per_turn, len(waiting))",
+        "len(waiting)",
+        _TURNS,
+        "a turn of the loop has no bound",
+    ),
+    Fault(
+        "app/fleet/turns.py",
+        "            _, future = waiting.popleft()",
+        "            _, future = waiting.pop()",
+        _TURNS,
+        "who has waited longest goes on last",
     ),
     Fault(
         "app/fleet/resubmission_budget.py",

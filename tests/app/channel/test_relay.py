@@ -20,7 +20,7 @@ from app.channel.channel_hub import GRACE_S, ChannelHub
 from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread
 from app.channel.ingress_channel import DEAD_S, ChannelState
-from app.channel.relay import SLICE_S, Relay
+from app.channel.relay import RECORDS, SLICE_S, Relay
 from app.channel.wire_resume import Claim
 from app.channel.wire_sections import KvSection
 from app.fleet.attempts import END_RECORD_S
@@ -184,6 +184,20 @@ def test_events_that_keep_coming_leave_the_loop_to_others() -> None:
             await asyncio.sleep(0)
             seen.append(len(recorder.calls))
         assert [count for count in seen if count] == [2, 4, 6, 8, 10, 11]
+
+    run_virtually(test())
+
+
+def test_a_large_frame_is_handled_in_parts() -> None:
+    async def test() -> None:
+        recorder = Recorder()
+        relay = Relay(recorder, recorder)
+        relay.on_records(ROUTE, [wire.Record(attempt, 0, [1]) for attempt in range(2 * RECORDS + 1)])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        parts = [attempts for _, attempts in recorder.calls]
+        assert [len(part) for part in parts] == [RECORDS, RECORDS, 1]
+        assert [attempt for part in parts for attempt in part] == list(range(2 * RECORDS + 1))
 
     run_virtually(test())
 
