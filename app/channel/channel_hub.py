@@ -29,13 +29,15 @@ from engine.request import FinishReason, TokenDelta
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
-"""A channel sends nothing more, and keeps its tokens, once its ingress has sent no beat for this long."""
+"""A channel sends nothing more, and keeps its tokens, once its ingress has sent no beat for this long. One that
+broke ends then, with its attempts: no connection and no beat mean that the ingress's process is gone."""
 
 GRACE_S = 60.0
 """A channel ends, and its attempts with it, when its ingress has sent no beat for this long."""
 
 KEEP_S = 15.0
-"""The attempts of a channel that broke go on for this long: the ingress's next channel may resume them."""
+"""While beats come, the attempts of a channel that broke go on for this long: the ingress's next channel may
+resume them."""
 
 CALL_END_S = 0.05
 """A call that is canceled aborts its attempt after this, unless its channel ends meanwhile: then the connection
@@ -54,8 +56,8 @@ class ChannelHub:
     """All channels of one engine replica.
 
     ``abort`` is called with an engine request id when an attempt ends before its end record. When a channel
-    breaks, its attempts and what the ingress has not acknowledged are kept for ``KEEP_S``: see
-    ``app/channel/resumption.py``. ``snapshot``
+    breaks, its attempts and what the ingress has not acknowledged are kept until no beat has come for
+    ``lease_s``, and for ``KEEP_S`` at most: see ``app/channel/resumption.py``. ``snapshot``
     returns the contents of the engine's prefix cache; without it channels carry no KV events. ``load`` is what
     new channels report until the engine's first step.
     ``end_sequence`` is called with such an id and the number of a sequence that the ingress wants no more of.
@@ -270,6 +272,8 @@ class ChannelHub:
             self._end(channel, "the ingress closed it")
             return True
         if channel.closed:
+            if self._kept.get(cid) is channel:
+                self._keep(channel)
             return False
         channel.beats += 1
         was_blocked = channel.blocked
@@ -310,7 +314,15 @@ class ChannelHub:
             for attempt in channel.attempts.values():
                 attempt.stay()
             self._kept[channel.cid] = channel
-            channel.expiry = asyncio.get_running_loop().call_later(KEEP_S, self._forget, channel.cid)
+            channel.kept_until = self._clock() + KEEP_S
+            self._keep(channel)
+
+    def _keep(self, channel: EngineChannel) -> None:
+        """The ingress of a channel that broke lives: wait for its next beat, or for its next channel."""
+        if channel.expiry is not None:
+            channel.expiry.cancel()
+        left = min(self._lease_s, channel.kept_until - self._clock())
+        channel.expiry = asyncio.get_running_loop().call_later(max(left, 0.0), self._forget, channel.cid)
 
     def close_all(self, reason: str) -> None:
         """End every channel and refuse new ones."""

@@ -200,15 +200,16 @@ class IngressChannel:
         if self._task is None or self._task.done():
             return
         if self._route is not None:
-            # Without it the engine keeps for a while what may still run. Nobody waits for the answer.
-            try:
-                self._unary.beat.remote(
-                    self._cid, self._epoch, self._handled, [], False, True, target=self.replica
-                )
-            except Exception as error:
-                if is_defect(error):
-                    logger.exception("the last beat to %s failed", self.replica)
+            self._say_alive(last=True)  # without it the engine keeps for a while what may still run
         self._task.cancel()
+
+    def _say_alive(self, last: bool = False) -> None:
+        """A beat for whose answer nobody waits."""
+        try:
+            self._unary.beat.remote(self._cid, self._epoch, self._handled, [], False, last, target=self.replica)
+        except Exception as error:
+            if is_defect(error):
+                logger.exception("a beat to %s failed", self.replica)
 
     def _forget(self, epoch: int, attempts: list[int]) -> None:
         if epoch == self._epoch:
@@ -292,12 +293,15 @@ class IngressChannel:
         """What is asked of the next channel; empty if nothing is to go on there."""
         if self._broken is None:
             return b""
-        claims: Sequence[Claim] = ()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLAIMS_S):
-                claims = await self._broken.claims
-        if claims:
-            return pack_resumption(self._broken.route.epoch, claims)
+        broken = self._broken
+        until = self._clock() + CLAIMS_S
+        while not broken.claims.done() and self._clock() < until:
+            await asyncio.wait((broken.claims,), timeout=BEAT_S)
+            if not broken.claims.done():
+                self._say_alive()  # else the engine takes this process for lost
+        if broken.claims.done() and (claims := broken.claims.result()):
+            return pack_resumption(broken.route.epoch, claims)
+        broken.claims.cancel()  # they would come too late
         self._lose()
         return b""
 

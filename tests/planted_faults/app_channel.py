@@ -29,10 +29,31 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/channel_hub.py",
-        "call_later(KEEP_S, self._forget, channel.cid)",
+        "call_later(max(left, 0.0), self._forget, channel.cid)",
         "call_later(1e6, self._forget, channel.cid)",
         _RESUME,
         "an engine computes for an ingress that never comes back",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "        left = min(self._lease_s, channel.kept_until - self._clock())",
+        "        left = channel.kept_until - self._clock()",
+        _RESUME,
+        "blocks of an ingress whose process is gone stay for three times the lease",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "        left = min(self._lease_s, channel.kept_until - self._clock())",
+        "        left = self._lease_s",
+        _RESUME,
+        "an ingress that beats but opens no channel holds blocks for ever",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "                self._say_alive()  # else the engine takes this process for lost",
+        "                pass",
+        _RESUME,
+        "a busy ingress whose connection broke is taken for lost",
     ),
     Fault(
         "app/channel/engine_channel.py",

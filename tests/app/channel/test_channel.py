@@ -14,7 +14,7 @@ from loopback import LIMITS, CountingEngine
 from virtual_time import loop_time, run_virtually
 
 from app.channel import wire
-from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
+from app.channel.channel_hub import CALL_END_S, ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
@@ -254,7 +254,7 @@ def test_channels_of_two_ingresses_are_apart() -> None:
         assert [record.token_ids for record in await next_records(second)] == [[20]]
         await first.aclose()  # type: ignore[attr-defined]
         assert set(setting.hub.inspect()) == {"two"}
-        await asyncio.sleep(KEEP_S - 0.1)
+        await asyncio.sleep(LEASE_S - 0.1)
         assert setting.aborted == []
         setting.hub.beat("two", 1, 0)
         await asyncio.sleep(0.2)

@@ -11,7 +11,7 @@ from loopback import LIMITS
 from virtual_time import loop_time, run_virtually
 
 from app.channel import channel_hub, wire
-from app.channel.channel_hub import CALL_END_S, KEEP_S, ChannelHub
+from app.channel.channel_hub import CALL_END_S, KEEP_S, LEASE_S, ChannelHub
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.wire_resume import Claim, Resumption, pack_resumption, unpack_resumption
 from engine.request import FinishReason, TokenDelta
@@ -234,7 +234,7 @@ def test_an_ingress_that_does_not_come_back_leaves_nothing() -> None:
         call = setting.hub.attach("ingress", 1, 1, "e1")
         await stream.aclose()  # type: ignore[attr-defined]
         setting.hub.leave(call)  # the connection broke: its call ends, too
-        await asyncio.sleep(KEEP_S - 0.01)
+        await asyncio.sleep(LEASE_S - 0.01)
         setting.token(1, 0)
         assert setting.aborted == []
         await asyncio.sleep(0.02)
@@ -242,6 +242,22 @@ def test_an_ingress_that_does_not_come_back_leaves_nothing() -> None:
         assert setting.nothing_left()
         with pytest.raises(UnknownEpochError):
             await call.done
+
+    run(test)
+
+
+def test_an_ingress_that_lives_may_come_back_later_but_not_for_ever() -> None:
+    async def test(setting: Setting) -> None:
+        await setting.open(1)
+        setting.hub.attach("ingress", 1, 1, "e1")
+        setting.break_()
+        for _ in range(int(KEEP_S) - 1):
+            await asyncio.sleep(1.0)
+            assert not setting.hub.beat("ingress", 1, 0)
+        assert setting.aborted == []
+        await asyncio.sleep(1.01)
+        assert setting.aborted == ["e1"]
+        assert setting.nothing_left()
 
     run(test)
 

@@ -75,6 +75,31 @@ def test_a_broken_channel_costs_no_computation(replicas: int, break_: Break) -> 
     run(test)
 
 
+def test_an_ingress_that_is_behind_says_that_it_lives_until_it_can_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        only.hub._lease_s = 1.5
+        job = asyncio.ensure_future(collect(client, request([1], 300)))
+        await until(lambda: submitted(handle) == 1)
+        relay, late = client._parts.channels.relay, asyncio.Event()
+        drain = relay._drain
+        monkeypatch.setattr(relay, "_drain", lambda: late.is_set() and drain())
+        for channel in list(only.hub._channels.values()):
+            only.hub.close(channel, "a test broke it")
+        await asyncio.sleep(4.0)
+        late.set()
+        drain()
+        async with stepping(handle):
+            assert await job == expected_tokens([1], 300)
+        assert submitted(handle) == 1
+        await client.stop()
+
+    run(test)
+
+
 def test_sequences_and_waiting_requests_go_on_too() -> None:
     async def test() -> None:
         handle, client = await started(1)
