@@ -53,6 +53,7 @@ class RequestTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         version = metadata.version("quire")
         named = {"service.name": "quire", "service.version": version, "service.instance.id": process}
@@ -65,6 +66,7 @@ class RequestTracer:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire", version)
+        self._context_of = TraceContextTextMapPropagator().extract
 
     @classmethod
     def configured(cls, options: IngressOptions, process: str) -> RequestTracer | None:
@@ -91,7 +93,6 @@ class RequestTracer:
         ``fields`` are those of the line; ``started`` and ``ended`` are monotonic seconds.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier = {
             name: value
@@ -108,7 +109,7 @@ class RequestTracer:
             attributes["gen_ai.usage.output_tokens"] = fields["output_tokens"]
         root = self._tracer.start_span(
             route,
-            TraceContextTextMapPropagator().extract(carrier),
+            self._context_of(carrier),
             SpanKind.SERVER,
             attributes,
             start_time=_ns(started, epoch),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -37,24 +37,33 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         ),
         dtype=np.int64,
     )
-    if any(chunk.drafts for chunk in chunks):
-        chunks = list(chain.from_iterable(map(_parts, chunks)))
+    counts = np.array([1 + len(chunk.drafts) for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
     ends = starts + lengths
-    query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=query_start[1:])
-    total = int(query_start[-1])
-
-    num_blocks = -(-ends // block_size)
+    num_blocks = -(-(ends + counts - 1) // block_size)
     tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
     for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
         tables[row, :needed] = chunk.sequence.block_table[:needed]
+    if counts.sum() > len(chunks):
+        firsts = np.cumsum(counts) - counts
+        place = np.arange(counts.sum()) - np.repeat(
+            firsts, counts
+        )  # 0 for a chunk, then 1, 2, ... for its drafts
+        drafted = place > 0
+        starts = np.where(drafted, np.repeat(ends, counts) + place - 1, np.repeat(starts, counts))
+        lengths = np.where(drafted, 1, np.repeat(lengths, counts))
+        samples = np.repeat(samples, counts) | drafted
+        tables = np.repeat(tables, counts, axis=0)
+        ends = starts + lengths
+    query_start = np.zeros(len(starts) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=query_start[1:])
+    total = int(query_start[-1])
     # Absent blocks lie outside every window: nothing reads what is named there.
     np.maximum(tables, 0, out=tables)
 
-    rows = np.repeat(np.arange(len(chunks)), lengths)
+    rows = np.repeat(np.arange(len(starts)), lengths)
     positions = np.arange(total) + (starts - query_start[:-1])[rows]
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     metadata = AttentionMetadata(
@@ -66,16 +75,8 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         max_query_len=int(lengths.max(initial=0)),
         max_context_len=int(ends.max(initial=0)),
     )
-    decodes = bool(samples.all()) and total == len(chunks) > 0
+    decodes = bool(samples.all()) and total == len(starts) > 0
     return Batch(_tensor(token_ids, device), metadata, _tensor(query_start[1:][samples] - 1, device), decodes)
-
-
-def _parts(chunk: ScheduledChunk) -> Iterator[ScheduledChunk]:
-    """A chunk, and behind it one for each of its drafts."""
-    yield chunk
-    end = chunk.start + chunk.length
-    for place in range(end, end + len(chunk.drafts)):
-        yield ScheduledChunk(chunk.sequence, place, 1, True)
 
 
 def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], device: torch.device) -> Tensor:

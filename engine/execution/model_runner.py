@@ -71,7 +71,9 @@ class ModelRunner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            self.decoder = load_model(folder, kernels, config.dtype, self.device, config.weights)
+            self.decoder = load_model(
+                folder, kernels, config.dtype, self.device, config.weights, config.max_model_len
+            )
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             raise ConfigError(

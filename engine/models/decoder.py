@@ -86,8 +86,12 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         weights: WeightSource,
+        max_model_len: int | None = None,
     ) -> None:
-        """Take every weight from ``weights``, layer by layer, so that at most one layer is held twice."""
+        """Take every weight from ``weights``, layer by layer, so that at most one layer is held twice.
+
+        No sequence may be longer than ``max_model_len``, by default the model's context.
+        """
         self.config = config
         self.kernels = packer.kernels
         self.dtype = dtype
@@ -110,7 +114,9 @@ class Decoder:
             self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)], head=True)
         self.weight_form = packer.form
         """How matrices are kept, as :attr:`Packer.form` has it."""
-        self.cos_sin = rope_table(config, device)  # last, once the weights have confirmed the sizes
+        self.cos_sin = rope_table(
+            config, max_model_len, device
+        )  # last, once the weights have confirmed the sizes
 
     @torch.inference_mode()
     def forward(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.config import WeightsOption
 from engine.errors import ConfigError
-from engine.models.config import ModelConfig, read_model_config
+from engine.models.config import ModelConfig, context_length, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.dtypes import EMBEDDING, dtype_name
 from engine.models.packer import Packer
@@ -27,6 +27,7 @@ def load_model(
     dtype: torch.dtype | str,
     device: torch.device | str,
     weights: WeightsOption = "model",
+    max_model_len: int | None = None,
 ) -> Decoder:
     """Read the model in ``folder`` onto ``device``.
 
@@ -36,19 +37,21 @@ def load_model(
     Args:
         dtype: a dtype or its name; ``"auto"`` takes the checkpoint's.
         weights: as the engine's option of that name.
+        max_model_len: likewise; no sequence may be longer.
 
     Raises:
         ConfigError: no such folder, no safetensors in it, or the checkpoint does not fit its configuration; the
-            kernels take no weights in few bits; weights are not finite.
+            kernels take no weights in few bits; weights are not finite; ``max_model_len`` is above its context.
     """
     folder = Path(folder)
     config = read_model_config(folder)
+    longest = context_length(max_model_len, config)
     checkpoint = Checkpoint(folder, config)
     with checkpoint:
         name = str(dtype).removeprefix("torch.")
         chosen: torch.dtype = getattr(torch, dtype_name(name, config, checkpoint))
         packer = Packer(kernels, weights, chosen)
-        decoder = Decoder(config, packer, chosen, torch.device(device), checkpoint)
+        decoder = Decoder(config, packer, chosen, torch.device(device), checkpoint, longest)
         checkpoint.finish()
     return decoder
 

@@ -10,16 +10,17 @@ from torch import Tensor
 from engine.models.config import ModelConfig, RopeConfig, RopeType
 
 
-def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Cosine and sine of every position: float32 ``[max_position_embeddings, 2, head_dim / 2]``.
+def rope_table(config: ModelConfig, positions: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+    """Cosine and sine of each position: float32 ``[positions, 2, head_dim / 2]``.
 
-    Index 0 of the second dimension is the cosine. YaRN's attention factor is multiplied in. The products
-    are taken in float32, as transformers takes them, so that the angles agree to the last bit.
+    ``positions`` is how many the engine serves, by default all that the model has: 64 MiB for 131,072 positions
+    and heads of 128. Index 0 of the second dimension is the cosine. YaRN's attention factor is multiplied in.
+    The products are taken in float32, as transformers takes them, so that the angles agree to the last bit.
     """
     frequencies, scale = inverse_frequencies(config.rope, config.head_dim)
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    table = torch.empty(config.max_position_embeddings, 2, config.head_dim // 2)
-    angles = torch.outer(positions, frequencies)
+    served = config.max_position_embeddings if positions is None else positions
+    table = torch.empty(served, 2, config.head_dim // 2)
+    angles = torch.outer(torch.arange(served, dtype=torch.float32), frequencies)
     torch.cos(angles, out=table[:, 0])
     torch.sin(angles, out=table[:, 1])
     if scale != 1.0:

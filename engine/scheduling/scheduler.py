@@ -231,6 +231,7 @@ class Scheduler:
         """
         sequence = chunk.sequence
         deltas: list[TokenDelta] = []
+        plan.drafted_tokens += len(chunk.drafts)
         for place, choice in enumerate(choices):
             sequence.computed = chunk.start + chunk.length + place
             if self.state.prefix_caching:

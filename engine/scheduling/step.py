@@ -45,8 +45,8 @@ class StepPlan:
     prefill_tokens: int = 0  # of these, in this step
     out_of_blocks: bool = False  # so that the running sequences could not all grow
     num_blocked: int = 0  # waiting sequences that no newcomer can overtake: the engine is full
-    drafted_tokens: int = 0  # of all chunks
-    accepted_tokens: int = 0  # of these, those that were right; known once the step is committed
+    drafted_tokens: int = 0  # drafts that ran; known, as the next, once the step is committed
+    accepted_tokens: int = 0  # of these, those that were right
     _extra_tokens: int = 0  # of all chunks, beyond one of each
     _num_without_sample: int = 0  # chunks that end before their sequences do
 
@@ -79,7 +79,6 @@ class StepPlan:
     def add_drafts(self, chunk: ScheduledChunk, drafts: abc.Sequence[int]) -> None:
         """Run ``drafts`` behind a chunk that samples; the block table covers them."""
         chunk.drafts = drafts
-        self.drafted_tokens += len(drafts)
         self._extra_tokens += len(drafts)
 
     def lengthen(self, chunk: ScheduledChunk, length: int) -> None:

@@ -50,3 +50,24 @@ def test_absent_blocks_of_a_table_become_valid_ones() -> None:
     batch = build_batch([chunk(list(range(9)), [-1, -1, 5], 8, 1, True)], 4, CPU)
     assert batch.metadata.block_tables.tolist() == [[0, 0, 5]]
     assert batch.metadata.slot_mapping.tolist() == [20]
+
+
+def test_drafts_are_rows_behind_their_chunk_with_its_blocks() -> None:
+    drafting = chunk([10, 11, 12, 13], [7, 2], 2, 2, True)
+    drafting.drafts = [14, 15]
+    batch = build_batch([chunk([1], [4], 0, 1, True), drafting, chunk([2, 3], [5], 0, 2, False)], 4, CPU)
+    meta = batch.metadata
+    assert batch.token_ids.tolist() == [1, 12, 13, 14, 15, 2, 3]
+    assert meta.query_start.tolist() == [0, 1, 3, 4, 5, 7]
+    assert meta.context_lens.tolist() == [1, 4, 5, 6, 2]
+    assert meta.positions.tolist() == [0, 2, 3, 4, 5, 0, 1]
+    assert meta.slot_mapping.tolist() == [16, 30, 31, 8, 9, 20, 21]
+    assert meta.block_tables.tolist() == [[4, 0], [7, 2], [7, 2], [7, 2], [5, 0]]
+    assert batch.sample_rows.tolist() == [0, 2, 3, 4]
+    assert not batch.decodes
+
+
+def test_a_step_of_decodes_with_drafts_decodes_only() -> None:
+    drafting = chunk([10, 11, 12, 13], [7], 3, 1, True)
+    drafting.drafts = [14]
+    assert build_batch([drafting], 8, CPU).decodes

@@ -131,6 +131,12 @@ def test_the_cache_hears_of_each_block_that_a_step_writes(
     assert told == [[3, 0, 7], [3], [3, 0], [0, 7], [7]]
 
 
+def test_the_rotary_table_has_the_positions_that_are_served(folder: Path, runner: ModelRunner) -> None:
+    short = ModelRunner(EngineConfig(model=str(folder), device="cpu", num_blocks=4, max_model_len=20))
+    assert len(short.decoder.cos_sin) == 20
+    assert len(runner.decoder.cos_sin) == runner.max_model_len
+
+
 def test_warming_up_takes_each_kind_of_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(folder)
     seen = []

@@ -57,6 +57,12 @@ def test_equals_transformers(name: str, head_dim: int) -> None:
     torch.testing.assert_close(table[:MAX_POSITION, 1], sin[0, :, : head_dim // 2], atol=1e-6, rtol=0)
 
 
+def test_a_shorter_table_is_the_beginning_of_the_whole() -> None:
+    theirs = tiny_config("Llama", rope_parameters=dict(VARIANTS["yarn"]))
+    config = parse_model_config({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    assert torch.equal(rope_table(config, 5), rope_table(config)[:5])
+
+
 def test_kinds_differ() -> None:
     """A kind that fell back to the default would pass no test above by luck."""
     tables = [
