@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from app import config
+from app import config, serve_status
 from app.api.api_server import ApiServer
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
@@ -87,6 +89,7 @@ class IngressModel:
             own_thread=True,
             drain_timeout_s=options.service.drain_timeout_s,
             background=background,
+            start_failure=partial(asyncio.to_thread, serve_status.start_failure, of.app_name, of.name),
         )
         self._victims: VictimFeed | None = None
         if options.scaling.scales:
@@ -134,7 +137,9 @@ class IngressModel:
 
     def process(self) -> Process:
         """What this ingress has counted of the model."""
-        samples = ingress_samples(self.service.figures, self.client.inspect(), self.overload.inspect())
+        victims = 0 if self._victims is None else self._victims.faults.count
+        failed = {"victims": victims, "decision": self._decision.faults.count}
+        samples = ingress_samples(self.service.figures, self.client.inspect(), self.overload.inspect(), failed)
         return Process(self._ingress, samples, self.model.name)
 
     def inspect(self) -> dict[str, Any]:

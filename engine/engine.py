@@ -94,6 +94,7 @@ class Engine:
         self.load = LoadReporter(self.scheduler.state, prefill_rate=self._prefill_rate)
         self._steps = 0
         self._step_seconds = 0.0
+        self._failed_steps = 0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""
         logger.info("at most %d tokens and %d sequences a step%s", self.token_budget, max_num_seqs, rate)
 
@@ -178,6 +179,7 @@ class Engine:
             prefill_rate=self._prefill_rate,
             steps=self._steps,
             step_seconds=self._step_seconds,
+            failed_steps=self._failed_steps,
             grammar_faults=self.grammars.faults,
         )
 
@@ -190,6 +192,7 @@ class Engine:
         try:
             return self.runner.run(chunks), failed
         except Exception:
+            self._failed_steps += 1
             logger.warning("a step of %d requests failed; rerunning it in parts", len(chunks), exc_info=True)
         # Only here has the exception let go of the failed step's tensors.
         outcomes, others = self._run_in_parts(chunks)

@@ -18,4 +18,5 @@ class EngineStats:
     prefill_rate: float  # tokens per second, measured at start; 0 if not measured
     steps: int  # steps run since start
     step_seconds: float  # duration of the last step
+    failed_steps: int = 0  # that were run again in parts
     grammar_faults: int = 0  # forms that could not be tried, for no fault of their own

@@ -15,13 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
+from app.fleet.generation import CannotStartError, EngineDeathsError, GenerationError, UnavailableError
 from app.fleet.overload import Refusal
 from engine.errors import ClientLimitError, InvalidRequestError, QuireError, shown
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+
+CANNOT_START_S = 30
+"""``Retry-After`` where engines cannot start. A client that tries again at once would not be told why."""
 
 CHOSEN = "model"
 """``request.state.model``: the name of the model that was chosen for a request, once it was."""
@@ -212,6 +215,15 @@ def _answer_to(error: Exception) -> ApiFault:
             "rate_limit_error",
             code="client_limit_exceeded",
             retry_after_s=error.retry_after_s,
+        )
+    if isinstance(error, CannotStartError):
+        return ApiFault(
+            503,
+            str(error),
+            "service_unavailable_error",
+            code="unavailable",
+            retry_after_s=CANNOT_START_S,
+            retriable=False,
         )
     if isinstance(error, UnavailableError):
         return ApiFault(503, str(error), "service_unavailable_error", code="unavailable")

@@ -50,6 +50,7 @@ class ChannelSet:
         self.relay = relay.Relay(owner, self)
         self._epochs = itertools.count(1)
         self._channels: dict[str, IngressChannel] = {}
+        self._past_defects = 0  # of channels that are no more
         self._leaving: dict[str, float] = {}  # since when
         self._stopped = False
         self.fleet.listen(self._members_from_router)
@@ -85,6 +86,11 @@ class ChannelSet:
         return {replica: channel.state.value for replica, channel in self._channels.items()}
 
     @property
+    def defects(self) -> int:
+        """Errors in all channels, past and present, that no connection explains."""
+        return self._past_defects + sum(channel.defects for channel in self._channels.values())
+
+    @property
     def num_members(self) -> int:
         """Replicas that are not leaving."""
         return len(self._channels) - len(self._leaving)
@@ -102,7 +108,9 @@ class ChannelSet:
             return
         for replica in self._leaving.keys() - set(replicas_in_use()):
             del self._leaving[replica]
-            self._channels.pop(replica).stop()
+            channel = self._channels.pop(replica)
+            self._past_defects += channel.defects
+            channel.stop()
             self.fleet.pin(replica, False)
 
     async def stop(self) -> None:

@@ -139,6 +139,8 @@ class IngressChannel:
         background: Background | None = None,
     ) -> None:
         self.replica = replica
+        self.defects = 0
+        """Errors that no connection explains; each is in the log with its traceback."""
         self._background = background or Background()
         self.state = ChannelState.OPENING
         self._stream = handle.options(stream=True, _by_reference=False)
@@ -209,6 +211,7 @@ class IngressChannel:
             self._unary.beat.remote(self._cid, self._epoch, self._handled, [], False, last, target=self.replica)
         except Exception as error:
             if is_defect(error):
+                self.defects += 1
                 logger.exception("a beat to %s failed", self.replica)
 
     def _forget(self, epoch: int, attempts: list[int]) -> None:
@@ -282,7 +285,8 @@ class IngressChannel:
             # No beat came, or frames were lost or unreadable on their way.
             fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here
             if defect:
-                logger.exception("channel to %s failed", self.replica)
+                self.defects += 1
+                logger.exception("the channel to %s failed", self.replica)
         finally:
             was_open = self._route is not None
             self._end(reason, fault, not defect)
@@ -313,7 +317,8 @@ class IngressChannel:
         try:
             self._events.on_closed(broken.route, broken.reason, broken.fault)
         except Exception:  # a defect must not keep the channel from being reopened
-            logger.exception("channel to %s failed while it was closed", self.replica)
+            self.defects += 1
+            logger.exception("the end of the channel to %s failed", self.replica)
 
     def _end(self, reason: str, fault: bool, resumable: bool) -> None:
         """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
@@ -333,7 +338,8 @@ class IngressChannel:
                 self._events.on_broken(route)
                 return
             except Exception:
-                logger.exception("channel to %s failed while it was closed", self.replica)
+                self.defects += 1
+                logger.exception("the end of the channel to %s failed", self.replica)
         self._lose()
 
     async def _read(self, epoch: int, resumption: bytes) -> None:
@@ -430,7 +436,8 @@ class IngressChannel:
                     pending.add(beat)
                     beat.add_done_callback(pending.discard)
         except Exception as error:
-            logger.exception("channel to %s failed", self.replica)
+            self.defects += 1
+            logger.exception("the channel to %s failed", self.replica)
             self._end_reason, self._failed_here, self._resumable = describe(error), True, False
             limit.reschedule(loop.time())
         finally:
@@ -462,6 +469,7 @@ class IngressChannel:
                 known = await response
         except Exception as error:
             if is_defect(error):
+                self.defects += 1
                 logger.exception("a beat to %s failed", self.replica)
             else:
                 logger.info("a beat to %s failed: %s", self.replica, describe(error))

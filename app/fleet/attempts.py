@@ -17,7 +17,7 @@ from app.channel.failures import answer_of, cancel_call, describe, is_defect
 from app.channel.kv_feed import KvFeed
 from app.channel.silence import Silence
 from app.fleet.faults import Faults
-from app.fleet.generation import GenerateRequest, UnavailableError
+from app.fleet.generation import CannotStartError, GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.resubmission_budget import ResubmissionBudget
 from app.fleet.scale_from_zero import ReplicaWaiter
@@ -89,6 +89,8 @@ class AttemptRunner:
         self._numbers = itertools.count(1)
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
+        self.defects = 0
+        """Calls that failed for no reason that a connection explains."""
         self.budget = ResubmissionBudget(num_live, asyncio.get_running_loop().time)
 
     async def run(self, request: InFlightRequest) -> None:
@@ -121,7 +123,7 @@ class AttemptRunner:
         request.fail(UnavailableError(f"no engine replica completed the request in {MAX_ATTEMPTS} attempts"))
 
     async def _wait_for_replica(self, request: InFlightRequest) -> bool:
-        """Wait for a replica that can run the request; fails the request when none comes in time."""
+        """Wait for a replica that can run the request; fails the request if none comes in time."""
         limit = self.unavailable_after_s
         if request.suspect:
             if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit / 2):
@@ -129,7 +131,9 @@ class AttemptRunner:
             self._faults.clear(request)  # it cannot be alone
         if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit):
             return True
-        if request.model is not None:
+        if self._waiter.failure:
+            request.fail(CannotStartError(self._waiter.failure))
+        elif request.model is not None:
             request.fail(
                 UnavailableError(
                     f"no engine replica of the model that generated the first {request.num_tokens} tokens "
@@ -228,6 +232,7 @@ class AttemptRunner:
     def _failed(self, request: InFlightRequest, error: BaseException) -> AttemptFailure:
         """A call failed; a defect is logged in full, since its one-line warning reads like a lost replica."""
         if is_defect(error):
+            self.defects += 1
             logger.error("a call for request %s failed", request.request.request_id, exc_info=error)
         return AttemptFailure(describe(error), fault=True)
 

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from app.fleet.delta_queue import DeltaQueue
 from app.fleet.drain import DRAIN_AFTER_S, Drainer
 from app.fleet.faults import Faults
 from app.fleet.fleet_limits import FleetLimits, LimitsRecord
-from app.fleet.generation import Delta, GenerateRequest, UnavailableError
+from app.fleet.generation import CannotStartError, Delta, GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.scale_from_zero import ReplicaWaiter
 from app.fleet.turns import Turns
@@ -66,7 +66,8 @@ class EngineClient:
     replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
     replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels have a
     thread of their own, so that a busy loop here silences none of them. Serve ends a replica that does not stop
-    within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails.
+    within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails. ``start_failure`` says why
+    replicas cannot start; see ``ReplicaWaiter``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class EngineClient:
         own_thread: bool = False,
         drain_timeout_s: float = 600.0,
         background: Background | None = None,
+        start_failure: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self._handle = handle
         self._policy = policy
@@ -94,7 +96,9 @@ class EngineClient:
         self._channel_faults = dict.fromkeys(("lost", "silent", "dead"), 0)
         self._limits = LimitsRecord(unavailable_after_s)
         self._background = background or Background()
-        self._waiter = ReplicaWaiter(handle if to_zero else None, self._background)
+        self._waiter = ReplicaWaiter(
+            handle if to_zero else None, self._background, start_failure, lambda: self.status()["replicas"] > 0
+        )
         self._running: _Running | None = None
         self._own_thread = own_thread
         self._thread: ChannelThread | None = None
@@ -156,7 +160,7 @@ class EngineClient:
 
         Raises:
             InvalidRequestError: before the first delta; the request can never run.
-            UnavailableError: no replica could run it, or continue it, within the time limit.
+            UnavailableError: no replica could run it, or continue it, within the time limit, or none can start.
             GenerationError: the engine failed to compute it.
             ClientLimitError: its sender has used what it may for now.
         """
@@ -220,11 +224,16 @@ class EngineClient:
         """The limits once a replica has answered, which wakes a deployment that is scaled to zero.
 
         ``None`` if none answers within ``timeout_s`` seconds.
+
+        Raises:
+            CannotStartError: replicas fail to start.
         """
         await self._waiter.wait_until(lambda: self.limits() is not None, timeout_s)
         if self._running is not None and self._running.channels.opening():
             # Replicas open their channels together, and the next one may have a larger pool.
             await self._waiter.changed_until(lambda: not self._parts.channels.opening(), OPENING_S)
+        if self.limits() is None and self._waiter.failure:
+            raise CannotStartError(self._waiter.failure)
         return self.limits()
 
     async def reset_prefix_cache(self) -> CacheReset:
@@ -288,6 +297,7 @@ class EngineClient:
             **self.status(),
             "cid": self._parts.channels.cid,
             "event_faults": self._parts.channels.relay.faults,
+            "call_faults": self._parts.channels.defects + self._parts.attempts.defects,
             "channel_faults": dict(self._channel_faults),
             "moved": self._parts.drainer.moved,
             "routed": dict(self._parts.channels.fleet.routed),

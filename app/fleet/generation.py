@@ -17,6 +17,13 @@ class UnavailableError(QuireError):
     """No engine replica accepted the request within the time limit; becomes a 503 with Retry-After."""
 
 
+class CannotStartError(UnavailableError):
+    """No engine replica runs, and those that Serve tried to start failed; ``why`` says of what, in one line."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"no engine replica of this model can start: {why}")
+
+
 class GenerationError(QuireError):
     """The engine failed to compute the request; becomes a 500."""
 

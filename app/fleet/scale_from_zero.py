@@ -1,18 +1,21 @@
-"""Waiting for a replica; if there is none, one call in Serve's queue makes Serve start one."""
+"""Waiting for a replica: a call in Serve's queue makes Serve start one; that none can start is told at once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from app.background import Background
-from app.channel.failures import answer_of, cancel_call, describe
+from app.channel.failures import answer_of, cancel_call, describe, is_defect
 
 RETRY_S = 1.0
 """Pause after a wake-up call has ended, before the next one; there is one only while requests wait."""
+
+LOOK_S = 1.0
+"""Pause between questions whether replicas cannot start; they are asked only while requests wait."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,24 @@ class ReplicaWaiter:
     last of them to leave cancels the call.
 
     ``handle`` is a Serve handle of the engine deployment; ``None`` if that never scales to zero.
+    ``start_failure`` says why replicas cannot start, or returns an empty string. It is not asked
+    while there is ``any_replica``: requests then wait for something else.
     """
 
-    def __init__(self, handle: Any | None, background: Background | None = None) -> None:
+    def __init__(
+        self,
+        handle: Any | None,
+        background: Background | None = None,
+        start_failure: Callable[[], Awaitable[str]] | None = None,
+        any_replica: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.failure = ""
+        """Why replicas cannot start, found while the last requests waited."""
         self._handle = handle
         self._background = background or Background()
+        self._start_failure = start_failure
+        self._any_replica = any_replica
+        self._looking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._waiting = 0
         self._task: asyncio.Task[None] | None = None
@@ -46,11 +62,15 @@ class ReplicaWaiter:
         return self._handle is not None and not num_members and not self._timed_out
 
     async def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()``, evaluated after each :meth:`notify`; false after ``timeout_s`` seconds."""
+        """Wait until ``ready()``, evaluated after each :meth:`notify`.
+
+        False after ``timeout_s`` seconds, or as soon as it is known that replicas cannot start (``failure``).
+        """
         if ready():
             return True
         with self._waking():
-            if await self.changed_until(ready, timeout_s):
+            await self.changed_until(lambda: ready() or bool(self.failure), timeout_s)
+            if ready():
                 return True
         self._timed_out = True
         return False
@@ -68,10 +88,13 @@ class ReplicaWaiter:
 
     @contextlib.contextmanager
     def _waking(self) -> Iterator[None]:
-        """Keep a wake-up call in Serve's queue while any request waits."""
+        """While any request waits, keep a wake-up call in Serve's queue, and ask whether replicas can start."""
         self._waiting += 1
         if self._task is None and self._handle is not None:
             self._task = self._background.start("wake-up call", _keep_calling(self._handle))
+        if self._looking is None and self._start_failure is not None:
+            self.failure = ""  # since the last request has left, Serve may have started one
+            self._looking = self._background.start("failed starts", self._look(self._start_failure))
         try:
             yield
         finally:
@@ -80,10 +103,19 @@ class ReplicaWaiter:
                 self.stop()
 
     def stop(self) -> None:
-        """Cancel the wake-up call, if there is one."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        """Cancel the wake-up call and the questions, if there are any."""
+        for task in (self._task, self._looking):
+            if task is not None:
+                task.cancel()
+        self._task = self._looking = None
+
+    async def _look(self, start_failure: Callable[[], Awaitable[str]]) -> None:
+        while True:
+            failure = "" if self._any_replica() else await start_failure()
+            self.failure = "" if self._any_replica() else failure
+            if self.failure:
+                self._changed.set()
+            await asyncio.sleep(LOOK_S)
 
 
 async def _keep_calling(handle: Any) -> None:
@@ -96,8 +128,9 @@ async def _call(handle: Any) -> None:
     """Returns once a replica has answered or the call has failed."""
     try:
         response = handle.options(_by_reference=False).wake.remote(wait=True)
-    except Exception as error:  # noqa: BLE001  (like any failure of the call below)
-        logger.warning("the wake-up call could not be sent: %s", describe(error))
+    except Exception as error:
+        traceback = error if is_defect(error) else None
+        logger.warning("the wake-up call could not be sent: %s", describe(error), exc_info=traceback)
         return
     answer = asyncio.ensure_future(answer_of(response))
     try:
@@ -105,7 +138,8 @@ async def _call(handle: Any) -> None:
         await asyncio.wait((answer,))
         failure = None if answer.cancelled() else answer.exception()
         if failure is not None:
-            logger.warning("the wake-up call failed: %s", describe(failure))
+            shown = failure if is_defect(failure) else None
+            logger.warning("the wake-up call failed: %s", describe(failure), exc_info=shown)
     finally:
         if not answer.done():
             answer.cancel()

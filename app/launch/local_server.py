@@ -25,6 +25,7 @@ from app.launch.haproxy import TLS
 from app.launch.instance import Instance
 from app.launch.ray_processes import left_out, proxies_later, without_agents
 from app.launch.terminal import Progress, Say
+from app.serve_status import cannot_start, cause, has_died
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,20 +149,26 @@ class LocalServer:
         )
         progress = Progress(sum(model.options.scaling.initial_replicas for model in models), say)
         deadline = time.monotonic() + START_TIMEOUT_S
-        waiting = list(models)
+        waiting, died = list(models), set[str]()
         while not stop.wait(0.2):
             found = serve.status().applications.get(serving.APP_NAME)
             status = str(found.status) if found is not None else ""
-            if status.endswith("DEPLOY_FAILED"):
-                failed = [model for model in waiting if _failed(found, model.deployment)]
-                waiting = [model for model in waiting if model not in failed]
-                known = failed or len(waiting) < len(models)
-                if not waiting or not known or _failed(found, INGRESS):
-                    raise ConfigError(f"the application cannot start: {_cause(found)}")
-                for model in failed:
-                    cause = _cause(found, model.deployment)
-                    say(f"warning: {model.name} cannot start, the others can: {cause}")
-            if status.endswith(("RUNNING", "DEPLOY_FAILED")):
+            if status.endswith(("DEPLOY_FAILED", "UNHEALTHY")):
+                deployments = found.deployments
+                failed = {name for name, deployment in deployments.items() if cannot_start(deployment)}
+                dead = {name for name, deployment in deployments.items() if has_died(deployment)}
+                late = [model for model in waiting if model.deployment in failed]
+                waiting = [model for model in waiting if model not in late]
+                if INGRESS in failed or not (waiting and (failed or dead)):
+                    raise ConfigError(f"the application cannot start: {_why(found, models)}")
+                for model in late:
+                    reason = cause([deployments[model.deployment].message])
+                    say(f"warning: {model.name} cannot start, the others can: {reason}")
+                for model in waiting:
+                    if model.deployment in dead - died:
+                        say(f"warning: an engine replica of {model.name} has died; Serve starts another")
+                died |= dead
+            if status.endswith(("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")):
                 health = _of_each(self._health(), models)
                 if all(_serves(model, health, found) for model in waiting):
                     return waiting
@@ -272,12 +279,6 @@ def _serves(model: ServedModel, health: Mapping[str, Mapping[str, Any]], applica
     return serves(health.get(model.name, {}), _counted(application, deployment=model.deployment))
 
 
-def _failed(application: Any, deployment: str) -> bool:
-    """Whether Serve has given up to start a deployment."""
-    found = application.deployments.get(deployment)
-    return found is not None and str(found.status).endswith(("DEPLOY_FAILED", "UNHEALTHY"))
-
-
 def _counted(application: Any, *states: str, deployment: str | None = None) -> int:
     """Number of engine replicas in one of ``states``, or in any state; of one deployment, or of all."""
     deployments = application.deployments if application is not None else {}
@@ -295,11 +296,12 @@ def _last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-def _cause(application: Any, deployment: str | None = None) -> str:
-    """The last line about the failure of a deployment, or of any; preferably one with an error."""
-    named = [found for name, found in application.deployments.items() if deployment in (None, name)]
-    messages = [found.message for found in named] + [application.message]
-    lines: list[str] = []
-    for message in messages:
-        lines += [line.strip() for line in (message or "").splitlines() if line.strip()]
-    return ([line for line in lines if "Error" in line] or lines or ["unknown cause"])[-1]
+def _why(application: Any, models: Sequence[ServedModel]) -> str:
+    """Why an application cannot start: the cause of each deployment that cannot, or else its own."""
+    names = {model.deployment: f"{model.name}: " for model in models if model.one_of_several}
+    failed = {
+        name: deployment for name, deployment in application.deployments.items() if cannot_start(deployment)
+    }
+    own = {name: deployment for name, deployment in failed.items() if name not in names} or failed
+    reasons = [f"{names.get(name, '')}{cause([deployment.message])}" for name, deployment in own.items()]
+    return "; ".join(reasons) or cause([application.message])

@@ -34,6 +34,7 @@ def engine_samples(stats: EngineStats, scaling: ReplicaStats, lost_leases: int) 
         "preemptions": scheduler.preemptions,
         "recovery_fallbacks": recovery.fallbacks,
         "lost_leases": lost_leases,
+        "failed_steps": stats.failed_steps,
         "grammar_faults": stats.grammar_faults,
     }
     by_recovery: dict[str, Mapping[Recovery, float]] = {

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from app.metrics.request_figures import RequestFigures
 from app.metrics.samples import METRICS, Samples
 
 
-def ingress_samples(requests: RequestFigures, client: dict[str, Any], overload: dict[str, Any]) -> Samples:
+def ingress_samples(
+    requests: RequestFigures,
+    client: dict[str, Any],
+    overload: dict[str, Any],
+    ray_faults: Mapping[str, int] = MappingProxyType({}),
+) -> Samples:
     """Every metric of the table that an ingress counts, from what its parts say of themselves.
 
     ``client`` and ``overload`` are what ``inspect`` of ``EngineClient`` and ``OverloadControl`` returns; the
-    former says less before it has started.
+    former says less before it has started. ``ray_faults`` are failed exchanges with Ray, by part.
     """
     faults, cached = client.get("channel_faults", {}), client.get("cached_tokens", {})
     states = Counter(client["channels"].values())
@@ -41,7 +48,9 @@ def ingress_samples(requests: RequestFigures, client: dict[str, Any], overload: 
         },
         "faults": {
             ("events",): client.get("event_faults", 0),
+            ("calls",): client.get("call_faults", 0),
             ("routing",): client.get("faults", 0),
             ("overload",): overload["faults"],
         },
+        "ray_faults": {(part,): ray_faults.get(part, 0) for (part,) in METRICS["ray_faults"].keys},
     }

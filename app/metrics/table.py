@@ -41,9 +41,10 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``name`` is without ``PREFIX`` and suffixes. All ``values`` of a label have a sample from the start.
+    """One metric: ``name`` is without ``PREFIX`` and suffixes.
 
-    An engine's labels have no others."""
+    All ``values`` of a label have a sample from the start. An engine's labels have no others.
+    """
 
     name: str
     kind: Kind
@@ -52,6 +53,11 @@ class Metric:
     labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+
+    @property
+    def by_key(self) -> bool:
+        """Whether it says what each API key has used."""
+        return self.labels == ("key",)
 
     @property
     def full_name(self) -> str:
@@ -144,7 +150,22 @@ TABLE: tuple[Metric, ...] = (
     _counter(_I, "silent_channels", "Times an engine was silent for 3 s."),
     _counter(_I, "dead_engines", "Engines that died while their channel was open."),
     _counter(
-        _I, "faults", "Defects that were caught; above 0 is a bug.", "part", "events", "routing", "overload"
+        _I,
+        "faults",
+        "Defects that were caught; above 0 is a bug.",
+        "part",
+        "events",
+        "calls",
+        "routing",
+        "overload",
+    ),
+    _counter(
+        _I,
+        "ray_faults",
+        "Failed exchanges with Ray without which requests go on: predicted victims, the last scaling decision.",
+        "part",
+        "victims",
+        "decision",
     ),
     _counter(
         _I, "routing_decisions", "Placed attempts by what decided; see below.", "reason", *ROUTING_REASONS
@@ -195,6 +216,7 @@ TABLE: tuple[Metric, ...] = (
         *_RECOVERIES,
     ),
     _counter(_E, "recovery_seconds", "Actual time of finished recoveries by kind.", "recovery", *_RECOVERIES),
+    _counter(_E, "failed_steps", "Steps that failed and were run again in parts."),
     _counter(_E, "grammar_faults", "Structured outputs that could not be tried: the process for it failed."),
     _counter(_E, "lost_leases", "Times an ingress sent no beat for 5 s, and its tokens were kept back."),
     # The scaling policy, in Serve's controller.

@@ -364,4 +364,25 @@ FLEET: list[Fault] = [
         ("app/fleet/test_engine_client_sequences.py",),
         "a request that a stop string ends teaches nothing",
     ),
+    Fault(
+        "app/fleet/attempts.py",
+        "            self.defects += 1\n",
+        "",
+        ("app/fleet/test_engine_client_calls.py",),
+        "a defect in calls is seen only in the log",
+    ),
+    Fault(
+        "app/fleet/scale_from_zero.py",
+        "lambda: ready() or bool(self.failure)",
+        "ready",
+        ("app/fleet/test_scale_from_zero.py",),
+        "who waits for engines that cannot start is told after a minute",
+    ),
+    Fault(
+        "app/fleet/scale_from_zero.py",
+        'self.failure = "" if self._any_replica() else failure',
+        "self.failure = await start_failure()",
+        ("app/fleet/test_scale_from_zero.py",),
+        "a replica that cannot start fails requests that wait for others",
+    ),
 ]

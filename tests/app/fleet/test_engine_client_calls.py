@@ -268,6 +268,8 @@ def test_a_defect_in_a_callback_of_a_channel_is_logged_and_the_channel_reopened(
         (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
         assert record.exc_info is not None
         assert "planted" in str(record.exc_info[1])
+        state = client.inspect()
+        assert state["call_faults"] + state["event_faults"] == 1
         await client.stop()
 
     run(test)
@@ -308,6 +310,7 @@ def test_a_defect_in_a_call_is_logged_with_its_traceback_and_a_lost_replica_is_n
             assert await collect(client, request([1])) == expected_tokens([1], 30)
         logged = [record.exc_info for record in caplog.records if record.levelno >= logging.ERROR]
         assert [info[1] for info in logged if info is not None] == ([error] if defect else [])
+        assert client.inspect()["call_faults"] == defect
         await client.stop()
 
     run(test)

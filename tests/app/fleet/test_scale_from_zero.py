@@ -12,7 +12,7 @@ from loopback import LoopbackHandle, LoopbackResponse, expected_tokens, stepping
 
 from app.fleet import scale_from_zero
 from app.fleet.engine_client import EngineClient
-from app.fleet.generation import UnavailableError
+from app.fleet.generation import CannotStartError, UnavailableError
 
 
 class SleepingHandle(LoopbackHandle):
@@ -165,6 +165,51 @@ def test_who_waits_for_limits_in_vain_is_seen_in_the_status() -> None:
         assert await client.first_limits(0.01) is None
         assert not client.status()["asleep"]
         await until(lambda: not handle.queued)
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("to_zero", [True, False])
+def test_who_waits_for_what_cannot_start_is_told_at_once_and_why(to_zero: bool) -> None:
+    """And Serve is asked again for the next request: it may have started one."""
+    found = "ConfigError: planted"
+
+    async def start_failure() -> str:
+        return found
+
+    async def test() -> None:
+        handle, client = await sleeping(to_zero=to_zero, start_failure=start_failure)
+        for _ in range(2):
+            with pytest.raises(CannotStartError, match="can start: ConfigError: planted"):
+                await client.first_limits(1e9)
+            with pytest.raises(CannotStartError, match="can start: ConfigError: planted"):
+                await collect(client, request([1]))
+        await until(lambda: not handle.queued)
+        assert client._waiter._looking is None
+        nonlocal found
+        found = ""
+        waiting = asyncio.ensure_future(client.first_limits(60.0))
+        await until(lambda: client._waiter._looking is not None)
+        assert not waiting.done()
+        handle.add()
+        assert await waiting is not None
+        await client.stop()
+
+    run(test)
+
+
+def test_a_failed_start_beside_a_replica_that_runs_ends_no_request() -> None:
+    async def start_failure() -> str:
+        return "ConfigError: planted"
+
+    async def test() -> None:
+        handle, client = await sleeping(start_failure=start_failure)
+        handle.add()
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+            assert not await client._waiter.wait_until(lambda: False, 0.01)
+        assert client._waiter.failure == ""
         await client.stop()
 
     run(test)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
-from ray.serve._private.common import ReplicaState
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.exceptions import RayServeException
 from safetensors.torch import save_file
 
@@ -399,17 +399,25 @@ def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
     assert local_server._counted(application) == 1
 
 
+TRIGGERS = {"DEPLOY_FAILED": "REPLICA_STARTUP_FAILED", "DIED": "HEALTH_CHECK_FAILED"}
+
+
 def status_of(**deployments: str) -> SimpleNamespace:
     """An application in Serve's words: of each deployment its status; one that is healthy has a replica."""
     found = {
         name: SimpleNamespace(
-            status=f"DeploymentStatus.{status}",
+            status=DeploymentStatus.DEPLOY_FAILED if status == "DIED" else DeploymentStatus(status),
+            status_trigger=DeploymentStatusTrigger(TRIGGERS.get(status, "UNSPECIFIED")),
             replica_states={ReplicaState.RUNNING: 1} if status == "HEALTHY" else {},
-            message="ValueError: no memory" if status == "DEPLOY_FAILED" else "",
+            message=f"RuntimeError: {name} died"
+            if status == "DIED"
+            else f"Traceback:\nValueError: no memory for {name}\n"
+            if status == "DEPLOY_FAILED"
+            else "",
         )
         for name, status in deployments.items()
     }
-    words = {"DEPLOY_FAILED", "UPDATING"}.intersection(deployments.values())
+    words = {"DEPLOY_FAILED" if word == "DIED" else word for word in deployments.values()} - {"HEALTHY"}
     application = SimpleNamespace(status=min(words, default="RUNNING"), deployments=found, message="")
     return SimpleNamespace(applications={serving.APP_NAME: application})
 
@@ -440,17 +448,19 @@ def test_a_model_that_cannot_start_is_named_and_the_others_serve(
     failed = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
     said = deploy_two(monkeypatch, instance, starting, half, failed)
     (warning,) = [line for line in said if "warning" in line]
-    assert warning == "warning: b cannot start, the others can: ValueError: no memory"
+    assert warning == "warning: b cannot start, the others can: ValueError: no memory for engine-b"
 
 
 def test_without_any_model_that_can_start_the_launcher_ends(
     monkeypatch: pytest.MonkeyPatch, instance: Instance
 ) -> None:
     failed = status_of(**{"engine-a": "DEPLOY_FAILED", "engine-b": "DEPLOY_FAILED", "ingress": "UPDATING"})
-    with pytest.raises(ConfigError, match="cannot start: ValueError: no memory"):
+    with pytest.raises(
+        ConfigError, match=r"start: a: .*: no memory for engine-a; b: .*: no memory for engine-b$"
+    ):
         deploy_two(monkeypatch, instance, failed)
-    for others in ({}, {"engine-b": "DEPLOY_FAILED"}):
-        with pytest.raises(ConfigError, match="cannot start: ValueError: no memory"):
+    for others in ({}, {"engine-b": "DEPLOY_FAILED"}, {"engine-a": "DIED"}):
+        with pytest.raises(ConfigError, match=r"cannot start: ValueError: no memory for ingress$"):
             deploy_two(monkeypatch, instance, status_of(ingress="DEPLOY_FAILED", **others))
 
 
@@ -471,6 +481,20 @@ def test_a_proxy_that_does_not_start_ends_the_start(
     server._check_proxies()
     with pytest.raises(ConfigError, match=r"proxy does not start: .*the port is taken"):
         server._check_proxies()
+
+
+def test_an_engine_that_dies_meanwhile_is_not_taken_for_one_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    """Serve starts another, whatever becomes of the other models."""
+    died = status_of(**{"engine-a": "DIED", "engine-b": "UPDATING", "ingress": "UPDATING"})
+    both = status_of(**{"engine-a": "DIED", "engine-b": "DEPLOY_FAILED", "ingress": "UPDATING"})
+    back = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
+    said = deploy_two(monkeypatch, instance, died, died, both, back)
+    assert [line for line in said if "warning" in line] == [
+        "warning: an engine replica of a has died; Serve starts another",
+        "warning: b cannot start, the others can: ValueError: no memory for engine-b",
+    ]
 
 
 def test_models_of_a_file_reach_the_replicas(

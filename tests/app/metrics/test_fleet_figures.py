@@ -31,6 +31,7 @@ CLIENT: dict[str, Any] = {
     "resubmitted": 5,
     "reasons": {"prefix": 6},
     "event_faults": 7,
+    "call_faults": 2,
     "channel_faults": {"lost": 8, "silent": 9, "dead": 10},
     "cached_tokens": {"requests": 1, "predicted": 64, "actual": 48, "error": 16},
 }
@@ -63,7 +64,7 @@ def ingress(tokens: int) -> Samples:
     for used in (requests.key_requests, requests.key_prompt_tokens, requests.key_cached_tokens):
         used["alice"] += 1
     requests.key_output_tokens["alice"] += tokens
-    return ingress_samples(requests, CLIENT, OVERLOAD)
+    return ingress_samples(requests, CLIENT, OVERLOAD, {"victims": 3})
 
 
 def parsed(text: bytes) -> dict[str, dict[str, float]]:
@@ -114,6 +115,8 @@ def test_every_metric_has_samples_under_its_name_and_its_others() -> None:
     assert found["quire_routing_decisions_total"]["i,prefix"] == 6
     assert found["quire_lost_channels_total"] == {"i": 8}
     assert found["quire_moved_requests_total"] == {"i": 4}
+    assert found["quire_faults_total"] == {"i,events": 7, "i,calls": 2, "i,routing": 0, "i,overload": 0}
+    assert found["quire_ray_faults_total"] == {"i,victims": 3, "i,decision": 0}
     assert found["quire_cached_tokens_error_total"] == {"i": 16}
     assert found["quire_scaling_held"] == {"maximum": 1}
     assert found["quire_scaling_need_replicas"] == {"kv": 3.5, "prefill": 0.5, "decode": 0}
