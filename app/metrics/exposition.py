@@ -16,7 +16,7 @@ from engine.histogram import HistogramTotals
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-OF_KEYS = tuple(metric for metric in TABLE if metric.labels == ("key",))
+OF_KEYS = tuple(metric for metric in TABLE if metric.by_key)
 """The metrics that tell what each API key has used."""
 
 

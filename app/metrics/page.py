@@ -31,8 +31,9 @@ Two endpoints serve the same figures in Prometheus's text format:
   does not answer within 2 s is left out of that scrape. Answers are repeated for 1 s.
 - **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
   Figures are up to 12 s old. The label `route` is called `path` there. Histograms are of type `gauge` there,
-  because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. The names of
-  Ray's own Serve LLM board are there, too. See [deployment](deployment.md#monitoring) for how to scrape it.
+  because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. Figures by
+  key are not there: anyone who reaches the port may read it. The names of Ray's own Serve LLM board are there,
+  too. See [deployment](deployment.md#monitoring) for how to scrape it.
 
 `GET /dashboard` shows the fleet live, in a browser ([the live page](live_page.md)), `python -m app.top` in a
 terminal.

@@ -63,7 +63,7 @@ class RayExport:
             labels = [_RENAMED.get(label, label) for label in series.labels]
             for key, value in series.values.items():
                 if series.kind is Kind.COUNTER and value == self._last.get((series.name, model, *key), 0.0):
-                    continue  # of thousands of keys, few have been used since
+                    continue
                 tags = {"model_name": model, **dict(zip(labels, key, strict=True))}
                 if isinstance(value, HistogramTotals):
                     self._histogram(series, tags, value)
@@ -74,7 +74,8 @@ class RayExport:
 
     def _series(self, samples: Samples) -> Iterator[_Series]:
         for metric in TABLE:
-            if metric.source is self._source:
+            # Whoever reaches Ray's port reads it without a key, so it does not say who uses the server.
+            if metric.source is self._source and not metric.by_key:
                 found = samples.get(metric.name, {})
                 yield _Series(
                     metric.full_name, metric.kind, metric.meaning, metric.labels, metric.bounds, found

@@ -109,6 +109,16 @@ def test_a_histogram_is_cumulative_and_has_sum_and_count(published: dict[tuple[s
     assert published["quire_ended_requests", "chat,ok"] == 4
 
 
+def test_ray_whose_port_asks_for_no_key_is_told_of_none(published: dict[tuple[str, str], float]) -> None:
+    figures = RequestFigures()
+    figures.key_requests["alice"] += 1
+    figures.key_output_tokens["alice"] += 5
+    figures.ended["chat", "ok"] += 1
+    RayExport(Source.INGRESS).update("m", figures.samples())
+    assert ("quire_ended_requests", "chat,ok") in published
+    assert [key for key in published if "alice" in key[1] or key[0].startswith("quire_key_")] == []
+
+
 def test_a_failure_of_ray_is_counted_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no agent")
