@@ -107,11 +107,11 @@ static inline __m512 power_of_two(__m512 x) {
 // `keep` takes out of each pair what the rows do not see.
 template <int ROWS, int VECTORS>
 static inline void weigh_pairs(const bf16* weights, const char* values, int64_t stride, int64_t begin, int64_t end,
-                               float* acc, int64_t dim, const __m512* decay, __m512i keep, Fetch* fetch) {
+                               float* acc, int64_t dim, const float* decay, __m512i keep, Fetch* fetch) {
     __m512 sums[ROWS][VECTORS];
     QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
         QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            sums[r][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + r * dim + v * 16), decay[r]);
+            sums[r][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + r * dim + v * 16), _mm512_set1_ps(decay[r]));
         }
     }
     Fetch ahead = fetch != nullptr ? *fetch : Fetch{};
@@ -135,7 +135,7 @@ static inline void weigh_pairs(const bf16* weights, const char* values, int64_t 
 
 template <int ROWS>
 static void weigh_all(const bf16* weights, const char* values, int64_t begin, int64_t end, float* acc, int64_t dim,
-                      const __m512* decay, __m512i keep, Fetch* fetch = nullptr) {
+                      const float* decay, __m512i keep, Fetch* fetch = nullptr) {
     int64_t i = 0;
     for (; i + 64 <= dim; i += 64)
         weigh_pairs<ROWS, 4>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep, fetch);
@@ -144,19 +144,18 @@ static void weigh_all(const bf16* weights, const char* values, int64_t begin, in
 }
 
 // One row over the positions of `range`, of whose first and last pair it may see one half.
-static void weigh_alone(const bf16* weights, const char* values, Range range, float* acc, int64_t dim, __m512 decay) {
+static void weigh_alone(const bf16* weights, const char* values, Range range, float* acc, int64_t dim, float decay) {
     const __m512i all = _mm512_set1_epi32(-1), none_yet = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     const __m512i none_after = _mm512_set1_epi32(0xffff);
     int64_t t = range.begin / 2;
     const int64_t end = range.end / 2;
-    const __m512 one = _mm512_set1_ps(1.0f);
     if (range.begin % 2 != 0) {
         weigh_all<1>(weights, values, t, t + 1, acc, dim, &decay, none_yet);
-        ++t, decay = one;
+        ++t, decay = 1.0f;
     }
     if (t < end) {
         weigh_all<1>(weights, values, t, end, acc, dim, &decay, all);
-        decay = one;
+        decay = 1.0f;
     }
     if (range.end % 2 != 0 && range.end > range.begin && t <= end)
         weigh_all<1>(weights, values, end, end + 1, acc, dim, &decay, none_after);
@@ -209,72 +208,116 @@ struct HeadTile {
     }
 };
 
-// ROWS rows through one packed tile. The first ones also fetch what is needed next.
+// Not inline: a cap is rare, and its code would take the registers of scores.
+__attribute__((noinline)) static __m512 capped(__m512 score, float cap) { return soft_cap(score, cap); }
+
+// Lane r: the largest lane of vectors[r].
 template <int ROWS>
+static QUIRE_INLINE __m512 highest_lanes(const __m512* vectors) {
+    static_assert(ROWS <= 8, "two groups of four rows");
+    __m512 pairs[4], fours[2];  // of rows, side by side; what stands in for rows that are not there is not used
+    QUIRE_UNROLL for (int i = 0; i < 4; ++i) {
+        const __m512 a = vectors[2 * i < ROWS ? 2 * i : 0], b = vectors[2 * i + 1 < ROWS ? 2 * i + 1 : 0];
+        pairs[i] = _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    QUIRE_UNROLL for (int i = 0; i < 2; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                 _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 halves = _mm512_max_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x44),
+                                        _mm512_shuffle_f32x4(fours[0], fours[1], 0xee));
+    const __m512 all = _mm512_max_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1));
+    return _mm512_shuffle_f32x4(all, all, 0x08);  // the second group of four behind the first
+}
+
+// The online softmax of ROWS rows over the first 16 * VECTORS scores of a tile, which become weights. Returns in
+// `decay` by how much what was summed so far decays.
+template <int ROWS, int VECTORS>
+static QUIRE_INLINE void soften_rows(const PairRows& rows, __m512 (*scores)[PARTS], bf16* weights, float* decay) {
+    __m512 highest[ROWS];
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        highest[r] = _mm512_max_ps(scores[r][0], scores[r][1]);
+        if (VECTORS == 4) highest[r] = _mm512_max_ps(highest[r], _mm512_max_ps(scores[r][2], scores[r][3]));
+    }
+    constexpr __mmask16 there = (1 << ROWS) - 1;  // a row a lane
+    const __m512 before = _mm512_maskz_loadu_ps(there, rows.peaks);
+    const __m512 now = _mm512_max_ps(highest_lanes<ROWS>(highest), before);  // in this order a NaN is passed over
+    // Nothing but -inf so far: weights are 0, and no NaN.
+    const __m512 base = _mm512_mask_mov_ps(now, _mm512_cmpeq_ps_mask(now, _mm512_set1_ps(NONE)), _mm512_setzero_ps());
+    alignas(64) float bases[16];
+    _mm512_mask_storeu_ps(rows.peaks, there, now);
+    _mm512_store_ps(bases, base);
+    _mm512_store_ps(decay, power_of_two(_mm512_sub_ps(before, base)));
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        __m512* score = scores[r];
+        const __m512 from = _mm512_set1_ps(bases[r]);
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) score[v] = power_of_two(_mm512_sub_ps(score[v], from));
+        __m512 sum = _mm512_add_ps(score[0], score[1]);
+        _mm512_store_si512(weights + r * TILE, round_pair(score[0], score[1]));
+        if (VECTORS == 4) {
+            sum = _mm512_add_ps(sum, _mm512_add_ps(score[2], score[3]));
+            _mm512_store_si512(weights + r * TILE + 32, round_pair(score[2], score[3]));
+        }
+        float* total = rows.totals + r * 16;
+        _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_set1_ps(decay[r]), sum));
+    }
+}
+
+// ROWS rows through the first 16 * VECTORS keys of a packed tile: no row sees more. The first rows also fetch what is
+// needed next.
+template <int ROWS, int VECTORS>
 static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, float scale, float cap) {
     const int64_t dim = tile.dim;
     __m512 scores[ROWS][PARTS];
     QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) scores[r][v] = _mm512_setzero_ps();
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = _mm512_setzero_ps();
     }
     Fetch ahead = tile.fetch;
     for (int64_t d = 0; d < dim; d += 2) {
         ahead.some(2);
-        __m512i key[PARTS];
-        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v)
+        __m512i key[VECTORS];
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v)
             key[v] = _mm512_load_si512(tile.packed_keys + d * TILE * 2 + v * 64);
         QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
             const __m512i query = broadcast_pair(rows.queries + r * dim + d);
-            QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) scores[r][v] = dot(scores[r][v], key[v], query);
+            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = dot(scores[r][v], key[v], query);
         }
     }
     tile.fetch = ahead;
     QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) {
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
             scores[r][v] = _mm512_mul_ps(scores[r][v], _mm512_set1_ps(scale));
         }
     }
     if (cap > 0.0f) {
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < PARTS; ++v) scores[r][v] = soft_cap(scores[r][v], cap);
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = capped(scores[r][v], cap);
+        }
     }
     Range common{0, TILE};
     for (int r = 0; r < ROWS; ++r)
         common = {std::max(common.begin, seen[r].begin), std::min(common.end, seen[r].end)};
     const bool whole = common.begin == 0 && common.end == TILE;
     if (!whole) {
-        for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
             const uint64_t ends = seen[r].end == TILE ? ~uint64_t(0) : (uint64_t(1) << seen[r].end) - 1;
             const uint64_t sees = ends & ~uint64_t(0) << seen[r].begin;
-            for (int v = 0; v < PARTS; ++v)
+            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v)
                 scores[r][v] = _mm512_mask_mov_ps(_mm512_set1_ps(NONE), static_cast<__mmask16>(sees >> (16 * v)),
                                                   scores[r][v]);
         }
     }
     alignas(64) bf16 weights[ROWS * TILE];
-    __m512 decay[ROWS];
-    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        __m512* score = scores[r];
-        const __m512 highest = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
-        const float before = rows.peaks[r], peak = _mm512_reduce_max_ps(highest), now = before < peak ? peak : before;
-        // Nothing but -inf so far: weights are 0, and no NaN.
-        const __m512 base = _mm512_set1_ps(now == NONE ? 0.0f : now);
-        rows.peaks[r] = now;
-        decay[r] = power_of_two(_mm512_sub_ps(_mm512_set1_ps(before), base));
-        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) score[v] = power_of_two(_mm512_sub_ps(score[v], base));
-        const __m512 sum = _mm512_add_ps(_mm512_add_ps(score[0], score[1]), _mm512_add_ps(score[2], score[3]));
-        float* total = rows.totals + r * 16;
-        _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), decay[r], sum));
-        _mm512_store_si512(weights + r * TILE, round_pair(score[0], score[1]));
-        _mm512_store_si512(weights + r * TILE + 32, round_pair(score[2], score[3]));
-    }
+    alignas(64) float decay[16];
+    soften_rows<ROWS, VECTORS>(rows, scores, weights, decay);
     const __m512i all = _mm512_set1_epi32(-1);
     const char* values = tile.packed_values;
     if (whole) return weigh_all<ROWS>(weights, values, 0, TILE / 2, rows.acc, dim, decay, all, &tile.fetch);
     // A value that a row does not see never meets it, not even with weight 0: it may be garbage.
     const Range together{(common.begin + 1) / 2 * 2, common.end / 2 * 2};
     const bool any = together.begin < together.end;
-    const __m512 one = _mm512_set1_ps(1.0f);
+    const float one = 1.0f;
     for (int r = 0; r < ROWS; ++r) {
         const Range first{seen[r].begin, any ? together.begin : seen[r].end};
         if (first.begin >= first.end) continue;
@@ -286,6 +329,14 @@ static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, fl
     for (int r = 0; r < ROWS; ++r)
         if (together.end < seen[r].end)
             weigh_alone(weights + r * TILE, values, {together.end, seen[r].end}, rows.acc + r * dim, dim, one);
+}
+
+template <int ROWS>
+static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, float scale, float cap) {
+    int64_t end = 0;
+    for (int r = 0; r < ROWS; ++r) end = std::max(end, seen[r].end);
+    if (end <= TILE / 2) return run_rows<ROWS, PARTS / 2>(rows, seen, tile, scale, cap);
+    run_rows<ROWS, PARTS>(rows, seen, tile, scale, cap);
 }
 
 // `count` rows, of which row r sees seen(r) of the tile.
