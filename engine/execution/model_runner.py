@@ -106,6 +106,7 @@ class ModelRunner:
         self._steps = RecordedSteps(
             self.decoder,
             self.kv_cache.pool,
+            config.token_budget or MAX_BUDGET,
             min(max(config.max_num_seqs, MAX_ROWS), config.token_budget or MAX_BUDGET),
             -(-self.max_model_len // config.block_size),
         )

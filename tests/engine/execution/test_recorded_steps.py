@@ -1,7 +1,9 @@
-"""Replayed decode steps: the bits of the plain decoder, for every family, dtype and number of requests."""
+"""Replayed steps: the bits of the plain decoder, for every family, dtype and number of requests."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from tiny_engines import TINY_MODELS, make_request, run_to_end, tiny_engine_conf
 from torch import Tensor
 
 from engine.engine import Engine
+from engine.execution import recorded_steps
 from engine.execution.batch import Batch
+from engine.execution.recorded_steps import _Size
 from kernels.cpu.build import BuildError, find_compilers
 from kernels.cpu.linear import prefers_onednn
 
@@ -21,11 +25,11 @@ except BuildError as error:
     pytest.skip(f"only the CPU kernels record: {error}", allow_module_level=True)
 
 
-def check_every_step(engine: Engine) -> list[tuple[int, bool]]:
-    """From now on compare each step with the plain decoder; returns rows and whether all decode, by step."""
+def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
+    """From now on compare each step with the plain decoder; returns sizes and whether all decode, by step."""
     runner = engine.runner
     forward, pool = runner._steps.forward, runner.kv_cache.pool
-    steps: list[tuple[int, bool]] = []
+    steps: list[tuple[_Size, bool]] = []
 
     def both(batch: Batch) -> Tensor:
         before = pool.clone()
@@ -37,7 +41,8 @@ def check_every_step(engine: Engine) -> list[tuple[int, bool]]:
         assert torch.equal(recorded.view(torch.int32), plain.view(torch.int32))
         bits = torch.int16 if pool.element_size() == 2 else torch.int32
         assert torch.equal(written.view(bits), pool.view(bits))
-        steps.append((batch.token_ids.shape[0], batch.decodes))
+        counts = (batch.token_ids, batch.metadata.context_lens, batch.sample_rows)
+        steps.append((_Size(*map(len, counts)), batch.decodes))
         return recorded
 
     runner._steps.forward = both  # type: ignore[method-assign]
@@ -59,27 +64,44 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 def test_replays_equal_the_plain_decoder(
     model: str, dtype: str, weights: str, tiny_models: dict[str, Path]
 ) -> None:
-    """Requests of different lengths come and go, so that numbers of rows recur with other contexts."""
+    """Requests of different lengths come and go, so that sizes of steps recur with other contexts."""
     engine = engine_of(tiny_models[model], dtype=dtype, weights=weights, num_threads=2)
     steps = check_every_step(engine)
-    for lengths in ((3, 20, 9), (31, 2), (5, 17, 8)):
+    first = itertools.count(2)  # tokens, so that none shares a prefix
+    for lengths in ((3, 20, 9), (31, 2), (5, 19, 8), (29, 4)):
         requests = [
-            make_request(f"{lengths}{index}", list(range(2, 2 + length)), max_tokens=4 + 3 * index)
+            make_request(f"{lengths}{index}", [next(first), *range(2, 1 + length)], max_tokens=4 + 3 * index)
             for index, length in enumerate(lengths)
         ]
         run_to_end(engine, *requests)
-    decoded = [rows for rows, decodes in steps if decodes]
-    assert {1, 2, 3} <= set(decoded)
-    onednn = weights == "model" and prefers_onednn(getattr(torch, dtype))
-    expected = set() if onednn else set(decoded)
-    assert set(engine.runner._steps._recordings) == expected
+    decoded = {size for size, decodes in steps if decodes}
+    again = {size for size, count in Counter(size for size, _ in steps).items() if count > 1}
+    assert {1, 2, 3} <= {size.tokens for size in decoded}
+    assert {2, 3} <= {size.requests for size in again - decoded}
+    recordings = engine.runner._steps._recordings
+    if weights == "model" and prefers_onednn(getattr(torch, dtype)):
+        assert not any(recordings.values())
+    else:
+        assert {size for size, recorded in recordings.items() if recorded} == decoded | again
+
+
+def test_sizes_that_were_not_used_for_longest_are_forgotten(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_steps, "_MOST", 3)
+    engine = engine_of(tiny_models["Llama"])
+    check_every_step(engine)
+    for first, length in enumerate((5, 6, 5, 7, 8, 5, 6), 2):
+        prompt = [first, *range(2, 1 + length)]
+        run_to_end(engine, make_request(f"{first}", prompt, max_tokens=3, ignore_eos=True))
+    assert [size.tokens for size in engine.runner._steps._recordings] == [5, 6, 1]
 
 
 def test_kernels_that_cannot_record_run_every_step(tiny_models: dict[str, Path]) -> None:
     engine = Engine(tiny_engine_config(tiny_models["Llama"], kernels="reference"))
     deltas = run_to_end(engine, make_request("one", [3, 4, 5], max_tokens=6, ignore_eos=True))
     assert sum(len(delta.token_ids) for delta in deltas["one"]) == 6
-    assert not engine.runner._steps._recordings
+    assert not any(engine.runner._steps._recordings.values())
 
 
 def test_a_failed_run_leaves_no_recording_open(tiny_models: dict[str, Path]) -> None:
@@ -101,7 +123,8 @@ def test_one_token_of_a_longer_prompt_is_no_decode(tiny_models: dict[str, Path])
     engine = engine_of(tiny_models["Llama"], token_budget=1)
     steps = check_every_step(engine)
     run_to_end(engine, make_request("one", [3, 4, 5], max_tokens=3, ignore_eos=True))
-    assert steps == [(1, False), (1, False), (1, True), (1, True), (1, True)]
+    prompt, decode = ((1, 1, 0), False), ((1, 1, 1), True)
+    assert steps == [prompt, prompt, decode, decode, decode]
 
 
 def test_steps_of_a_size_that_was_seen_allocate_no_buffers(tiny_models: dict[str, Path]) -> None:
