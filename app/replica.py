@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -80,6 +81,8 @@ class EngineReplica:
         self._reporter = self._background.start("metrics", self._report())
         self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)
         self._watching = self._background.start("watchdog", self._watchdog.run())
+        # torch and all else that is here now stays. To look at it again would stop every stream for 0.14 s.
+        gc.freeze()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
@@ -161,6 +164,7 @@ class EngineReplica:
         return {
             "replica": ray.serve.get_replica_context().replica_id.unique_id,
             "pid": os.getpid(),
+            "frozen_objects": gc.get_freeze_count(),
             "live_requests": self._engine.num_live,
             "referenced_blocks": stats.scheduler.referenced_blocks,
             "cached_blocks": stats.scheduler.cached_blocks,

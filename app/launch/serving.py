@@ -34,6 +34,11 @@ ONE_LOOP = {
 }
 """Environment of all replicas; one of their own would have Ray load twice in them."""
 
+SELDOM = {
+    # By default each replica and each router exports Serve's own metrics ten times a second, read or not.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
+}
+
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
@@ -51,7 +56,7 @@ def controller_environment() -> dict[str, str]:
     A running cluster ignores the environment of the shell that deploys, so they go into ``controller_options``.
     HAProxy needs Linux.
     """
-    return {**PATIENCE, **ONE_LOOP, **(HAPROXY_ENVIRONMENT if haproxy_expected() else {})}
+    return {**PATIENCE, **ONE_LOOP, **SELDOM, **(HAPROXY_ENVIRONMENT if haproxy_expected() else {})}
 
 
 def haproxy_expected() -> bool:

@@ -241,6 +241,11 @@ def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
     assert asyncio.run(complete_at(cluster, "Hello", 4)).done
 
 
+def test_garbage_is_not_sought_in_what_an_engine_has_loaded(cluster: BreakableCluster) -> None:
+    """It would stop every stream for a tenth of a second."""
+    assert all(state["frozen_objects"] > 100_000 for state in cluster.inspect())
+
+
 def test_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     before = cluster.engine_pids()

@@ -21,7 +21,7 @@ def test_two_instances_share_nothing() -> None:
     one, two = Instance(), Instance()
     assert one.name != two.name
     first, second = one.controller_environment(), two.controller_environment()
-    own = {name for name in first if "PORT" in name or "/" in first[name]}
+    own = {name for name in first if "_PORT" in name or "/" in first[name]}
     assert len(own) == 14
     assert all(first[name] != second[name] for name in own)
     ranges = [
