@@ -27,11 +27,12 @@ from engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 WARM_AFTER_S = 5.0
-"""What only structured output needs is loaded this long after the rest, not to hold up the start."""
+"""What only structured output needs is loaded this long after the rest, not to hold up the start, or later."""
 
 _Result = TypeVar("_Result")
 
@@ -256,7 +257,6 @@ class EngineThread:
             _refuse(self._receive(wait=False))
 
     def _main(self) -> None:
-        warm_up: threading.Timer | None = None
         try:
             from engine.engine import Engine  # with torch, which processes without an engine do not load
 
@@ -264,9 +264,8 @@ class EngineThread:
             self._stats, self._load = engine.stats(), engine.load.read()
             self._engine = engine
             self._loaded.set()
-            warm_up = threading.Timer(WARM_AFTER_S, engine.grammars.warm_up)
-            warm_up.daemon = True
-            warm_up.start()
+            warming = (engine.grammars, WARM_AFTER_S)
+            threading.Thread(target=self._warm_up, args=warming, name="quire-warm-up", daemon=True).start()
             self._loop(engine)
         except BaseException as error:
             self._failure = error
@@ -274,14 +273,19 @@ class EngineThread:
                 logger.critical("the engine thread ends", exc_info=True)
                 self._on_death(error)
         finally:
-            if warm_up is not None:
-                warm_up.cancel()
             if self._engine is not None:
                 self._engine.grammars.close()
             self._loaded.set()
             # No call may wait for an answer of a thread that has ended.
             self._closed.set()
             _refuse([*self._snapshots, *self._pending, *self._receive(wait=False)])
+
+    def _warm_up(self, grammars: GrammarCompiler, every_s: float) -> None:
+        """Once no request runs: the tokenizer's library keeps the interpreter's lock for 0.2 s."""
+        while not self._closed.wait(every_s):
+            if not self._live:
+                grammars.warm_up()
+                return
 
     def _loop(self, engine: Engine) -> None:
         while True:

@@ -336,15 +336,29 @@ def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     assert not outputs.thread.is_alive()
 
 
-def test_what_grammars_need_is_loaded_after_the_start(
+def test_what_grammars_need_is_loaded_once_no_request_runs(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warm = threading.Event()
-    monkeypatch.setattr(engine_thread, "WARM_AFTER_S", 0.0)
-    monkeypatch.setattr(GrammarCompiler, "warm_up", lambda _: warm.set())
+    """Meanwhile the interpreter does nothing else, and every stream would wait."""
+    warm: queue.Queue[int] = queue.Queue()
+    looks: queue.Queue[None] = queue.Queue()
     outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
+    closed = outputs.thread._closed
+    monkeypatch.setattr(engine_thread, "WARM_AFTER_S", 0.0)
+    monkeypatch.setattr(GrammarCompiler, "warm_up", lambda _: warm.put(outputs.thread.num_live))
+
+    def wait(seconds: float) -> bool:
+        looks.put(None)
+        return threading.Event.wait(closed, max(seconds, 0.001))
+
+    monkeypatch.setattr(closed, "wait", wait)
+    outputs.thread._live.add("running")
     outputs.thread.start()
-    assert warm.wait(30)
+    for _ in range(3):
+        looks.get(timeout=30)
+    assert warm.empty()
+    outputs.thread._live.discard("running")
+    assert warm.get(timeout=30) == 0
     outputs.thread.stop()
 
 
