@@ -229,6 +229,12 @@ class IngressOptions(Group):
         ge=0,
         le=1,
     )
+    prefix_words: bool = option(
+        False,
+        "Show on `/dashboard`, to everybody who may open it, the first words of prompts that requests share, "
+        "also where neither a key nor `tenant_header` says whose they are. Tenants see their own anyway",
+        live=True,
+    )
     cors_origins: str | None = option(
         None,
         "Web origins whose pages may call the API from a browser: a comma-separated list such as "

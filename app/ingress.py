@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from app import config, logs
-from app.api.api_server import ApiServer
+from app.api.api_server import ApiServer, KnownLife
 from app.api.audit_log import audit_to
 from app.api.authentication import Gate
 from app.api.keys import KeyFile
@@ -30,6 +30,7 @@ from app.metrics.ray_export import EVERY_S, RayExport
 from app.metrics.samples import Process
 from app.metrics.siblings import Siblings
 from app.metrics.table import Source
+from app.routing.prefix_flow import PrefixGroup
 from engine.errors import ConfigError
 
 SWITCH_INTERVAL_S = 0.0005
@@ -70,6 +71,7 @@ class IngressReplica:
         audit_to(options.ingress.audit_log, logs.replica_name("ingress"))
         self._tracer = RequestTracer.configured(options.ingress, logs.replica_name("ingress"))
         models = config.served_models(options)
+        siblings = Siblings(next(iter(engines.values())).deployment_id.app_name)
         self.server = ApiServer(
             [model.name for model in models],
             options.ingress,
@@ -77,7 +79,9 @@ class IngressReplica:
             instance=options.ingress.instance or cluster_instance(),
             gate=Gate(self._keys, options.ingress.ingress_replicas),
             tracer=self._tracer,
-            others=Siblings(next(iter(engines.values())).deployment_id.app_name).processes,
+            others=siblings.processes,
+            ask_others=siblings.ask,
+            name=self._name,
         )
         self._models: dict[str, IngressModel] = {}
         for model in models:  # on the event loop, but nothing is served yet
@@ -174,6 +178,14 @@ class IngressReplica:
     async def figures(self) -> list[Process]:
         """What this ingress has counted of each model, for the others; by Serve handle only."""
         return [model.process() for model in self._models.values()]
+
+    async def prefix_flow(self, model: str) -> list[PrefixGroup]:
+        """Where this ingress sent prompts that begin alike, for the others; by Serve handle only."""
+        return self.server.prefix_flow(model)
+
+    async def lives(self, request_id: str) -> list[KnownLife]:
+        """What this ingress knows of a request, for the others; by Serve handle only."""
+        return self.server.lives(request_id)
 
     async def _export_often(self) -> None:
         while True:

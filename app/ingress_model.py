@@ -112,6 +112,7 @@ class IngressModel:
             engine_wait_s=options.replica_wait_s,
             overload=self.overload,
             tracer=server.tracer,
+            recent=server.recent,
         )
         self._decision = DecisionReader(of.app_name, of.name)
         self.figures = ModelFigures(

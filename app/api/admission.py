@@ -11,6 +11,7 @@ from app.api.key_limits import KeyLimits
 from app.api.live_requests import LiveRequests, Permit
 from app.api.request_record import RequestRecord
 from app.config import IngressOptions
+from app.dashboard.recent_requests import RecentRequests
 from app.fleet.overload import OverloadControl
 from engine.errors import InvalidRequestError
 
@@ -24,11 +25,13 @@ class Admission:
         live: LiveRequests,
         options: Callable[[], IngressOptions],
         overload: Callable[[], OverloadControl],
+        recent: RecentRequests[RequestRecord],
     ) -> None:
         self._model = model
         self._options = options
         self._overload = overload
         self.live = live
+        self._recent = recent
 
     def check_priority(self, priority: int, key: KeyLimits | None) -> None:
         """Refuse a priority that is not for ``key``, or not for anybody.
@@ -54,6 +57,8 @@ class Admission:
             held.callback(permit.release)
             if caller.limits is not None:
                 caller.limits.admit(record.stream)
+            self._recent.begin(record)
+            held.callback(self._recent.end, record)
             held.callback(record.end)
             with record.failing():
                 yield permit, held

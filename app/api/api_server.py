@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from starlette.responses import JSONResponse, Response
 
@@ -17,17 +18,45 @@ from app.api.keys import KeyFile
 from app.api.live_requests import LiveRequests
 from app.api.openai_service import OpenAIService
 from app.api.request_body import BodyReader
+from app.api.request_life import life_of
+from app.api.request_record import RequestRecord
 from app.api.request_trace import RequestTracer
 from app.api.server_state import health_response
 from app.api.tenant import sender_of
 from app.config import IngressOptions
 from app.dashboard.block_maps import BlockMaps
 from app.dashboard.live_feed import LiveFeed
+from app.dashboard.prefix_flows import PrefixFlows
+from app.dashboard.recent_requests import RecentRequests
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import UnavailableError
 from app.metrics.exposition import CONTENT_TYPE
 from app.metrics.fleet_figures import FleetFigures, ModelFigures, nobody
 from app.metrics.samples import Process
+from app.routing.prefix_flow import PrefixGroup
+
+MOST_ASKING = 4
+"""Questions to the other ingresses about requests at a time: whoever asks for many waits."""
+
+_IN_ANSWERS = re.compile(r"^(?:chatcmpl-|cmpl-|resp_|msg_)")
+"""What answers put before a request's id to make theirs."""
+
+
+class KnownLife(NamedTuple):
+    """What an ingress knows of one request, and whose it is."""
+
+    tenant: str
+    life: dict[str, Any]
+
+
+class AskOthers(Protocol):
+    """Calls a method of each ingress, this one included; returns what those answer that do."""
+
+    def __call__(self, method: str, *arguments: object) -> Awaitable[list[Any]]: ...
+
+
+async def _nobody(method: str, *arguments: object) -> list[Any]:
+    return []
 
 
 class ApiServer:
@@ -36,8 +65,8 @@ class ApiServer:
     ``names`` are the models, of which the first is for requests that name none; :meth:`add` brings what serves
     one. A model that cannot be served here, or not yet, is in ``broken``. ``options`` may be replaced at any
     time; each request reads the current ones. ``instance`` names the server. ``gate`` knows the API keys; by
-    default there are none. ``others`` asks the other ingresses for their figures, and ``tracer``
-    exports what requests do; by default nobody does.
+    default there are none. ``others`` asks the other ingresses for their figures, ``ask_others`` for anything
+    else, and ``tracer`` exports what requests do; by default nobody does. ``name`` is this ingress's.
     """
 
     def __init__(
@@ -50,6 +79,8 @@ class ApiServer:
         gate: Gate | None = None,
         tracer: RequestTracer | None = None,
         others: Callable[[], Awaitable[list[Process]]] = nobody,
+        ask_others: AskOthers = _nobody,
+        name: str = "",
     ) -> None:
         self.options = options
         self.instance = instance
@@ -57,6 +88,10 @@ class ApiServer:
         self.bodies = BodyReader(lambda request: sender_of(request, self.options.tenant_header))
         self.live = LiveRequests()
         self.tracer = tracer
+        self.recent: RecentRequests[RequestRecord] = RecentRequests()
+        self._ask_others = ask_others
+        self._asking = asyncio.Semaphore(MOST_ASKING)
+        self._name = name
         self.broken = set(names)
         self._names = tuple(names)
         self._several = several
@@ -64,6 +99,7 @@ class ApiServer:
         self._figures: list[ModelFigures] = []
         self.fleet_figures = FleetFigures(self._figures, others)
         self.block_maps = BlockMaps(lambda model, replica: self._services[model].block_map(replica))
+        self.prefix_flows = PrefixFlows(self._ask_prefix_flow)
         self.live_feed = LiveFeed(
             lambda: self.fleet_figures.processes(),
             lambda: {service.model: service.channel_states() for service in self.services},
@@ -161,6 +197,33 @@ class ApiServer:
             {replica: blocks for reset in done for replica, blocks in reset.freed_blocks.items()},
             {replica: why for reset in done for replica, why in reset.failures.items()},
         )
+
+    def prefix_flow(self, model: str) -> list[PrefixGroup]:
+        """Where this ingress sent prompts of a model that begin alike; nothing if it does not serve it."""
+        return self._services[model].prefix_flow() if model in self._services else []
+
+    async def _ask_prefix_flow(self, model: str) -> list[list[PrefixGroup]]:
+        return await self._ask_others("prefix_flow", model) or [self.prefix_flow(model)]
+
+    def lives(self, request_id: str) -> list[KnownLife]:
+        """What this ingress knows of the requests with an id, the last one first."""
+        return [
+            KnownLife(record.caller.tenant, life_of(record, self._name))
+            for record in self.recent.find(request_id)
+        ]
+
+    async def lives_anywhere(self, request_id: str) -> list[KnownLife]:
+        """What the ingress that has it knows of a request, as its header, or its answer, names it."""
+        plain = _IN_ANSWERS.sub("", request_id)
+        for name in dict.fromkeys((request_id, plain)):
+            if found := self.lives(name):
+                return found
+        async with self._asking:
+            for name in dict.fromkeys((request_id, plain)):
+                answers = await self._ask_others("lives", name)
+                if found := [known for answer in answers for known in answer]:
+                    return found
+        return []
 
     async def metrics(self, key: KeyLimits | None) -> Response:
         """Answer ``GET /metrics``: the whole fleet's figures, in Prometheus's format.

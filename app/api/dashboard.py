@@ -15,9 +15,15 @@ from app.api.api_server import ApiServer
 from app.api.errors import ApiError, admin_only
 from app.api.home import page_response
 from app.api.key_limits import KeyLimits
+from app.api.tenant import tenant_of
 from app.dashboard.block_maps import digits
 from app.dashboard.live_feed import MOST_VIEWERS, STREAM_S, LiveFeed
+from app.dashboard.prefix_flows import shown as shown_prefixes
+from app.dashboard.recent_requests import MOST_ENDED
 from engine.errors import shown
+
+MOST_LIVES = 8
+"""Requests with one id that are told, the last ones."""
 
 _PAGE = Path(__file__).with_name("dashboard.html").read_text(encoding="utf-8")
 
@@ -79,8 +85,49 @@ async def blocks(request: Request) -> Response:
     return JSONResponse(answer, headers={"cache-control": "no-store"})
 
 
+async def prefixes(request: Request) -> Response:
+    """Which prompts that begin alike went where, and why.
+
+    With keys, only administrators see other tenants' prefixes, by their hash; nobody sees their words.
+    """
+    server: ApiServer = request.app.state.get_server()
+    limits: KeyLimits | None = request.state.key_limits
+    everyones = limits is None or limits.key.admin
+    service = server.choose(request.query_params.get("model"), None if everyones else limits)
+    tenant = _tenant(request, server)
+    groups = await server.prefix_flows.get(service.model)
+    listed = shown_prefixes(groups, tenant, everyones, tenant != "" or server.options.prefix_words)
+    return JSONResponse({"prefixes": listed}, headers={"cache-control": "no-store"})
+
+
+async def one_request(request: Request) -> Response:
+    """The life of a request, for its tenant and for administrators; others learn not even that there is one."""
+    server: ApiServer = request.app.state.get_server()
+    limits: KeyLimits | None = request.state.key_limits
+    asked = request.path_params["request_id"]
+    found = await server.lives_anywhere(asked)
+    admin = limits is not None and limits.key.admin
+    tenant = _tenant(request, server)
+    lives = [known.life for known in found if admin or known.tenant == tenant]
+    if not lives:
+        raise ApiError(
+            404,
+            f"no request {shown(asked)} is known: it is not yours, another server's, or long gone; an ingress "
+            f"remembers the last {MOST_ENDED} that have ended",
+            "request_id",
+        )
+    return JSONResponse({"requests": lives[:MOST_LIVES]}, headers={"cache-control": "no-store"})
+
+
+def _tenant(request: Request, server: ApiServer) -> str:
+    limits: KeyLimits | None = request.state.key_limits
+    return tenant_of(request.headers, server.options.tenant_header, "" if limits is None else limits.key.id)
+
+
 DASHBOARD_ROUTES = (
     Route("/dashboard", dashboard),
     Route("/dashboard/events", events),
     Route("/dashboard/blocks", blocks),
+    Route("/dashboard/prefixes", prefixes),
+    Route("/dashboard/requests/{request_id:path}", one_request),
 )

@@ -31,11 +31,13 @@ from app.api.server_state import ModelState
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.api.tools.families import ModelFamily
 from app.config import IngressOptions
+from app.dashboard.recent_requests import RecentRequests
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
 from app.metrics.request_figures import RequestFigures
+from app.routing.prefix_flow import PrefixFlow, PrefixGroup
 from engine.kv.block_map import BlockMap
 
 PROMPT_END_TOKENS = 16
@@ -55,6 +57,9 @@ class Engines(TokenGenerator, Protocol):
 
     async def block_map(self, replica: str) -> BlockMap: ...
 
+    @property
+    def flow(self) -> PrefixFlow: ...
+
 
 class OpenAIService:
     """One for each model of an ingress replica; runs on its event loop.
@@ -63,7 +68,7 @@ class OpenAIService:
     of all models, and ``in_thread`` does work beside the loop. Before any engine has answered, requests wait
     up to ``engine_wait_s`` seconds for one. ``overload`` may refuse requests before anything is done for them;
     by default it refuses none. ``tracer``
-    exports what requests do; by default nobody does.
+    exports what requests do; by default nobody does. ``recent`` has those of all models.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class OpenAIService:
         engine_wait_s: float,
         overload: OverloadControl | None = None,
         tracer: RequestTracer | None = None,
+        recent: RecentRequests[RequestRecord] | None = None,
     ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
@@ -88,13 +94,19 @@ class OpenAIService:
         self.overload = overload or OverloadControl()
         self.tracer = tracer
         self.state = ModelState(engines, model, lambda: self.overload.refusing)
-        self.admission = Admission(model, live, lambda: self.options, lambda: self.overload)
+        self.admission = Admission(
+            model, live, lambda: self.options, lambda: self.overload, recent or RecentRequests()
+        )
         self._responses = ResponseMaker(engines, tokenizer.decoder, in_thread)
 
     def channel_states(self) -> dict[str, str]:
         """The state of the channel to each engine replica."""
         states: dict[str, str] = self._engines.status().get("channels", {})
         return states
+
+    def prefix_flow(self) -> list[PrefixGroup]:
+        """Where this ingress sent prompts that begin alike."""
+        return self._engines.flow.groups(self._tokenizer.words_of)
 
     async def completions(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/completions``.

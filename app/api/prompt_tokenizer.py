@@ -173,6 +173,10 @@ class PromptTokenizer:
         """The text of a few tokens of the vocabulary, special tokens included."""
         return str(self._backend.decode(tokens, skip_special_tokens=False))
 
+    def words_of(self, tokens: Sequence[int]) -> str:
+        """The text of a few tokens of the vocabulary, without special tokens."""
+        return str(self._backend.decode(tokens))
+
     def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
         least = -(-chars // self._longest_token)
         if least > max_tokens:

@@ -43,6 +43,18 @@ class RequestRecord:
     first_token: float | None = None  # monotonic seconds
     last_token: float = 0.0  # likewise
     choices: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each: tokens, when the last came
+    ended: float | None = None  # likewise
+    trace_id: str = ""  # if it is traced
+
+    @property
+    def request_id(self) -> str:
+        """As its client has it."""
+        return self.caller.request_id
+
+    @property
+    def parts(self) -> int:
+        """Its prompts, of which each has a journal."""
+        return max(len(self.journals), 1)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -81,15 +93,20 @@ class RequestRecord:
 
     def end(self) -> None:
         """The response has ended: count it, trace it, write the line, and charge the key."""
-        now = time.monotonic()
+        now = self.ended = time.monotonic()
         self._count(now)
         if self.caller.limits is not None:
             self.caller.limits.release(self.usage.prompt_tokens + self.usage.completion_tokens, self.stream)
         fields = self._fields(now)
         if self.tracer is not None:
-            fields |= self.tracer.export(fields, self.caller, self.journals, self.started, now)
+            traced = self.tracer.export(fields, self.caller, self.journals, self.started, now)
+            self.trace_id = traced.get("trace_id", "")
+            fields |= traced
         logger.info("request ended", extra={FIELDS: fields})
         audit(fields, self.caller.address)
+        # It is remembered for a while, without what there may be thousands of.
+        self.choices.clear()
+        self.finish_reasons = sorted(set(self.finish_reasons))
 
     def _count(self, now: float) -> None:
         figures = self.figures

@@ -30,10 +30,11 @@ from app.fleet.generation import CannotStartError, Delta, GenerateRequest, Unava
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.scale_from_zero import ReplicaWaiter
 from app.fleet.turns import Turns
-from app.routing.ledger import Ledger, Route
+from app.routing.ledger import Booking, Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
+from app.routing.prefix_flow import PrefixFlow
 from engine.kv.block_map import BlockMap
 
 OPENING_S = 1.0
@@ -85,6 +86,7 @@ class EngineClient:
         self._handle = handle
         self._policy = policy
         self._predictions = Predictions()
+        self.flow = PrefixFlow()
         self._unavailable_after_s = unavailable_after_s
         self._requests: set[InFlightRequest] = set()
         self._readers = Turns(EVENTS_PER_TURN)
@@ -400,9 +402,14 @@ class EngineClient:
                     ledger.first_token(record.attempt)
                     request.notes.book(booking)
                     request.notes.first_token = time.monotonic()
+                    self._count_flow(request, booking, record.cached_tokens)
             request.accept(record, model)
             faults.received(record.attempt, request)
         return stale
+
+    def _count_flow(self, request: InFlightRequest, booking: Booking, cached: int) -> None:
+        prompt, namespace, to = request.request.token_ids, request.request.namespace, booking.route.replica
+        self.flow.add(request.block_keys, to, booking.reason, prompt, cached, namespace.tenant, namespace.salt)
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
         """See ``OwnerEvents``."""

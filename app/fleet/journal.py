@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from app.routing.replica import Booking
+from app.routing.replica import Booking, Compared
 from engine.request import EngineTimes
 
 
@@ -16,6 +16,7 @@ class AttemptNotes:
     began: float = field(default_factory=time.monotonic)
     replica: str = ""  # of the booking, if there was one
     reason: str = ""  # what decided for it
+    compared: tuple[Compared, ...] = ()  # what it would have cost there, and elsewhere
     predicted_tokens: int = 0  # of the prompt, that the router expected in its cache
     placed: float | None = None
     first_token: float | None = None
@@ -30,7 +31,7 @@ class AttemptNotes:
     def book(self, booking: Booking) -> None:
         """Where it runs."""
         self.replica, self.reason, self.placed = booking.route.replica, booking.reason, booking.placed_at
-        self.predicted_tokens = booking.cached
+        self.predicted_tokens, self.compared = booking.cached, booking.compared
 
     def engine_times(self, times: EngineTimes, ended: bool) -> None:
         """What the engine says with the first token, and again when a sequence has ``ended``."""

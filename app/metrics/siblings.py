@@ -1,4 +1,4 @@
-"""The figures of all ingress replicas, which any of them can ask for."""
+"""What all ingress replicas know, which any of them can ask for."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ class Siblings:
     """Belongs to one ingress; calls every replica of its deployment, itself included."""
 
     def __init__(self, app: str) -> None:
-        self.faults = FaultCounter("cannot ask the other ingresses for their figures", logger)
+        self.faults = FaultCounter("cannot ask the other ingresses", logger)
         self._app = app
         self._handle: Any = None
 
     async def processes(self) -> list[Process]:
-        """Those that answer in time; none if Serve cannot tell who there is. Never raises."""
+        """Their figures; of those that answer in time; none if Serve cannot tell who there is. Never raises."""
+        answers = await self.ask("figures")
+        return [process for answer in answers for process in answer if isinstance(process, Process)]
+
+    async def ask(self, method: str, *arguments: object) -> list[Any]:
+        """What a method of each answers that answers in time, none of them an error. Never raises."""
         loop = asyncio.get_running_loop()
         # In an empty context: Serve must not take the calls for children of the request that asks.
-        return await loop.create_task(self._ask(), context=contextvars.Context())
+        return await loop.create_task(self._ask(method, arguments), context=contextvars.Context())
 
-    async def _ask(self) -> list[Process]:
+    async def _ask(self, method: str, arguments: tuple[object, ...]) -> list[Any]:
         try:
             if self._handle is None:
                 self._handle = serve.get_deployment_handle(serve.get_replica_context().deployment, self._app)
-            answers = await self._handle.broadcast("figures").results_async(
+            answers = await self._handle.broadcast(method, *arguments).results_async(
                 timeout_s=WITHIN_S, return_exceptions=True
             )
-        except Exception:  # noqa: BLE001  (Serve raises many kinds; this ingress's own figures remain)
+        except Exception:  # noqa: BLE001  (Serve raises many kinds; what this ingress itself knows remains)
             self.faults.add()
             return []
-        return [
-            process
-            for answer in answers
-            if isinstance(answer, list)  # and no error
-            for process in answer
-            if isinstance(process, Process)
-        ]
+        return [answer for answer in answers if isinstance(answer, list)]  # and no error

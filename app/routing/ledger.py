@@ -283,7 +283,7 @@ class Ledger:
             state, blocks = replicas[decision.place], decision.cached_blocks
             alone = meta.requirement is not None and meta.requirement.alone
             booking = self._book(state, attempt, request, decode, blocks, alone, now)
-            booking.reason, booking.placed_at = decision.reason, now
+            booking.reason, booking.placed_at, booking.compared = decision.reason, now, decision.compared
             return booking
 
     def first_token(self, attempt: int) -> None:

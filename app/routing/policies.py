@@ -13,7 +13,7 @@ from app.routing.calibration import Calibration
 from app.routing.cost import TERMS, RoutingRequest, costs
 from app.routing.likely_victims import EXTRA_S, places_that_stay
 from app.routing.load import PREFILL_RATE
-from app.routing.replica import ReplicaState, ReplicaView, name_key
+from app.routing.replica import Compared, ReplicaState, ReplicaView, name_key
 
 USUAL_BLOCK = 16
 """A difference of this many tokens never decides."""
@@ -38,13 +38,15 @@ than ``prefix``, or a defect, chose."""
 class Decision(NamedTuple):
     """The ``place`` of the chosen replica among the views, and the blocks of the prefix that it holds.
 
-    ``shared_blocks``: the most that any replica holds. ``reason`` is one of ``ROUTING_REASONS``.
+    ``shared_blocks``: the most that any replica holds. ``reason`` is one of ``ROUTING_REASONS``. ``compared``
+    has the chosen replica, and the one that costs least of the others.
     """
 
     place: int
     cached_blocks: int = 0
     shared_blocks: int = 0
     reason: str = "policy"
+    compared: tuple[Compared, ...] = ()
 
 
 Choice: TypeAlias = Callable[
@@ -81,33 +83,32 @@ def cheapest(
         names = [view.replica for view in views]
         ties = places_that_stay(names, seconds, request.likely_victims, EXTRA_S, margin) or ties
     place = ties[0] if len(ties) == 1 else least_booked(views, ties, request, shared_blocks)
-    if len(views) == 1:
+    rival = min((at for at in range(len(views)) if at != place), key=seconds.__getitem__, default=None)
+    shown = (place,) if rival is None else (place, rival)
+    held = [usable_blocks[at] for at in shown]
+    parts: list[tuple[float, ...]] = []
+    costs([views[at] for at in shown], held, request, calibration, now, copy_deficit, parts)
+    if rival is None:
         reason = "only"
     elif len(ties) > 1:
         reason = "balance"
     elif place != best:
         reason = "victims"
     else:
-        second = min((at for at in range(len(views)) if at != best), key=seconds.__getitem__)
-        two, held = (views[best], views[second]), (usable_blocks[best], usable_blocks[second])
-        reason = _decisive(two, held, request, calibration, now, copy_deficit)
-    return Decision(place, cached_blocks[place], shared_blocks, reason)
+        reason = _decisive(parts[0], parts[1], held[0] > held[1])
+    size = calibration.block_size
+    compared = tuple(
+        Compared(views[at].replica, blocks * size, terms)
+        for at, blocks, terms in zip(shown, held, parts, strict=True)
+    )
+    return Decision(place, cached_blocks[place], shared_blocks, reason, compared)
 
 
-def _decisive(
-    two: Sequence[ReplicaView],
-    cached_blocks: Sequence[int],
-    request: RoutingRequest,
-    calibration: Calibration,
-    now: float,
-    copy_deficit: float,
-) -> str:
+def _decisive(here: Sequence[float], there: Sequence[float], more_cached: bool) -> str:
     """The term by which the first of two replicas costs most less than the second."""
-    parts: list[tuple[float, ...]] = []
-    costs(two, cached_blocks, request, calibration, now, copy_deficit, parts)
-    saved = [there - here for here, there in zip(*parts, strict=True)]
+    saved = [of_other - own for own, of_other in zip(here, there, strict=True)]
     term = TERMS[saved.index(max(saved))]
-    return "prefix" if term == "compute" and cached_blocks[0] > cached_blocks[1] else term
+    return "prefix" if term == "compute" and more_cached else term
 
 
 def least_tokens(views: Sequence[ReplicaView], request: RoutingRequest) -> Decision:

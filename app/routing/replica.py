@@ -26,6 +26,14 @@ class Route(NamedTuple):
     epoch: int
 
 
+class Compared(NamedTuple):
+    """What a request would have cost on a replica: tokens that it has cached, seconds by ``cost.TERMS``."""
+
+    replica: str
+    cached_tokens: int
+    terms: tuple[float, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Booking:
     """Work of one attempt on one route; the ledger alone changes it.
@@ -54,6 +62,8 @@ class Booking:
     """What decided."""
     placed_at: float = 0.0
     """When, on the ledger's clock."""
+    compared: tuple[Compared, ...] = ()
+    """What it costs here, and elsewhere."""
 
 
 @dataclass(slots=True)

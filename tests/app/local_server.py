@@ -26,6 +26,7 @@ from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.routing.prefix_flow import PrefixFlow
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.kv.block_map import BlockMap
@@ -45,6 +46,7 @@ class LocalClient:
         self.engine.start()
         self.aborted: list[str] = []
         self.last: GenerateRequest | None = None
+        self.flow = PrefixFlow()
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[TokenDelta]]] = {}
         self._numbers = itertools.count()
 
@@ -139,7 +141,14 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
     tokenizer = PromptTokenizer(TokenizerParts.read(folder))
     api = ApiServer([model], IngressOptions(), instance="here")
     service = OpenAIService(
-        client, tokenizer, model, api.options, api.live, api.bodies.in_thread, engine_wait_s=60.0
+        client,
+        tokenizer,
+        model,
+        api.options,
+        api.live,
+        api.bodies.in_thread,
+        engine_wait_s=60.0,
+        recent=api.recent,
     )
     api.add(service)
     server = uvicorn.Server(uvicorn.Config(make_api(lambda: api), log_level="warning", lifespan="off"))

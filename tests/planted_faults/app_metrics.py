@@ -13,6 +13,7 @@ _HISTOGRAM = ("engine/test_histogram.py",)
 _VIEW = ("app/dashboard/test_fleet_view.py",)
 _MAPS = ("app/dashboard/test_block_maps.py",)
 _MAP = ("engine/kv/test_block_map.py",)
+_FLOW = ("app/routing/test_prefix_flow.py",)
 _FEED = ("app/dashboard/test_live_feed.py",)
 _CHOICE = ("app/routing/test_choice.py",)
 
@@ -123,6 +124,41 @@ METRICS: list[Fault] = [
         "term = TERMS[saved.index(min(saved))]",
         _CHOICE,
         "the reason is the term that spoke against the replica",
+    ),
+    Fault(
+        "app/routing/prefix_flow.py",
+        '"" if first is None or first.salt else',
+        '"" if first is None else',
+        _FLOW,
+        "the page shows prompts that their sender keeps apart",
+    ),
+    Fault(
+        "app/routing/prefix_flow.py",
+        "deque(maxlen=MOST_PLACEMENTS)",
+        "deque()",
+        _FLOW,
+        "what is remembered of prompts grows without end under load",
+    ),
+    Fault(
+        "app/dashboard/prefix_flows.py",
+        "_row(group, words and group.tenant == tenant)",
+        "_row(group, words)",
+        _FLOW,
+        "an administrator reads other tenants' prompts",
+    ),
+    Fault(
+        "app/dashboard/prefix_flows.py",
+        "if group.blocks and (everyones or group.tenant == tenant)",
+        "if group.blocks",
+        _FLOW,
+        "a tenant learns which prompts others send",
+    ),
+    Fault(
+        "app/dashboard/recent_requests.py",
+        "        while len(self._ended) > MOST_ENDED or self._parts > MOST_PARTS:",
+        "        while len(self._ended) > MOST_ENDED:",
+        ("app/dashboard/test_recent_requests.py",),
+        "requests of thousands of prompts are remembered by the thousand",
     ),
     Fault(
         "app/dashboard/fleet_view.py",

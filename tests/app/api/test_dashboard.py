@@ -14,10 +14,16 @@ import chromium
 import httpx
 import pytest
 from local_server import LocalServer, wait_until
+from starlette.datastructures import Headers
 
 from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
+from app.api.tenant import tenant_of
 from app.dashboard import live_feed
+from app.dashboard.prefix_flows import PrefixFlows
+from app.fleet.journal import AttemptNotes
+from app.routing.prefix_flow import PrefixFlow
+from app.routing.replica import Compared
 
 AXE = resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
@@ -79,6 +85,7 @@ def keys(fleet: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     path.write_text(
         f"keys:\n  - {{id: a, sha256: {digest_of('key')}}}\n"
         f"  - {{id: b, sha256: {digest_of('admin')}, admin: true, models: [gone]}}\n"
+        f"  - {{id: c, sha256: {digest_of('other')}}}\n"
     )
     monkeypatch.setattr(fleet.api, "gate", Gate(KeyFile(str(path), {})))
 
@@ -91,6 +98,48 @@ def test_with_keys_only_administrators_follow_blocks(
     refused = http.get("/dashboard/blocks", params=asked, headers={"x-api-key": "key"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_only")
     assert http.get("/dashboard/blocks", params=asked, headers={"x-api-key": "admin"}).status_code == 200
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_request_is_shown_to_its_tenant_and_to_administrators(http: httpx.Client) -> None:
+    body = {"prompt": [5] * 40, "max_tokens": 3, "ignore_eos": True}
+    sent = {"x-api-key": "key", "x-request-id": "own/1"}
+    http.post("/v1/completions", json=body, headers=sent).raise_for_status()
+    answers = {
+        key: http.get("/dashboard/requests/own/1", headers={"x-api-key": key})
+        for key in ("key", "other", "admin")
+    }
+    assert {key: answer.status_code for key, answer in answers.items()} == {
+        "key": 200,
+        "other": 404,
+        "admin": 200,
+    }
+    (life,) = answers["admin"].json()["requests"]
+    assert (life["outcome"], life["prompt_tokens"], life["output_tokens"]) == ("ok", 40, 3)
+    unknown = http.get("/dashboard/requests/own/2", headers={"x-api-key": "other"}).json()["error"]
+    assert unknown["message"] == answers["other"].json()["error"]["message"].replace("own/1", "own/2")
+
+
+@pytest.mark.usefixtures("keys")
+def test_prefixes_of_others_are_hashes_for_administrators_and_nothing_for_others(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.client, "flow", flow := PrefixFlow())
+    fleet.set_options(monkeypatch, prefix_words=True)
+    tenant = tenant_of(Headers({}), None, "a")
+    prompt = fleet.tokenizer._backend.encode("Secret plans of the tenant").ids
+    for _ in range(3):
+        flow.add([11, 12], "quire#engine#a1b2", "prefix", prompt, 0, tenant)
+    seen = {}
+    for key in ("key", "other", "admin"):
+        monkeypatch.setattr(fleet.api, "prefix_flows", PrefixFlows(fleet.api._ask_prefix_flow))
+        asked = {"model": fleet.service.model}
+        answer = http.get("/dashboard/prefixes", params=asked, headers={"x-api-key": key})
+        seen[key] = answer.json()["prefixes"]
+    (own, _), (nothing,), (hashed, _) = seen["key"], seen["other"], seen["admin"]
+    assert (own["prefix"], own["words"]) == (f"{12:016x}", "Secret plans of the tenant")
+    assert (hashed["prefix"], hashed["words"]) == (f"{12:016x}", None)
+    assert (nothing["prefix"], nothing["words"], nothing["requests"]) == (None, None, 3)
 
 
 @pytest.mark.usefixtures("keys")
@@ -140,7 +189,8 @@ def test_whoever_asks_for_the_headers_alone_gets_them_at_once(fleet: LocalServer
 
 @pytest.mark.usefixtures("keys")
 def test_both_need_a_key(fleet: LocalServer, http: httpx.Client) -> None:
-    for route in ("/dashboard", "/dashboard/events", "/dashboard/blocks"):
+    routes = "", "/events", "/blocks", "/prefixes", "/requests/r"
+    for route in (f"/dashboard{each}" for each in routes):
         assert http.get(route).status_code == 401
     assert http.get("/dashboard", headers={"x-api-key": "key"}).status_code == 200
 
@@ -167,17 +217,34 @@ def test_a_browser_shows_the_fleet(fleet: LocalServer, tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(chromium.PATH is None, reason="there is no Chromium")
 def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
-    fleet: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: LocalServer, http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet.client, "flow", flow := PrefixFlow())
+    for _ in range(3):
+        flow.add([11, 12], "quire#engine#a1b2", "prefix", [5] * 40, 0)
+    body, headers = {"prompt": [5] * 40, "max_tokens": 3}, {"x-request-id": "shown"}
+    http.post("/v1/completions", json=body, headers=headers).raise_for_status()
+    notes = AttemptNotes(replica="quire#engine#a1b2", reason="wait", queue_s=0.01, prefill_s=0.02)
+    notes.placed, notes.first_token = notes.began + 0.001, notes.began + 0.03
+    notes.compared = (
+        Compared("quire#engine#a1b2", 16, (0.1, 0.2, 0.0, 0.0, 0.0)),
+        Compared("quire#engine#c3d4", 0, (0.9, 0.2, 0.0, 0.0, 0.0)),
+    )
+    (record,) = fleet.api.recent.find("shown")
+    record.journals[0].arrived, record.journals[0].attempts = notes.began, [notes]
     with chromium.tab(tmp_path) as tab:
         tab.look(1280, 900, dark=False)
-        tab.open(f"{fleet.url}/dashboard")
+        tab.open(f"{fleet.url}/dashboard?request=shown")  # a link
         tab.until("document.querySelector('#rows button')")
+        tab.until("document.getElementById('request-state').textContent === 'Request shown: ok'")
+        tab.until("document.querySelector('#flow code')")
+        assert tab.run("document.querySelector('#flow td:last-child').textContent") == "a1b2: 3 (prefix 3)"
         for _ in range(10):
             tab.press("Tab", 9)
             if tab.run("document.activeElement.textContent") == "a1b2":
                 break
         tab.press("Enter", 13, "\r")
+        assert tab.run("location.search") == "?request=shown&replica=quire%23engine%23a1b2"
         tab.until("document.getElementById('map').clientHeight > 0")
         assert tab.run("document.getElementById('cells').textContent").startswith(
             "A cell is a block, by position"
@@ -191,5 +258,9 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
                 )
                 assert [rule for rule in found if rule[0] in ("serious", "critical")] == [], (width, dark)
                 assert tab.run("document.documentElement.scrollWidth") <= width
+        tables = tab.run("[...document.querySelectorAll('#lives table')].map((table) => table.innerText)")
+        assert [name in tables[0] for name in ("Routing", "Queue", "Prefill", "Decode")] == [True] * 4
+        assert "a1b2, chosen" in tables[1]
+        assert "0.9000" in tables[1]
         tab.run("window.fetch = async () => new Response('{}', { status: 403 }); 0")  # as without an admin key
         tab.until("document.getElementById('cells').textContent.startsWith('Only an administrator')")

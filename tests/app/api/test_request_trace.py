@@ -13,6 +13,7 @@ import httpx
 import pytest
 from engine_client_setting import until
 from ingress_support import ingress_for, only_model
+from kv_loopback import SCHEME
 from loopback import TIMES, LoopbackHandle, stepping
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -27,6 +28,7 @@ from app.channel.engine_channel import EngineChannel
 from app.channel.wire import Record, unpack_frame
 from app.config import IngressOptions
 from app.fleet.engine_client import EngineClient
+from app.fleet.generation import GenerateRequest
 from app.ingress import IngressReplica
 from app.logs import FIELDS
 from engine.errors import InvalidRequestError, QuireError
@@ -130,6 +132,19 @@ def test_one_trace_joins_ingress_router_and_engine(caplog: pytest.LogCaptureFixt
         assert 1000 * figures.first_token.totals.sum == pytest.approx(line["first_token_ms"], abs=0.06)
         assert figures.output_tokens.totals.sum == root.attributes["gen_ai.usage.output_tokens"] == 9
         assert root.attributes["gen_ai.request.model"] == "smollm2-135m-instruct"
+        # The live page, too.
+        (life,) = (await here.http.get("/dashboard/requests/cmpl-r-1")).json()["requests"]
+        assert (life["state"], life["outcome"], life["trace_id"]) == ("ended", "ok", TRACE)
+        assert (life["prompt_tokens"], life["output_tokens"]) == (3, 9)
+        assert life["total_s"] == pytest.approx(seconds(root), abs=1e-3)
+        (one,) = life["attempts"]
+        assert (one["replica"], one["reason"], one["preemptions"]) == (replica, "balance", 1)
+        assert one["first_step_s"] - one["queued_s"] == pytest.approx(TIMES.queue_s, abs=2e-4)
+        assert one["prefilled_s"] - one["first_step_s"] == pytest.approx(TIMES.prefill_s, abs=2e-4)
+        chosen, second = one["compared"]
+        assert (chosen["replica"], {chosen["replica"], second["replica"]}) == (replica, {*here.handle.replicas})
+        assert list(chosen["terms"]) == ["wait", "compute", "streaming", "eviction", "admission"]
+        assert sum(chosen["terms"].values()) > 0
 
     with caplog.at_level(logging.INFO, logger="app.api.request_record"):
         traced(test)
@@ -140,13 +155,19 @@ def test_a_move_is_in_the_trace(caplog: pytest.LogCaptureFixture, planned: bool)
     """Whether the replica died, or was about to stop."""
 
     async def test(here: Traced) -> None:
-        asking = asyncio.create_task(here.http.post("/v1/completions", json={**BODY, "max_tokens": 12}))
+        asking = asyncio.create_task(
+            here.http.post(
+                "/v1/completions", json={**BODY, "max_tokens": 12}, headers={"x-request-id": "moves"}
+            )
+        )
         replicas = here.handle.replicas.values()
         await until(lambda: any(replica.engine.live for replica in replicas))
         first, other = sorted(replicas, key=lambda replica: not replica.engine.live)
         for _ in range(3):
             here.handle.step()
         await until(lambda: here.service.figures.first_token.totals.sum > 0)
+        (live,) = (await here.http.get("/dashboard/requests/moves")).json()["requests"]
+        assert (live["state"], live["outcome"], len(live["attempts"])) == ("decode", None, 1)
         if planned:
             await here.ingress.cordon([first.name], 60.0, 0.0)
         else:
@@ -166,9 +187,38 @@ def test_a_move_is_in_the_trace(caplog: pytest.LogCaptureFixture, planned: bool)
         (line,) = lines(caplog)
         assert line["replica"] == f"{first.name},{other.name}"
         assert (line["moves"], line["retries"]) == ((1, 0) if planned else (0, 1))
+        (life,) = (await here.http.get("/dashboard/requests/moves")).json()["requests"]
+        assert (life["moves"], life["retries"]) == (line["moves"], line["retries"])
+        assert [one["replica"] for one in life["attempts"]] == [first.name, other.name]
+        assert [bool(one["ended_early"]) for one in life["attempts"]] == [True, False]
+        assert life["attempts"][1]["tokens_before"] == move.attributes["quire.tokens_before"]
 
     with caplog.at_level(logging.INFO, logger="app.api.request_record"):
         traced(test)
+
+
+def test_the_page_tells_where_prompts_that_begin_alike_went() -> None:
+    async def keys_of(request: GenerateRequest) -> list[int]:
+        return SCHEME.keys(request.token_ids, request.namespace)
+
+    async def test(here: Traced) -> None:
+        # These replicas say nothing of their blocks.
+        only_model(here.ingress).client._parts.attempts._block_keys = keys_of
+        async with stepping(here.handle):
+            for end in range(4):
+                body = {**BODY, "prompt": [500] * 64 + [end] * 16, "max_tokens": 1}
+                (await here.http.post("/v1/completions", json=body)).raise_for_status()
+        one, rest = (await here.http.get("/dashboard/prefixes")).json()["prefixes"]
+        assert (one["requests"], rest["requests"]) == (4, 0)
+        assert one["words"] is None
+        assert {to["replica"] for to in one["to"]} <= {*here.handle.replicas}
+        assert sum(sum(to["reasons"].values()) for to in one["to"]) == 4
+        options = here.ingress.server.options
+        here.ingress.server.options = options.model_copy(update={"prefix_words": True})
+        one, _ = (await here.http.get("/dashboard/prefixes")).json()["prefixes"]
+        assert one["words"]
+
+    traced(test)
 
 
 def ended(

@@ -1,0 +1,51 @@
+"""The requests that are live at an ingress, and the last ones that have ended: what is known of each."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+MOST_ENDED = 1024
+"""Requests that are remembered after their end, with 2 KB for each of their parts."""
+
+MOST_PARTS = 4096
+"""Of all these together."""
+
+
+class Known(Protocol):
+    """A request, by an id that need not be unique; its prompts are its parts."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def parts(self) -> int: ...
+
+
+R = TypeVar("R", bound=Known)
+
+
+class RecentRequests(Generic[R]):
+    """Belongs to one ingress's event loop. What is live has its limits elsewhere."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, R] = {}
+        self._ended: deque[R] = deque()
+        self._parts = 0  # of those
+
+    def begin(self, request: R) -> None:
+        """It is live."""
+        self._live[id(request)] = request
+
+    def end(self, request: R) -> None:
+        """It has ended."""
+        del self._live[id(request)]
+        self._ended.append(request)
+        self._parts += request.parts
+        while len(self._ended) > MOST_ENDED or self._parts > MOST_PARTS:
+            self._parts -= self._ended.popleft().parts
+
+    def find(self, request_id: str) -> list[R]:
+        """All with this id, the last one to come first."""
+        known = [*self._live.values(), *self._ended]
+        return [one for one in reversed(known) if one.request_id == request_id]
