@@ -77,7 +77,7 @@ RESTARTED: dict[str, tuple[Deployment, ...]] = {
 OF_ONE_MODEL = ("model", "tool_parser", "reasoning_parser")
 """Options that an entry of ``models`` may set besides those of the groups engine and scaling."""
 
-ENGINES = "engine"
+ENGINE_DEPLOYMENT = "engine"
 """The deployment of the engines; of several models each has its own, whose name begins with it."""
 
 ARGS = "args"
@@ -638,7 +638,7 @@ class ServedModel:
 
     name: str
     options: AppConfig
-    deployment: str = ENGINES
+    deployment: str = ENGINE_DEPLOYMENT
     neighbors: tuple[int, ...] = ()
     one_of_several: bool = False
 
@@ -683,7 +683,7 @@ def served_models(config: AppConfig) -> tuple[ServedModel, ...]:
 def deployment_of(model: str) -> str:
     """The engine deployment of one of several models: Serve allows no slashes, and names of files need care."""
     safe = re.sub("[^A-Za-z0-9._-]", lambda match: f"~{ord(match[0]):02x}", model)
-    return f"{ENGINES}-{safe}"
+    return f"{ENGINE_DEPLOYMENT}-{safe}"
 
 
 def _options_of(entry: model_entries.Entry, base: Mapping[str, Mapping[str, Any]]) -> AppConfig:

@@ -108,14 +108,15 @@ class EngineReplica:
         cid: str,
         epoch: int,
         acknowledged: int,
-        stale: list[int | tuple[int, int]],
+        stale: list[int],
+        unwanted: list[tuple[int, int]],
         resync: bool,
         last: bool,
         *,
         target: str,
     ) -> bool:
         """Lease and acknowledgement; see ``ChannelHub.beat``."""
-        return self._hub.beat(cid, epoch, acknowledged, stale, resync, last)
+        return self._hub.beat(cid, epoch, acknowledged, stale, unwanted, resync, last)
 
     async def reset_prefix_cache(self, *, target: str) -> int:
         """Empty the prefix cache; running requests keep their blocks. Returns how many blocks became free.

@@ -83,7 +83,7 @@ class Request:
     grammar: Grammar | None = field(default=None, compare=False)  # of ``params.structured_output``, compiled
 
 
-class EngineTimes(NamedTuple):
+class RequestStats(NamedTuple):
     """What an engine says of a request with its first token, and again of each sequence at its end.
 
     The times are ``None`` where they are not known, as of all sequences but the first: a request counts once.
@@ -118,7 +118,7 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
         None  # from its second token on; in one delta of a request
     )
-    times: EngineTimes | None = None
+    stats: RequestStats | None = None
 
 
 def check(request: Request, limits: ModelLimits) -> int:

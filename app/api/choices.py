@@ -198,7 +198,7 @@ async def _of_prompt(
                 del texts[delta.sequence]
                 if texts:
                     if delta.finish_reason is None:
-                        request.text_end.end_sequence(delta.sequence)
+                        request.text_end.on_sequence_end(delta.sequence)
                 else:
                     request.text_end.tokens = ended_tokens
                     return

@@ -231,7 +231,7 @@ class ChannelHub:
                 delta.final,
                 None if delta.logprobs is None else list(delta.logprobs),
                 delta.prompt_logprobs,
-                delta.times,
+                delta.stats,
             )
             if attempt.leaving and not delta.final:
                 attempt.withheld.append(record)
@@ -255,15 +255,16 @@ class ChannelHub:
         cid: str,
         epoch: int,
         acknowledged: int,
-        stale: Iterable[int | tuple[int, int]] = (),
+        stale: Iterable[int] = (),
+        unwanted: Iterable[tuple[int, int]] = (),
         resync: bool = False,
         last: bool = False,
     ) -> bool:
         """Renew a lease; false if there is no such channel. After the ``last`` beat nothing is kept.
 
-        ``stale`` lists attempts that the ingress does not know, and as pairs of an attempt and a number,
-        sequences of which it wants no more; ``resync`` asks for a snapshot of the prefix
-        cache because KV events were lost.
+        ``stale`` lists attempts that the ingress does not know, and ``unwanted`` sequences of which it wants no
+        more, each by attempt and number. ``resync`` asks for a snapshot of the prefix cache because KV events
+        were lost.
         """
         channel = self._channels.get(cid) or self._kept.get(cid)
         if channel is None or channel.epoch != epoch:
@@ -284,16 +285,13 @@ class ChannelHub:
         if resync:
             channel.kv.resend()
             channel.wake.set()
-        for entry in stale:
-            number, sequence = entry if isinstance(entry, tuple) else (entry, None)
-            attempt = channel.attempts.get(number)
-            if attempt is None:
-                continue
-            if sequence is not None:
-                self._end_sequence(attempt.engine_id, sequence)
-            else:
+        for number in stale:
+            if (attempt := channel.attempts.get(number)) is not None:
                 logger.warning("aborting attempt %s that its ingress no longer knows", attempt.engine_id)
                 self._drop(attempt)
+        for number, sequence in unwanted:
+            if (attempt := channel.attempts.get(number)) is not None:
+                self._end_sequence(attempt.engine_id, sequence)
         return True
 
     def close(self, channel: EngineChannel, reason: str, keep: bool = True) -> None:

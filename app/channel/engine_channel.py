@@ -102,8 +102,8 @@ class EngineChannel:
             waiting.logprobs = [*(waiting.logprobs or ()), *record.logprobs]
         if record.prompt_logprobs is not None:
             waiting.prompt_logprobs = record.prompt_logprobs
-        if record.times is not None:
-            waiting.times = record.times
+        if record.stats is not None:
+            waiting.stats = record.stats
         waiting.cached_tokens = record.cached_tokens
         waiting.end, waiting.message, waiting.final = record.end, record.message, record.final
         if record.final:

@@ -208,7 +208,9 @@ class IngressChannel:
     def _say_alive(self, last: bool = False) -> None:
         """A beat for whose answer nobody waits."""
         try:
-            self._unary.beat.remote(self._cid, self._epoch, self._handled, [], False, last, target=self.replica)
+            self._unary.beat.remote(
+                self._cid, self._epoch, self._handled, [], [], False, last, target=self.replica
+            )
         except Exception as error:
             if is_defect(error):
                 self.defects += 1
@@ -454,16 +456,15 @@ class IngressChannel:
 
     async def _beat(self, epoch: int) -> None:
         acknowledged = self._handled
-        forgotten, unwanted = sorted(self._stale)[:MAX_STALE], sorted(self._unwanted)
-        stale: list[int | tuple[int, int]] = [*forgotten, *unwanted]
-        self._stale.difference_update(forgotten)
+        stale, unwanted = sorted(self._stale)[:MAX_STALE], sorted(self._unwanted)
+        self._stale.difference_update(stale)
         self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
         response = None
         try:
             response = self._unary.beat.remote(
-                self._cid, epoch, acknowledged, stale, resync, False, target=self.replica
+                self._cid, epoch, acknowledged, stale, unwanted, resync, False, target=self.replica
             )
             async with asyncio.timeout(DEAD_S):
                 known = await response
@@ -478,7 +479,7 @@ class IngressChannel:
             if resync:
                 self._next_resync = 0.0  # the next beat asks again
             if epoch == self._epoch:  # and says again what it may not have said
-                self._stale.update(forgotten)
+                self._stale.update(stale)
                 self._unwanted.update(unwanted)
             return
         if not known:

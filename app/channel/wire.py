@@ -5,8 +5,8 @@ A frame is a header, its records, and its sections (:mod:`app.channel.wire_secti
     header  version u8, kind u8, epoch u32, sequence u32, count u32, sections u16
     record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, flags u8, message bytes u16;
             then the tokens, u32 each, the message, and what the flags name: log probabilities of the tokens,
-            those of the prompt (:mod:`app.channel.wire_logprobs`), times
-    times   queue f64, prefill f64, NaN where not known, preemptions u32
+            those of the prompt (:mod:`app.channel.wire_logprobs`), stats
+    stats   queue f64, prefill f64, NaN where not known, preemptions u32
 
 A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids:
 the prompt's, then those of each unfinished output, whose lengths the JSON has.
@@ -32,7 +32,7 @@ from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile
 from engine.errors import InvalidRequestError, QuireError
 from engine.kv.block_keys import KeyScheme
 from engine.models.identity import ModelIdentity
-from engine.request import CacheNamespace, EngineTimes, FinishReason, ModelLimits
+from engine.request import CacheNamespace, FinishReason, ModelLimits, RequestStats
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
@@ -42,7 +42,7 @@ MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
 _RECORD = struct.Struct("<QIIIIBBH")
-_TIMES = struct.Struct("<ddI")
+_STATS = struct.Struct("<ddI")
 _SUBMISSION = struct.Struct("<BII")
 _PARAMS = [(each.name, getattr(SamplingParams(), each.name)) for each in dataclasses.fields(SamplingParams)]
 
@@ -86,7 +86,7 @@ class Record:
     final: bool = False
     logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # in one record of an attempt, if asked for
-    times: EngineTimes | None = None  # with the attempt's first token, and at each sequence's end
+    stats: RequestStats | None = None  # with the attempt's first token, and at each sequence's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def pack_records(
             flags |= _HAS_LOGPROBS
         if record.prompt_logprobs is not None:
             flags |= _HAS_PROMPT_LOGPROBS
-        if record.times is not None:
+        if record.stats is not None:
             flags |= _HAS_TIMES
         parts.append(
             _RECORD.pack(
@@ -200,8 +200,8 @@ def pack_records(
             parts += [
                 pack_logprobs(each) for each in (record.logprobs, record.prompt_logprobs) if each is not None
             ]
-            if record.times is not None:
-                parts.append(_pack_times(record.times))
+            if record.stats is not None:
+                parts.append(_pack_stats(record.stats))
     parts += map(pack_section, sections)
     parts[0] = _HEADER.pack(VERSION, FrameKind.RECORDS, epoch, sequence, count, len(sections))
     return b"".join(parts)
@@ -272,20 +272,20 @@ def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record],
                 of_prompt, offset = unpack_logprobs(data, offset)
                 record.prompt_logprobs = tuple(of_prompt)
             if flags & _HAS_TIMES:
-                record.times, offset = _unpack_times(data, offset)
+                record.stats, offset = _unpack_stats(data, offset)
         records.append(record)
     return records, offset
 
 
-def _pack_times(times: EngineTimes) -> bytes:
-    queue_s, prefill_s = (math.nan if each is None else each for each in (times.queue_s, times.prefill_s))
-    return _TIMES.pack(queue_s, prefill_s, times.preemptions)
+def _pack_stats(stats: RequestStats) -> bytes:
+    queue_s, prefill_s = (math.nan if each is None else each for each in (stats.queue_s, stats.prefill_s))
+    return _STATS.pack(queue_s, prefill_s, stats.preemptions)
 
 
-def _unpack_times(data: bytes, offset: int) -> tuple[EngineTimes, int]:
-    *seconds, preemptions = _TIMES.unpack_from(data, offset)
+def _unpack_stats(data: bytes, offset: int) -> tuple[RequestStats, int]:
+    *seconds, preemptions = _STATS.unpack_from(data, offset)
     queue_s, prefill_s = (each if math.isfinite(each) else None for each in seconds)
-    return EngineTimes(queue_s, prefill_s, preemptions), offset + _TIMES.size
+    return RequestStats(queue_s, prefill_s, preemptions), offset + _STATS.size
 
 
 def pack_submission(submission: Submission) -> bytes:

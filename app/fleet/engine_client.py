@@ -177,7 +177,7 @@ class EngineClient:
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
         in_flight = InFlightRequest(request, deltas=DeltaQueue(self._readers))
-        request.text_end.end_sequence = partial(self._end_sequence, in_flight)
+        request.text_end.on_sequence_end = partial(self._end_sequence, in_flight)
         self._requests.add(in_flight)
         # In an empty context: Serve must not take the attempts for children of one HTTP request.
         in_flight.runner = asyncio.get_running_loop().create_task(

@@ -37,7 +37,7 @@ class TextEnd:
     """What the client's text says of a request that ends before the engine is done with it."""
 
     tokens: int | None = None  # in all sequences, if stop strings have ended them all
-    end_sequence: Callable[[int], None] = lambda sequence: None
+    on_sequence_end: Callable[[int], None] = lambda sequence: None
     """Called with the number of a sequence that a stop string has ended while others go on."""
 
 

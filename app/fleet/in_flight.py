@@ -219,8 +219,8 @@ class InFlightRequest:
             self.notes.failure = "the engine closed the channel"
             self.interrupt.set()
             return
-        if record.times is not None:
-            self.notes.engine_times(record.times, ended=record.end is not None)
+        if record.stats is not None:
+            self.notes.engine_stats(record.stats, ended=record.end is not None)
         tokens = tuple(record.token_ids)
         if record.sequence in self.unwanted:
             if not record.final:

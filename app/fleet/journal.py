@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from app.routing.replica import Booking, Compared
-from engine.request import EngineTimes
+from engine.request import RequestStats
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class AttemptNotes:
         self.replica, self.reason, self.placed = booking.route.replica, booking.reason, booking.placed_at
         self.predicted_tokens, self.compared = booking.cached, booking.compared
 
-    def engine_times(self, times: EngineTimes, ended: bool) -> None:
+    def engine_stats(self, stats: RequestStats, ended: bool) -> None:
         """What the engine says with the first token, and again when a sequence has ``ended``."""
-        if times.queue_s is not None:
-            self.queue_s, self.prefill_s = times.queue_s, times.prefill_s
+        if stats.queue_s is not None:
+            self.queue_s, self.prefill_s = stats.queue_s, stats.prefill_s
         if ended:
-            self.preemptions += times.preemptions
+            self.preemptions += stats.preemptions
 
 
 @dataclass(slots=True, eq=False)

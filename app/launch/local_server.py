@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from app.config import ENGINES, ENV_PREFIX, LaunchOptions, ServedModel
+from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, LaunchOptions, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
@@ -286,7 +286,7 @@ def _counted(application: Any, *states: str, deployment: str | None = None) -> i
         count
         for name, status in deployments.items()
         for state, count in status.replica_states.items()
-        if (name.partition("-")[0] == ENGINES if deployment is None else name == deployment)
+        if (name.partition("-")[0] == ENGINE_DEPLOYMENT if deployment is None else name == deployment)
         and (not states or state in states)
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from engine.histogram import Histogram
-from engine.request import EngineTimes, FinishReason, TokenDelta
+from engine.request import FinishReason, RequestStats, TokenDelta
 from engine.scheduling.sequence import Sequence, SequenceState
 
 LATENCY_BOUNDS = (
@@ -48,13 +48,13 @@ class LatencyStats:
             return
         now = self._clock()
         waiting = []
-        begun: dict[str, EngineTimes] = {}
+        begun: dict[str, RequestStats] = {}
         for sequence in self._prefilling:
             if sequence.num_output_tokens:
                 sequence.first_token_at = now
-                begun[sequence.request_id] = times = times_of(sequence)
+                begun[sequence.request_id] = stats = stats_of(sequence)
                 if sequence.group is not None:
-                    sequence.group.times = times
+                    sequence.group.stats = stats
                 self.prefill.add(max(now - sequence.admitted_at, 0.0))
                 if sequence.finish_reason in _WHOLE:
                     self.decode.add(0.0)
@@ -64,7 +64,7 @@ class LatencyStats:
         if begun:
             for delta in deltas:
                 if delta.sequence == 0 and delta.request_id in begun:
-                    delta.times = begun[delta.request_id]
+                    delta.stats = begun[delta.request_id]
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence has ended."""
@@ -72,11 +72,11 @@ class LatencyStats:
             self.decode.add(max(self._clock() - sequence.first_token_at, 0.0))
 
 
-def times_of(sequence: Sequence) -> EngineTimes:
-    """What is known of a sequence so far; see ``EngineTimes``."""
+def stats_of(sequence: Sequence) -> RequestStats:
+    """What is known of a sequence so far; see ``RequestStats``."""
     queue_s = prefill_s = None
     if sequence.number == 0 and sequence.admitted_at:
         queue_s = max(sequence.admitted_at - sequence.queued_at, 0.0)
         if sequence.first_token_at:
             prefill_s = max(sequence.first_token_at - sequence.admitted_at, 0.0)
-    return EngineTimes(queue_s, prefill_s, sequence.num_preemptions)
+    return RequestStats(queue_s, prefill_s, sequence.num_preemptions)

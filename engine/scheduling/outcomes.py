@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.request import FinishReason, TokenDelta
-from engine.scheduling.latency_stats import LatencyStats, times_of
+from engine.scheduling.latency_stats import LatencyStats, stats_of
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.workload_stats import WorkloadStats
@@ -68,7 +68,7 @@ class Outcomes:
             error=error,
             sequence=sequence.number,
             final=True,
-            times=times_of(sequence),
+            stats=stats_of(sequence),
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine.kv.prefix_node import PrefixNode
 from engine.logit_edits import LogitEdits
 from engine.prompt_logprobs import PromptLogprobs
-from engine.request import EngineTimes, FinishReason
+from engine.request import FinishReason, RequestStats
 from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
@@ -182,7 +182,7 @@ class SequenceGroup:
     forked: bool = False
     next_number: int = 1  # numbers are never used twice
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of a ranked group, for its results
-    times: EngineTimes | None = None  # likewise, once its first sequence has a token
+    stats: RequestStats | None = None  # likewise, once its first sequence has a token
 
     def best(self) -> list[Hypothesis]:
         """The ``n`` finished sequences with the highest scores, best first; equal scores keep their order."""

@@ -86,7 +86,7 @@ class SequenceGroups:
             group.finished += [Hypothesis((), 0.0, FinishReason.LENGTH)] * (group.params.n - 1)
             return self.finished(sequence, delta)
         deltas = [
-            dataclasses.replace(delta, sequence=number, final=False, prompt_logprobs=None, times=None)
+            dataclasses.replace(delta, sequence=number, final=False, prompt_logprobs=None, stats=None)
             for number in range(1, group.params.n)
         ]
         if deltas:
@@ -222,7 +222,7 @@ def _results(group: SequenceGroup, cached_tokens: int) -> list[TokenDelta]:
             score=hypothesis.score,
             logprobs=hypothesis.logprobs if group.params.logprobs is not None else None,
             prompt_logprobs=group.prompt_logprobs if rank == 0 else None,
-            times=group.times if rank == 0 else None,
+            stats=group.stats if rank == 0 else None,
         )
         for rank, hypothesis in enumerate(best)
     ]

@@ -26,10 +26,10 @@ from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
 from engine.kv.block_map import BlockMap
 from engine.models.identity import ModelIdentity
-from engine.request import EngineTimes, FinishReason, ModelLimits, Request, TokenDelta, validate
+from engine.request import FinishReason, ModelLimits, Request, RequestStats, TokenDelta, validate
 
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=10_000, num_blocks=10_000, block_size=16)
-TIMES = EngineTimes(0.25, 0.5)
+STATS = RequestStats(0.25, 0.5)
 """Of each request that gets a token; it is preempted once before its end."""
 
 _names = itertools.count()
@@ -111,9 +111,9 @@ class CountingEngine:
                 del made[sequence]
             delta = TokenDelta(name, index, (whole[index],), reason, 4, sequence=sequence, final=not made)
             if sequence == 0 and index == request.generated_before:
-                delta.times = TIMES
+                delta.stats = STATS
             elif reason is not None:
-                delta.times = TIMES._replace(preemptions=1)
+                delta.stats = STATS._replace(preemptions=1)
             yield delta
         if params.ranked and made[0] == params.max_tokens:
             made.clear()
@@ -286,7 +286,8 @@ class LoopbackHandle:
         cid: str,
         epoch: int,
         acknowledged: int,
-        stale: list[int | tuple[int, int]],
+        stale: list[int],
+        unwanted: list[tuple[int, int]],
         resync: bool,
         last: bool,
         *,
@@ -297,7 +298,7 @@ class LoopbackHandle:
             replica = self.replicas[target]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")
-            return replica.hub.beat(cid, epoch, acknowledged, stale, resync, last)
+            return replica.hub.beat(cid, epoch, acknowledged, stale, unwanted, resync, last)
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(beat()))
 

@@ -30,8 +30,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
-        "[*forgotten, *unwanted]",
-        "[*forgotten]",
+        "acknowledged, stale, unwanted, resync, False",
+        "acknowledged, stale, [], resync, False",
         ("app/fleet/test_engine_client_sequences.py",),
         "sequences that a stop string has ended go on until all others have",
     ),

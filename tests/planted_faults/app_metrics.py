@@ -43,14 +43,14 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/latency_stats.py",
-        "sequence.group.times = times",
+        "sequence.group.stats = stats",
         "pass",
         _LATENCY,
         "ranked results tell no times",
     ),
     Fault(
         "app/channel/engine_channel.py",
-        "waiting.times = record.times",
+        "waiting.stats = record.stats",
         "pass",
         _TRACE,
         "times of records that wait are lost",

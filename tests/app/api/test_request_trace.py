@@ -14,7 +14,7 @@ import pytest
 from engine_client_setting import until
 from ingress_support import ingress_for, only_model
 from kv_loopback import SCHEME
-from loopback import TIMES, LoopbackHandle, stepping
+from loopback import STATS, LoopbackHandle, stepping
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -108,7 +108,7 @@ def test_one_trace_joins_ingress_router_and_engine(caplog: pytest.LogCaptureFixt
         assert {part.parent.span_id for part in inner} == {attempt.context.span_id}
         # What the engine said, to the nanosecond's rounding.
         queue, prefill = spans["queue"][0], spans["prefill"][0]
-        assert (seconds(queue), seconds(prefill)) == pytest.approx((TIMES.queue_s, TIMES.prefill_s), abs=1e-6)
+        assert (seconds(queue), seconds(prefill)) == pytest.approx((STATS.queue_s, STATS.prefill_s), abs=1e-6)
         assert queue.start_time == attempt.start_time  # the request's arrival
         assert queue.end_time == pytest.approx(prefill.start_time, abs=1000)
         (replica,) = [name for name, each in here.handle.replicas.items() if each.engine.submitted]
@@ -139,8 +139,8 @@ def test_one_trace_joins_ingress_router_and_engine(caplog: pytest.LogCaptureFixt
         assert life["total_s"] == pytest.approx(seconds(root), abs=1e-3)
         (one,) = life["attempts"]
         assert (one["replica"], one["reason"], one["preemptions"]) == (replica, "balance", 1)
-        assert one["first_step_s"] - one["queued_s"] == pytest.approx(TIMES.queue_s, abs=2e-4)
-        assert one["prefilled_s"] - one["first_step_s"] == pytest.approx(TIMES.prefill_s, abs=2e-4)
+        assert one["first_step_s"] - one["queued_s"] == pytest.approx(STATS.queue_s, abs=2e-4)
+        assert one["prefilled_s"] - one["first_step_s"] == pytest.approx(STATS.prefill_s, abs=2e-4)
         chosen, second = one["compared"]
         assert (chosen["replica"], {chosen["replica"], second["replica"]}) == (replica, {*here.handle.replicas})
         assert list(chosen["terms"]) == ["wait", "compute", "streaming", "eviction", "admission"]
@@ -258,16 +258,16 @@ def test_a_forged_header_starts_a_trace_of_its_own() -> None:
     assert root.parent is None
 
 
-def test_times_of_tokens_that_wait_together_are_the_last_ones() -> None:
+def test_stats_of_tokens_that_wait_together_are_the_last_ones() -> None:
     channel = EngineChannel("ingress", 1)
-    channel.add(Record(1, 0, [5], times=TIMES))
+    channel.add(Record(1, 0, [5], stats=STATS))
     channel.add(Record(1, 1, [6]))
     (begun,) = unpack_frame(channel.take_frame(0)).records
-    assert begun.times == TIMES
+    assert begun.stats == STATS
     channel.add(Record(1, 2, [7]))
-    channel.add(Record(1, 3, [8], final=True, times=TIMES._replace(preemptions=2)))
+    channel.add(Record(1, 3, [8], final=True, stats=STATS._replace(preemptions=2)))
     (ended,) = unpack_frame(channel.take_frame(1)).records
-    assert ended.times == TIMES._replace(preemptions=2)
+    assert ended.stats == STATS._replace(preemptions=2)
 
 
 def test_without_a_collector_there_is_no_tracer() -> None:

@@ -91,7 +91,7 @@ def test_each_choice_that_a_stop_string_ends_is_told_to_the_engine(backend: Toke
         told: ClassVar[list[int]] = []
 
         def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
-            request.text_end.end_sequence = self.told.append
+            request.text_end.on_sequence_end = self.told.append
             return super().generate(request)
 
     asyncio.run(all_of(Told([*deltas, None]), job(1, n=2, stop=" three"), TextDecoder(backend)))

@@ -97,6 +97,7 @@ def test_a_request_for_a_snapshot_that_failed_is_repeated_with_the_next_beat() -
             epoch: int,
             acknowledged: int,
             stale: Iterable[int] = (),
+            unwanted: Iterable[tuple[int, int]] = (),
             resync: bool = False,
             last: bool = False,
         ) -> bool:
@@ -104,7 +105,7 @@ def test_a_request_for_a_snapshot_that_failed_is_repeated_with_the_next_beat() -
                 asked.append(loop_time())
                 if len(asked) == 1:
                     raise ConnectionError("a test broke it")
-            return beat(cid, epoch, acknowledged, stale, resync, last)
+            return beat(cid, epoch, acknowledged, stale, unwanted, resync, last)
 
         replica.hub.beat = fail_once  # type: ignore[method-assign]
         lost = iter([True])

@@ -17,7 +17,7 @@ from engine.errors import InvalidRequestError
 from engine.kv.block_keys import KeyScheme
 from engine.kv.kv_events import KvBatch, KvSnapshot
 from engine.models.identity import ModelIdentity
-from engine.request import CacheNamespace, EngineTimes, FinishReason, ModelLimits
+from engine.request import CacheNamespace, FinishReason, ModelLimits, RequestStats
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
@@ -46,8 +46,8 @@ records = st.lists(
         final=st.booleans(),
         logprobs=st.none() | st.lists(scores, max_size=3),
         prompt_logprobs=st.none() | st.lists(scores, max_size=3).map(tuple),
-        times=st.none()
-        | st.builds(EngineTimes, st.none() | st.floats(0, 1e9), st.none() | st.floats(0, 1e9), u32),
+        stats=st.none()
+        | st.builds(RequestStats, st.none() | st.floats(0, 1e9), st.none() | st.floats(0, 1e9), u32),
     ),
     max_size=8,
 )

@@ -154,7 +154,7 @@ def test_a_sequence_that_its_text_has_ended_is_computed_no_further() -> None:
             async for delta in client.generate(wanted):
                 outputs[delta.sequence] += delta.token_ids
                 if delta.sequence == 1 and delta.index == 4:
-                    wanted.text_end.end_sequence(1)
+                    wanted.text_end.on_sequence_end(1)
                 for replica in handle.replicas.values():
                     if killed and replica.name != killed:
                         running |= {number for made in replica.engine.made.values() for number in made}
@@ -188,16 +188,17 @@ def test_the_engine_learns_of_a_sequence_that_its_text_has_ended_although_the_be
             cid: str,
             epoch: int,
             acknowledged: int,
-            stale: list[int | tuple[int, int]],
+            stale: list[int],
+            unwanted: list[tuple[int, int]],
             resync: bool = False,
             last: bool = False,
         ) -> bool:
-            if not lost and any(isinstance(entry, tuple) for entry in stale):
-                lost.append(stale)
+            if not lost and unwanted:
+                lost.append(unwanted)
                 if channel_breaks:
                     only.hub.close(only.hub._channels[cid], "a test broke it")
                 raise ConnectionError("the beat was lost")
-            return beat(cid, epoch, acknowledged, stale, resync, last)
+            return beat(cid, epoch, acknowledged, stale, unwanted, resync, last)
 
         only.hub.beat = lossy  # type: ignore[method-assign]
         wanted = request([5], 3, 300)
@@ -206,7 +207,7 @@ def test_the_engine_learns_of_a_sequence_that_its_text_has_ended_although_the_be
         await until_busy(handle)
         only.engine.step()
         first = await reading
-        wanted.text_end.end_sequence(1)
+        wanted.text_end.on_sequence_end(1)
         await until(lambda: bool(only.engine.ended))
         assert [number for _, number in only.engine.ended] == [1]
         assert len(lost) == 1

@@ -240,7 +240,7 @@ def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, 
 def test_replicas_that_a_new_controller_finds_have_not_gone() -> None:
     states = {ReplicaState.RECOVERING: 1, ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
     engine = SimpleNamespace(replica_states={**states, ReplicaState.STOPPING: 1})
-    application = SimpleNamespace(deployments={config.ENGINES: engine})
+    application = SimpleNamespace(deployments={config.ENGINE_DEPLOYMENT: engine})
     assert local_server._counted(application, *local_server.LOADED) == 2
     assert local_server._counted(application, "RUNNING") == 1
     assert local_server._counted(application) == 4

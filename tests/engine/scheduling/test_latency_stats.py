@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kv_simulation import KVSimulation, make_request, make_scheduler
 
-from engine.request import EngineTimes
+from engine.request import RequestStats
 from engine.scheduling.scheduler import Scheduler
 
 
@@ -20,12 +20,12 @@ class Clock:
 
 def step(
     scheduler: Scheduler, model: KVSimulation, clock: Clock, seconds: float = 1.0
-) -> list[EngineTimes | None]:
+) -> list[RequestStats | None]:
     """One step, which takes ``seconds``; returns the times of all that it makes."""
     plan = scheduler.schedule()
     outcomes = model.run(plan)
     clock.now += seconds
-    return [delta.times for delta in scheduler.commit(plan, outcomes)]
+    return [delta.stats for delta in scheduler.commit(plan, outcomes)]
 
 
 def test_each_part_of_a_request_is_timed() -> None:
@@ -35,7 +35,7 @@ def test_each_part_of_a_request_is_timed() -> None:
     told = [step(scheduler, model, clock) for _ in range(6)]  # three for the prompt; the last makes a token
     assert not scheduler.has_work()
     # With the first token, and again at the end, as the histograms have them.
-    assert told == [[], [], [EngineTimes(3.0, 3.0)], [None], [None], [EngineTimes(3.0, 3.0)]]
+    assert told == [[], [], [RequestStats(3.0, 3.0)], [None], [None], [RequestStats(3.0, 3.0)]]
     latency = scheduler.stats().latency
     assert latency.queue.totals.sum == 3.0
     assert latency.prefill.totals.sum == 3.0
@@ -58,7 +58,7 @@ def test_an_output_of_one_token_decodes_for_no_time() -> None:
     clock = Clock()
     scheduler, model = make_scheduler(clock=clock), KVSimulation(4)
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=1))
-    assert step(scheduler, model, clock) == [EngineTimes(99.0, 1.0)]
+    assert step(scheduler, model, clock) == [RequestStats(99.0, 1.0)]
     latency = scheduler.stats().latency
     assert (sum(latency.decode.totals.counts), latency.decode.totals.sum) == (1, 0.0)
 
@@ -105,10 +105,10 @@ def test_ranked_sequences_tell_their_times_with_the_results() -> None:
         clock = Clock()
         scheduler, model = make_scheduler(num_blocks=64, clock=clock), KVSimulation(4)
         scheduler.add(make_request("a", [1, 2, 3], max_tokens=4, n=2, **form))
-        told: list[EngineTimes | None] = []
+        told: list[RequestStats | None] = []
         while scheduler.has_work():
             told += step(scheduler, model, clock)
-        assert told == [EngineTimes(99.0, 1.0), None]
+        assert told == [RequestStats(99.0, 1.0), None]
 
 
 def test_preemptions_are_told_at_the_end() -> None:
@@ -116,7 +116,7 @@ def test_preemptions_are_told_at_the_end() -> None:
     scheduler, model = make_scheduler(num_blocks=5, clock=clock), KVSimulation(4)
     for name in "ab":
         scheduler.add(make_request(name, [1, 2, 3, 4], max_tokens=9))
-    told: list[EngineTimes | None] = []
+    told: list[RequestStats | None] = []
     while scheduler.has_work():
         told += step(scheduler, model, clock)
     assert [times.preemptions for times in told if times is not None] == [0, 0, 0, 1]
