@@ -86,8 +86,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/delta_queue.py",
-        "index=deltas[0].index",
-        "index=last.index",
+        "        deltas[0].index,",
+        "        last.index,",
         _QUEUE,
         "joined tokens have the offset of the last one",
     ),
