@@ -221,7 +221,7 @@ class EngineThread:
         return self._stats
 
     def load(self) -> EngineLoad:
-        """As of the last turn of its loop; takes no lock."""
+        """The load as of the last turn of its loop; takes no lock."""
         self._running()
         assert self._load is not None
         return self._load

@@ -14,7 +14,7 @@ _FIRST_ROOM = 64  # tokens
 
 
 class LogitEdits:
-    """For one sequence. A function of its options and tokens alone, so it may be made anew at any time.
+    """The edits of one sequence: a function of its options and tokens, so they may be made anew at any time.
 
     Each token is counted once: a step costs what it added, not the sequence's length.
 
@@ -47,7 +47,7 @@ class LogitEdits:
             self.allowed = allowed_mask(params.allowed_token_ids, vocab_size)
 
     def fork(self) -> LogitEdits:
-        """For a sequence forked from this one."""
+        """The edits for a sequence forked from this one."""
         child = copy.copy(self)
         child._slots = dict(self._slots)
         child._ids, child._counts = self._ids.copy(), self._counts.copy()

@@ -8,7 +8,7 @@ from engine.token_logprobs import TokenLogprobs
 
 
 class PromptLogprobs:
-    """Of the tokens of one prompt, from its second one on: entry ``i`` comes from the logits at position ``i``.
+    """Log probabilities of a prompt's tokens from the second on; entry ``i`` is from the logits at ``i``.
 
     A chunk may be computed again, by a step that is repeated or after a preemption.
     """

@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """With a binary unit and at most two decimals: ``40 KiB``, ``16.43 GiB``."""
+    """The size with a binary unit and at most two decimals: ``40 KiB``, ``16.43 GiB``."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

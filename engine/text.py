@@ -68,7 +68,7 @@ class TextDecoder:
             )
 
     def detokenizer(self, *, continues_text: bool, shown: Collection[str] = ()) -> Detokenizer:
-        """For one output. ``continues_text`` keeps the first token's space, as a continued prompt needs it.
+        """A detokenizer for one output; ``continues_text`` keeps the first token's space.
 
         Special tokens have no text, apart from those named in ``shown``.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of the token at one place, and of the likeliest tokens there, best first and ties by lower id.
+    """Log probabilities of the token at one place and of the likeliest there, best first, ties by lower id.
 
     All are of the model's raw logits. ``rank`` is 1 for the likeliest token; equal ones share a rank.
     """

@@ -23,7 +23,7 @@ from kernels.activation import Activation
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which request each row of a step belongs to, and where its keys and values are; the same for every layer.
+    """Says which request each row of a step belongs to, and where its KV is; the same for every layer.
 
     ``R`` requests have ``T`` new tokens in all. Request ``r`` owns the rows
     ``query_start[r]:query_start[r + 1]`` of every flat tensor. They are at consecutive positions, of which the
@@ -118,7 +118,7 @@ class RowEdit:
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Which log probabilities to take of each of ``R`` rows; all tensors are on the CPU."""
+    """The log probabilities to take of each of ``R`` rows; all tensors are on the CPU."""
 
     rows: Tensor  # int64 [R], which rows of the logits
     num_top: Tensor  # int64 [R], how many of the likeliest tokens; at most the vocabulary
@@ -216,7 +216,7 @@ class Kernels(ABC):
         """Take ownership of ``weight`` ``[N, K]`` and ``bias`` ``[N]``; the caller drops its references."""
 
     def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
-        """As :meth:`pack_linear`, but kept in 4 or 8 ``bits``; see :mod:`kernels.codes`.
+        """Like :meth:`pack_linear`, but kept in 4 or 8 ``bits``; see :mod:`kernels.codes`.
 
         :meth:`linear` then codes the rows of ``x``, too. Raises ``ValueError`` for weights that cannot be
         coded.

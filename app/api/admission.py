@@ -17,7 +17,7 @@ from engine.errors import InvalidRequestError
 
 
 class Admission:
-    """Of one model at one ingress replica; used on its event loop. Each request reads the options."""
+    """Admits requests for one model at one ingress replica, on its loop; each reads the current options."""
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ class ApiServer:
 
     @property
     def services(self) -> list[OpenAIService]:
-        """Those of the models that can be served, in the order of the options."""
+        """The services of the models that can be served, in the order of the options."""
         return [self._services[name] for name in self._names if name in self._services]
 
     def choose(self, name: str | None, key: KeyLimits | None) -> OpenAIService:

@@ -41,7 +41,7 @@ def audit_to(path: str | None, process: str) -> None:
 
 @contextmanager
 def audited(caller: Caller, action: str) -> Iterator[dict[str, Any]]:
-    """Around what an administrator asks for; yields what else is to be written of it."""
+    """Log what an administrator asks for, around the work; yields a dict for further fields."""
     key = {} if caller.limits is None else {"key": caller.limits.key.id}
     fields: dict[str, Any] = {
         "request_id": caller.request_id,

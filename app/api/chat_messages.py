@@ -62,7 +62,7 @@ class ChatMessage:
         return len(self.content) + sum(len(call.arguments) for call in self.tool_calls)
 
     def changed(self, change: Callable[[str], str]) -> ChatMessage:
-        """With ``change`` of each of its texts."""
+        """A copy with ``change`` applied to each of its texts."""
         return replace(
             self,
             content=change(self.content),

@@ -37,7 +37,7 @@ class InThread(Protocol):
 
 
 class ResponseMaker:
-    """Of one model at one ingress replica."""
+    """Makes the responses of one model at one ingress replica."""
 
     def __init__(self, engines: TokenGenerator, decoder: TextDecoder, in_thread: InThread) -> None:
         self._engines = engines

@@ -31,7 +31,7 @@ class Envelope:
     system_fingerprint: str = ""
 
     def of(self, fingerprints: Collection[str]) -> Envelope:
-        """With the fingerprint of the model that answers; of several prompts, different ones may."""
+        """This envelope with the fingerprint of the model that answers; several prompts may have several."""
         return replace(self, system_fingerprint="+".join(sorted(fingerprints)))
 
     def body(self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:

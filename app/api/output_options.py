@@ -78,7 +78,7 @@ def parse_output(fields: dict[str, Any]) -> OutputOptions:
 
 
 def parse_edits(fields: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """Those that are ``SamplingParams``, apart from ``bad_words``; raises as :func:`parse_output`."""
+    """Parse the options that are ``SamplingParams``, except ``bad_words``; raises like :func:`parse_output`."""
     logprobs = _chat_logprobs(fields) if chat else _count(fields, "logprobs")
     of_prompt = [count for count in (_count(fields, "prompt_logprobs"),) if count is not None]
     none_wanted = 0 in (fields.get("max_tokens"), fields.get("max_completion_tokens"))

@@ -49,7 +49,7 @@ class BodyReader:
 
     @property
     def held_bytes(self) -> int:
-        """Of all clients."""
+        """Bytes held for all clients."""
         return self._held.total()
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:

@@ -48,7 +48,7 @@ class RequestRecord:
 
     @property
     def request_id(self) -> str:
-        """As its client has it."""
+        """The ID that its client knows."""
         return self.caller.request_id
 
     @property
@@ -58,14 +58,14 @@ class RequestRecord:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the work; notes how it ends."""
+        """Note how the work ends, around it."""
         with self.failing():
             yield
         self.outcome, self.status = "ok", 200
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Around what precedes the work; notes an error."""
+        """Note an error in what precedes the work, around it."""
         try:
             yield
         except Exception as error:

@@ -70,7 +70,7 @@ class RequestTracer:
 
     @classmethod
     def configured(cls, options: IngressOptions, process: str) -> RequestTracer | None:
-        """As the options say; ``None`` without a collector, and then nothing is loaded."""
+        """The tracer that the options ask for; ``None`` without a collector, and then nothing is loaded."""
         if options.tracing_endpoint is None:
             return None
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -25,7 +25,7 @@ class EngineStatus(Protocol):
 
 
 class ModelState:
-    """Of one model at one ingress replica."""
+    """The state of one model at one ingress replica."""
 
     def __init__(self, engines: EngineStatus, model: str, overloaded: Callable[[], bool]) -> None:
         self._engines = engines
@@ -45,7 +45,7 @@ class ModelState:
         return {"status": word, **status}
 
     def entry(self) -> dict[str, Any]:
-        """As ``/v1/models`` lists it."""
+        """The entry in ``/v1/models``."""
         limits = self._engines.limits()
         entry: dict[str, Any] = {
             "id": self._model,

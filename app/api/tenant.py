@@ -25,7 +25,7 @@ DIGEST_BYTES = 16
 
 @cache
 def secret() -> bytes:
-    """That of this process; ``make serve`` draws one."""
+    """The secret of this process; ``make serve`` draws one."""
     return os.environ.get(CACHE_SECRET, "").encode()[: hashlib.blake2b.MAX_KEY_SIZE]
 
 
@@ -63,5 +63,5 @@ def sender_of(request: Request, header: str | None) -> str:
 
 
 def address_of(request: Request) -> str:
-    """Where the connection comes from: a gateway in front of this server, or the client."""
+    """The address of whoever connects: a gateway in front of this server, or the client."""
     return request.headers.get(CLIENT_ADDRESS, request.client.host if request.client is not None else "")

@@ -99,14 +99,14 @@ class ServePolicy:
 
 
 class KvDemandPolicy(ServePolicy):
-    """As many replicas as KV demand, prompts and decode steps need; ``options`` are ``ScalingConfig``'s."""
+    """Asks for what KV demand, prompts and decode steps need; ``options`` are ``ScalingConfig``'s."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(decide, options)
 
 
 class OccupancyPolicy(ServePolicy):
-    """As many replicas as the occupancy of KV memory asks for; ``options`` are ``ScalingConfig``'s."""
+    """Asks for what the occupancy of KV memory calls for; ``options`` are ``ScalingConfig``'s."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(decide_by_occupancy, options)

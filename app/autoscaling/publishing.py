@@ -23,12 +23,12 @@ NAMESPACE = b"quire"
 
 
 def victims_key(app: str, deployment: str) -> bytes:
-    """Under which a deployment's predicted victims are published, and read by its ingresses."""
+    """The key under which a deployment's predicted victims are published for its ingresses."""
     return f"victims:{app}:{deployment}".encode()
 
 
 def decision_key(app: str, deployment: str) -> bytes:
-    """Under which a deployment's last scaling decision is published, and read by its ingresses."""
+    """The key under which a deployment's last scaling decision is published for its ingresses."""
     return f"decision:{app}:{deployment}".encode()
 
 

@@ -70,7 +70,7 @@ class ScalingConfig:
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> ScalingConfig:
-        """From a Serve config's ``policy_kwargs``; a ``ValueError`` names what is unknown or wrong."""
+        """Read a Serve config's ``policy_kwargs``; a ``ValueError`` names what is unknown or wrong."""
         known = {one.name for one in fields(cls)}
         unknown = sorted(set(options) - known)
         if unknown:

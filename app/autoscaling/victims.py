@@ -56,7 +56,7 @@ class PredictionOutcome:
         self._predicted = frozenset(order[: self.due])
 
     def observe(self, running: Collection[Name], target: int) -> None:
-        """See what runs, and the target, now."""
+        """Take note of what runs now, and of the target."""
         if not self.due:
             return
         now = frozenset(running)

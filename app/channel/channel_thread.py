@@ -16,7 +16,7 @@ class ChannelThread:
 
     @property
     def thread(self) -> threading.Thread:
-        """To be watched."""
+        """The thread, which a ``Background`` is to watch."""
         return self._thread
 
     def stop(self) -> None:

@@ -81,7 +81,7 @@ class KvOutbox:
             self.backlog -= 1 + len(self._batches.popleft())
 
     def take(self) -> list[KvSection]:
-        """For the next frame: one slice, or one or more batches with at most as many keys as a slice."""
+        """Take the next frame's part: a slice, or batches with at most as many keys in all."""
         if self._slices:
             return [self._slices.popleft()]
         if self._fetching:

@@ -66,7 +66,7 @@ class Relay:
 
     @property
     def lag_s(self) -> float:
-        """For how long the oldest event has waited for the owner; 0 if none waits."""
+        """Seconds that the oldest event has waited for the owner; 0 if none waits."""
         try:
             return max(self._clock() - self._waiting[0][0], 0.0)
         except IndexError:

@@ -14,7 +14,7 @@ class OccupiedError(QuireError):
 
 
 class SuspectPlace:
-    """At most one suspect runs on an engine: two would both be blamed. See ``app/fleet/faults.py``."""
+    """Lets at most one suspect run on an engine: two would both be blamed. See ``app/fleet/faults.py``."""
 
     def __init__(self) -> None:
         self._attempt: Attempt | None = None

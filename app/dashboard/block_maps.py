@@ -29,7 +29,7 @@ class BlockMaps:
         self._asked: dict[tuple[str, str], tuple[float, asyncio.Task[BlockMap]]] = {}
 
     async def get(self, model: str, replica: str) -> BlockMap:
-        """As the replica answered at most ``EVERY_S`` ago, or answers now; raises what ``ask`` raises."""
+        """The replica's answer, at most ``EVERY_S`` old; raises what ``ask`` raises."""
         now, key = self._clock(), (model, replica)
         for other, (at, task) in list(self._asked.items()):
             if now - at >= EVERY_S and task.done():

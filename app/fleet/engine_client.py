@@ -209,7 +209,7 @@ class EngineClient:
     # ---- the deployment
 
     def lag_s(self) -> float:
-        """For how long what the channels have reported has waited for this process's loop."""
+        """Seconds that what the channels have reported has waited for this process's loop."""
         unread = 0.0 if self._running is None else self._running.channels.relay.lag_s
         return max(unread, self._readers.lag_s)
 

@@ -136,7 +136,7 @@ class InFlightRequest:
         self.held, self.resumed_at = False, now
 
     def claim(self, attempt: int) -> Claim:
-        """From where the current attempt is to go on."""
+        """The place from which the current attempt is to go on."""
         return Claim(
             attempt,
             tuple(

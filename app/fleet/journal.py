@@ -29,7 +29,7 @@ class AttemptNotes:
     planned: bool = False  # the request was moved: its replica stops, or is cordoned
 
     def book(self, booking: Booking) -> None:
-        """Where it runs."""
+        """Note where it runs."""
         self.replica, self.reason, self.placed = booking.route.replica, booking.reason, booking.placed_at
         self.predicted_tokens, self.compared = booking.cached, booking.compared
 
@@ -43,7 +43,7 @@ class AttemptNotes:
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """Of one prompt, by its ingress."""
+    """What the ingress notes of one prompt."""
 
     arrived: float = 0.0  # monotonic seconds; from then on it is in the queue
     attempts: list[AttemptNotes] = field(default_factory=list)

@@ -76,7 +76,7 @@ class ReplicaWaiter:
         return False
 
     async def changed_until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        """As ``wait_until``, but this wakes no deployment; ``None``: without a limit."""
+        """Like ``wait_until``, but wake no deployment; with ``None`` there is no time limit."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not ready():

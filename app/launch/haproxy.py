@@ -166,7 +166,7 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
 
 
 def unavailable_response() -> str:
-    """In the format of the API's own errors."""
+    """A response in the format of the API's own errors."""
     body = json.dumps({"error": UNAVAILABLE})
     return (
         "HTTP/1.1 503 Service Unavailable\r\n"

@@ -53,7 +53,7 @@ class Instance:
         return str(self.folder / "ray")
 
     def controller_environment(self) -> dict[str, str]:
-        """Of Serve's controller, which proxies and replicas inherit."""
+        """The environment of Serve's controller, which proxies and replicas inherit."""
         drawn = {CACHE_SECRET: os.environ.get(CACHE_SECRET) or self._secret}
         return {**serving.controller_environment(), **self._controller, **drawn}
 

@@ -20,12 +20,12 @@ class Alias:
 
     @property
     def kind(self) -> Kind:
-        """That of the metric."""
+        """The kind of the metric."""
         return METRICS[self.of].kind
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Those of the metric, unless values were added up."""
+        """The labels of the metric, unless values were added up."""
         return () if self.values else METRICS[self.of].labels
 
     def samples(self, samples: Samples) -> Iterator[tuple[tuple[str, ...], Value]]:

@@ -24,7 +24,7 @@ async def _no_scaling() -> Samples:
 
 
 class ModelFigures(NamedTuple):
-    """Where the figures of one model come from, at one ingress.
+    """The sources of one model's figures at one ingress.
 
     ``own`` are this ingress's. ``engines`` has the last figures of each replica, which come over its channel:
     each engine sends all ingresses the same. ``scaling`` asks for the policy's.
@@ -76,7 +76,7 @@ class FleetFigures:
         return [*own, *siblings, *engines, *decisions]
 
     async def text(self, key: str | None = None, models: frozenset[str] | None = None) -> bytes:
-        """In Prometheus's format; of what is counted by API key, that of ``key`` alone, or without it, all.
+        """The figures in Prometheus's format; of those by API key, only ``key``'s, or all without it.
 
         ``models`` are those whose figures are told; by default all.
 

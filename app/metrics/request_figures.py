@@ -32,7 +32,7 @@ class RequestFigures:
         self.refused: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
 
     def samples(self) -> Samples:
-        """Those of its metrics that are in the table."""
+        """The samples of every metric in the table that is counted here."""
         return {
             "time_to_first_token_seconds": {(): self.first_token.totals},
             "inter_token_seconds": {(): self.inter_token.totals},

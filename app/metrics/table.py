@@ -24,7 +24,7 @@ TOKEN_BOUNDS = tuple(float(2**power) for power in range(18))
 
 
 class Kind(StrEnum):
-    """As Prometheus has them; a counter's name gets ``_total``."""
+    """Prometheus's types of metrics; a counter's name gets ``_total``."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Source(StrEnum):
-    """Which process counts it."""
+    """The process that counts a metric."""
 
     ENGINE = "engine"
     INGRESS = "ingress"
@@ -61,7 +61,7 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As it is exported, without a counter's or histogram's suffixes."""
+        """The exported name, without a counter's or histogram's suffixes."""
         return PREFIX + self.name
 
     @property

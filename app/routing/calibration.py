@@ -32,7 +32,7 @@ class StepModel:
         self._seen = 0
 
     def seconds(self, rows: float, kv_tokens: float) -> float:
-        """Of a step with so many rows that read so many KV tokens."""
+        """The duration of a step with so many rows that read so many KV tokens."""
         return self.base + self.per_row * rows + self.per_kv_token * kv_tokens
 
     def learn(self, rows: int, kv_tokens: int, seconds: float) -> bool:
@@ -89,7 +89,7 @@ class OutputLength:
 
 
 class ReuseShare:
-    """Of all blocks that are made, the share that had been made before and was lost: 0 to 1.
+    """The share of made blocks that had been made before and were lost: 0 to 1.
 
     In a full cache each block that is made pushes one out, so it is the share of those pushed out that are
     missed later; it weighs what an eviction costs. Where only what nobody asks for again goes, it is 0.
@@ -139,7 +139,7 @@ class PrefixShare:
         self._counts: dict[int, int] = {}
 
     def share(self, key: int) -> float:
-        """Of the last requests, those with this last shared block."""
+        """The share of the last requests that have this last shared block."""
         return self._counts.get(key, 0) / WINDOW
 
     def learn(self, key: int) -> None:
@@ -191,7 +191,7 @@ class Calibration:
         return min(max_output / sequences, self.outputs.tokens)
 
     def usable_blocks(self, tokens: int, blocks: int) -> int:
-        """Of ``blocks`` that hold the beginning of a prompt, those that need no computing.
+        """The number of ``blocks``, which hold the beginning of a prompt, that need no computing.
 
         An engine computes at least the last token, and with it its block.
         """

@@ -56,7 +56,7 @@ class Run:
         return low + base
 
     def all_paths(self) -> Iterator[Path]:
-        """Those that end here and further on."""
+        """The paths that end here and further on."""
         stack = [self]
         while stack:
             run = stack.pop()

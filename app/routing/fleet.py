@@ -61,7 +61,7 @@ class Fleet:
                 listener(members)
 
     def eligible(self, names: Collection[str], requirement: Requirement | None = None) -> Collection[str]:
-        """Those of ``names`` that may get a new request: no cordoned ones, unless no other can run it."""
+        """The ``names`` that may get a new request: cordoned ones only if no other can run it."""
         cordoned = self.cordon.names()
         if not cordoned:
             return names

@@ -48,7 +48,7 @@ class NoRouteError(QuireError):
 
 
 class BlockIndex(Protocol):
-    """Which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
+    """Knows which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
 
     def add(self, replica: str, epoch: int = 0) -> None:
         """A route has opened."""
@@ -345,7 +345,7 @@ class Ledger:
             }
 
     def expected_wait(self, members: Collection[str]) -> ExpectedWait | None:
-        """Of a new request like the last ones, on routable ``members``; ``None`` before any has reported."""
+        """The wait of a request like the last ones on routable ``members``; ``None`` before any report."""
         with self._lock:
             latest = reversed(self._bookings.values())
             return expected_wait(self._routable, members, latest, self._calibration, self._clock())

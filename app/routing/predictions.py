@@ -55,7 +55,7 @@ class Predictions:
 
     @property
     def error(self) -> float:
-        """Of the recent requests: summed differences over the summed larger ones of both; 0 to 1."""
+        """The error of recent predictions: summed differences over the summed larger ones of both; 0 to 1."""
         largest = sum(max(pair) for pair in self._recent)
         return sum(abs(predicted - actual) for predicted, actual in self._recent) / largest if largest else 0.0
 

@@ -64,7 +64,7 @@ class PrefixWalk:
     def ends(
         self, keys: Sequence[int], shards: Sequence[Mapping[int, int]], exact: int
     ) -> list[tuple[int, int]]:
-        """As :func:`prefix_ends`."""
+        """Like :func:`prefix_ends`."""
         first, likely = keys[0], self._likely
         known = likely.get(first, ())
         ends = prefix_ends(keys, shards, exact, known)

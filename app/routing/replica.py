@@ -115,11 +115,11 @@ class ReplicaView:
     """Seconds between the ends of two running sequences."""
 
     def wait_s(self, now: float) -> float:
-        """Until all prompts that are ahead of a new one are computed."""
+        """Seconds until all prompts ahead of a new one are computed."""
         return self.backlog_s + max(self.started_until - now, 0.0)
 
     def admission_s(self, excess_tokens: float, sequences: float) -> float:
-        """Until there are slots for ``sequences``, and KV for ``excess_tokens`` beyond the free ones; or 0."""
+        """Seconds until there are slots for ``sequences`` and KV for ``excess_tokens`` beyond what is free."""
         for_blocks = (excess_tokens - self.evictable_tokens) * self.missing_token_s
         for_slots = (sequences - self.free_slots) * self.slot_s
         return max(for_blocks, for_slots, 0.0)
@@ -215,7 +215,7 @@ class ReplicaState:
             self.acknowledged_kv_tokens += booking.kv_tokens
 
     def end_prefill(self, booking: Booking) -> None:
-        """Its prompt is computed, or will never be; once only."""
+        """Count its prompt as computed, or as never to be; once only."""
         booking.prefilled = True
         booking.keys = ()
         self.booked_tokens -= booking.prefill

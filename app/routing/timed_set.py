@@ -44,7 +44,7 @@ class TimedSet:
         }
 
     def names(self) -> frozenset[str]:
-        """Those that are in it now."""
+        """The names that are in it now."""
         held = self._held
         if not held:
             return frozenset()
@@ -52,7 +52,7 @@ class TimedSet:
         return frozenset(replica for replica, one in held.items() if one.until > now)
 
     def longer_than(self, seconds: float) -> frozenset[str]:
-        """Those that have been in it without a break for ``seconds`` or more."""
+        """The names that have been in it without a break for ``seconds`` or more."""
         now = self._clock()
         return frozenset(
             replica for replica, one in self._held.items() if one.until > now and now - one.since >= seconds

@@ -76,7 +76,7 @@ def likeliest(logits: Tensor, counts: Sequence[int]) -> list[list[int]]:
 def logprobs_of(
     logits: Tensor, rows: Sequence[int], tokens: Sequence[Sequence[int]], normalizers: Sequence[float]
 ) -> list[tuple[float, ...]]:
-    """Of ``tokens[i]`` in row ``rows[i]`` of ``logits``, whose normalizer is ``normalizers[i]``."""
+    """The log probability of ``tokens[i]`` in row ``rows[i]`` of ``logits`` with ``normalizers[i]``."""
     flat_rows = [row for row, several in zip(rows, tokens, strict=True) for _ in several]
     flat_tokens = [token for several in tokens for token in several]
     values = iter(logits[flat_rows, flat_tokens].tolist())

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Turns logits into tokens.
 
 Order per row: allowed tokens -> forbidden tokens -> bias -> penalties -> temperature -> min-p -> top-k -> top-p
 -> draw. The three filters keep tokens by a threshold, so tokens that tie with the last one kept are kept too.

@@ -12,7 +12,7 @@ MOST_CELLS = 4096
 
 
 class BlockState(IntEnum):
-    """Of a device block; a host block is free or referenced, or shared."""
+    """The state of a device block; a host block is free, referenced, or shared."""
 
     FREE = 0
     CACHED = 1

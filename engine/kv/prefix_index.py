@@ -13,7 +13,7 @@ HOLLOW_PER_BLOCK = 4  # maximum of hollow nodes per block of the pool: bounds a 
 
 
 class PrefixIndex:
-    """Which block holds the KV of which tokens, after which tokens.
+    """Knows which block holds the KV of which tokens, after which tokens.
 
     A child is looked up under its parent *node* by the hash of its tokens, and the stored tokens are compared:
     the hash makes it fast and never decides, so no collision can give one prompt another's KV. Trees of

@@ -262,7 +262,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
 def parse_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "model"
 ) -> ModelConfig:
-    """As :func:`read_model_config`, from parsed JSON; ``where`` begins the error messages."""
+    """Like :func:`read_model_config`, from parsed JSON; ``where`` begins the error messages."""
     fields = Fields(raw, where)
     architecture, family = _family(fields)
     activation = _activation(fields, family)

@@ -19,7 +19,7 @@ def is_bundled(model: str) -> bool:
 
 
 def bundled_folder() -> Path:
-    """Where the bundled model's converted folder is, once it has been pulled."""
+    """The bundled model's converted folder, once it has been pulled."""
     return cache_root() / "models" / f"{BUNDLED_NAME}-{BUNDLED_VERSION}"
 
 

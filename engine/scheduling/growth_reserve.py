@@ -11,7 +11,7 @@ _MAX_GROWTH = 8.0  # blocks for each running sequence, after repeated shortage
 
 
 class GrowthReserve:
-    """For each running sequence the rest of its prefill and some blocks of growth.
+    """Reserves, for each running sequence, the rest of its prefill and some blocks of growth.
 
     Admitting into the last free blocks would preempt a sequence a few steps later. The growth starts at one
     block, doubles with each step that runs out of blocks and decays by 1% with each other one.

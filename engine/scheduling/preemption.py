@@ -1,4 +1,4 @@
-"""When blocks are out: takes those of the last running sequence, whose KV is swapped or recomputed later."""
+"""Takes the blocks of the last running sequence when none are left; its KV is swapped or recomputed later."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class PrefillShares:
             self._ordered -= self._kept
 
     def lift(self, tokens: int) -> None:
-        """From now on the rest of the step's tokens goes by the order alone."""
+        """Let the rest of the step's tokens go by the order alone from now on."""
         self._ordered, self._kept, self.quotas = tokens, 0, {}
         self._worst = math.inf
 

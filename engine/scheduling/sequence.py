@@ -33,7 +33,7 @@ def order_of(ticket: Ticket, number: int) -> Order:
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is; only the scheduler changes it."""
+    """The state of a sequence; only the scheduler changes it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -151,7 +151,7 @@ class ScheduledChunk:
 
     @property
     def num_rows(self) -> int:
-        """Of the step, its drafts included."""
+        """Rows of the step, drafts included."""
         return self.length + len(self.drafts)
 
 

@@ -219,7 +219,7 @@ class SchedulerState:
         return min(starts, default=0.0)
 
     def count_alone(self, sequence: Sequence) -> None:
-        """From now on a running sequence, whose group is about to be forked, counts for itself alone."""
+        """Count a running sequence, whose group is about to be forked, for itself alone from now on."""
         self.num_seqs -= sequence.num_seqs - 1
         sequence.num_seqs = 1
 

@@ -20,7 +20,7 @@ KEPT = 1024
 
 
 class FollowBudget:
-    """Of one client, whatever its forms; only the engine's thread spends it.
+    """The budget of one client, whatever its forms; only the engine's thread spends it.
 
     A step waits while a grammar is followed, and so do all other sequences. Only those that take too long
     themselves pay; and while the client owes time, it gets no new ones.
@@ -44,7 +44,7 @@ class FollowBudget:
 
 
 class FollowBudgets:
-    """Of the clients that used one last; one that owes time is forgotten last."""
+    """The budgets of the clients that used one last; one that owes time is forgotten last."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

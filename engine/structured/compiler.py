@@ -41,7 +41,7 @@ class _Job:
 
 
 class GrammarCompiler:
-    """For one model. Any thread may use it.
+    """Compiles grammars for one model. Any thread may use it.
 
     Args:
         checked: try each new grammar in a process of its own first, since a stranger may have written it.

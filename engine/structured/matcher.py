@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar."""
+"""Follows one sequence through its grammar."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Tile:
 
     @property
     def options(self) -> dict[str, int]:
-        """For a launch."""
+        """The options of a launch."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else {**options, "maxnreg": self.max_registers}
 

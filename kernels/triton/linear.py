@@ -15,7 +15,7 @@ FEW, MANY = (16, 32, 4), (64, 64, 4)  # rows and columns of a tile, warps
 
 
 def options(num_warps: int, *, hip: bool) -> dict[str, int]:
-    """For a launch. On AMD all tiles take one shape of matrix instruction: each adds in an order of its own."""
+    """The options of a launch. On AMD all tiles take one shape of instruction: each adds in its own order."""
     return {"num_warps": num_warps, "matrix_instr_nonkdim": 16} if hip else {"num_warps": num_warps}
 
 

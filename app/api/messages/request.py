@@ -40,7 +40,7 @@ def parse_messages_request(body: dict[str, Any]) -> ChatRequest:
 
 
 def parse_count_tokens(body: dict[str, Any]) -> ChatRequest:
-    """As :func:`parse_messages_request`, of a request that generates nothing."""
+    """Like :func:`parse_messages_request`, for a request that generates nothing."""
     fields = known_fields(body, (*SAME, *OWN), REFUSED)
     chat = {"max_completion_tokens": integer(fields, "max_tokens", 1)} if "max_tokens" in fields else {}
     return _chat(fields, chat)

@@ -59,7 +59,7 @@ class ResponsesRequest:
 
     @property
     def options(self) -> GenerationOptions:
-        """Those of the chat request."""
+        """The options of the chat request."""
         return self.chat.options
 
 

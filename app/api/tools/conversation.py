@@ -30,12 +30,12 @@ The results come back in <tool_response></tool_response>."""
 
 
 def turns(messages: Sequence[ChatMessage], *, short_ids: bool) -> list[dict[str, Any]]:
-    """For a template that knows tools; ``short_ids`` gives calls the nine characters that Mistral's demands."""
+    """The turns for a template with tools; ``short_ids``: IDs of nine characters, as Mistral demands."""
     return [_turn(message, short_ids) for message in messages]
 
 
 def plain_turns(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[dict[str, Any]]:
-    """For a template that does not: ``tools`` are described in the first message of ``role``.
+    """The turns for a template without tools: these are described in the first message of ``role``.
 
     Calls and their results become text in the form that the description asks for.
     """

@@ -1,4 +1,4 @@
-"""Which parsers suit a model, by the text of its chat template."""
+"""Chooses the parsers that suit a model by the text of its chat template."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ModelFamily:
     @staticmethod
     @cache
     def of(template: str, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFamily:
-        """By the text of a chat template, or as the options say."""
+        """The family of a chat template by its text, or as the options say."""
         knows = re.search(r"\btools\b", template) is not None
         if tool_parser == "auto":
             found = (parser for parser, sign in _TOOL_SIGNS if sign in template)
@@ -70,7 +70,7 @@ class ModelFamily:
         return _MARKERS.get(self.tool_parser, ()) + REASONING.get(self.reasoning_parser, ())
 
     def parser(self, use: ToolUse, prompt_end: str, *, free: bool = True) -> AnswerParser | None:
-        """For one answer to a prompt that ends with ``prompt_end``; ``None`` if its text is all content.
+        """A parser for an answer to a prompt that ends with ``prompt_end``; ``None`` if all is content.
 
         An answer that is not ``free``, but held to some form, has neither reasoning nor calls.
         """

@@ -33,13 +33,13 @@ class Tool:
     parameters: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI's chat route and chat templates have it."""
+        """The form that OpenAI's chat route and chat templates use."""
         function: dict[str, Any] = {"name": self.name, "description": self.description}
         function["parameters"] = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
 
     def changed(self, change: Callable[[str], str]) -> Tool:
-        """With ``change`` of each text in it."""
+        """A copy with ``change`` applied to each text."""
         return Tool(change(self.name), change(self.description), _changed(self.parameters, change))
 
     @property
