@@ -32,7 +32,7 @@ def expected_wait(
     calibration: Calibration,
     now: float,
 ) -> ExpectedWait | None:
-    """On ``members`` of ``replicas`` at ``now`` (monotonic seconds), of a request like the first of ``latest``.
+    """The wait on ``members`` of ``replicas`` at ``now`` (monotonic seconds) of a request like the ``latest``.
 
     ``None`` if none has reported. One that has not is left out: its report is a moment away.
     """

@@ -432,8 +432,8 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/batch.py",
-        "    decodes = bool(samples.all()) and total == len(chunks) > 0",
-        "    decodes = total == len(chunks) > 0",
+        "    decodes = bool(samples.all()) and total == len(starts) > 0",
+        "    decodes = total == len(starts) > 0",
         (*_BATCH, *_RECORDED),
         "a chunk of one token that does not sample is taken for a decode",
     ),
