@@ -326,7 +326,7 @@ class ScalingOptions(Group):
     )
     scaling_reserve: float = option(
         0.5,
-        "Engines beyond the need, which absorb bursts while others start",
+        "Engines beyond what prompts need, which absorb bursts while others start",
         restarts=(),
         policy=True,
         ge=0,

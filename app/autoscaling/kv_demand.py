@@ -2,18 +2,18 @@
 
 ::
 
-    demand   = referenced blocks + blocks that waiting sequences lack + 1/4 of their expected growth
+    demand   = referenced blocks + blocks that waiting sequences lack + 1/10 of their expected growth
                + queued requests x mean blocks of a request
-    forecast = demand + its slope x startup time          (only if the rise exceeds 3 standard deviations)
 
-    need     = max of   KV        forecast / (0.75 x pool)
-                        slots     sequences x forecast / demand / (0.75 x max_num_seqs)
+    need     = max of   KV        demand / (0.75 x pool)
+                        slots     sequences / (0.75 x max_num_seqs)
                         prefill   arriving uncached prompt tokens per second / (0.60 x prefill rate)
                         backlog   running x backlog seconds / (1/4 TTFT target), above 1/8; at most 2 x running
                         decode    running x step time / (0.9 x TPOT target), above 0.9 of it
 
-    up       target = ceil(need + reserve), at once; at most double or 4 more, whichever is larger
-    down     target = ceil(largest need of the scale-down window, at the lower marks 0.70 and 0.40, + reserve);
+    up       target = ceil(need, with the reserve added to prefill and backlog), at once;
+             at most double or 4 more, whichever is larger
+    down     target = ceil(largest need of the scale-down window, at the lower marks 0.70 and 0.50);
              at most a tenth of the fleet, or one replica, every 10 s
     window   2 x startup time
 
@@ -23,6 +23,11 @@ target, not the number of running replicas, is compared with the need, so replic
 twice. The window follows the measured startup time because that is what a stopped replica costs to get back: an
 idle one is worth keeping for about as long (the ski-rental rule), and twice as long allows for the latency of
 requests that wait for it.
+
+Arrivals jump, but demand for memory does not: it grows while requests are answered, and its mark leaves a
+quarter of each pool. So the reserve is for prompts alone, and no rise of demand is extended: whatever begins
+rises until as many requests end as come, and would be taken for more than it is. Arrivals count over half a
+minute, because a few of them vary much, but over five seconds where a backlog shows that more come than before.
 
 Marks and shares are options, in ``scaling_config.py``; the length of the window and the guards of all rules
 (bounds, missing reports, starting replicas, time between stops) are in ``scaling_state.py``. The constants of
@@ -41,8 +46,6 @@ from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
 
 __all__ = ["ScalingState", "decide"]
 
-_HEAVY_TAIL = 2.0
-"""Variance of the requests' sizes: the mean of squares over the square of the mean."""
 _MAX_NEED = 1e6
 """Replicas; beyond it an input is wrong."""
 _BACKLOG_SHARE = 0.125
@@ -59,12 +62,13 @@ _MOST_ADDED = 4
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Load of all running replicas, capacity of one; silent replicas count as the mean of the others."""
+    """Load of all running replicas, capacity of one.
+
+    Silent replicas count as the mean of the others, and those that have never reported have no load.
+    """
 
     demand: float  # blocks
-    mean_blocks: float  # of a sequence, with all of its expected growth
     sequences: float
-    arrived: float  # uncached prompt tokens since the last decision
     backlog_s: float  # seconds of prefill that wait at a replica, without the largest backlog
     idle: bool
     pool: float  # blocks of one replica
@@ -76,12 +80,13 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Replicas for each kind of demand at the upper marks, and for their largest at the lower marks."""
+    """Replicas for each kind of demand at the upper marks, and at the lower marks."""
 
     kv: float
     prefill: float
     decode: float
-    lower: float
+    lower: float  # of memory and slots
+    lower_prefill: float
 
     @property
     def largest(self) -> float:
@@ -104,8 +109,9 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     busy = not load.idle or snapshot.queued > 0
     state.worked(now, busy)
     reserve = config.reserve if busy or snapshot.minimum else 0.0
-    state.add_low(now, max(needs.lower + reserve, needs.decode), state.window_s(config))
-    wanted = math.ceil(needs.largest + reserve - ROUNDING)
+    lowest = max(needs.lower, needs.lower_prefill + reserve, needs.decode)
+    state.add_low(now, lowest, state.window_s(config))
+    wanted = math.ceil(max(needs.largest, needs.prefill + reserve) - ROUNDING)
     proposed = Decision(
         target=min(wanted, max(2 * target, target + _MOST_ADDED)),
         reason=needs.reason,
@@ -136,17 +142,16 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
             slots += replica.max_running
             num_with_slots += 1
     reporting = len(stats)
-    scale = snapshot.running / reporting
+    scale = state.known(snapshot) / reporting
     held, growth, sequences = held * scale, growth * scale, sequences * scale
     mean_blocks = (held + growth) / max(sequences, 1.0)
     arrived = _arrived(snapshot, state)
+    state.add_arrivals(snapshot.now, arrived * scale, config.rate_window_s)
     # Without the largest: one long prompt keeps one replica busy, however many there are.
     shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
     return _Load(
         demand=held + growth * config.growth_share + snapshot.queued * mean_blocks,
-        mean_blocks=mean_blocks,
         sequences=sequences,
-        arrived=arrived * scale,
         backlog_s=_ratio(shared, rate / reporting),
         idle=not (held or growth or backlog or arrived),
         pool=pool / reporting,
@@ -158,26 +163,23 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
 
 
 def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load: _Load) -> _Needs:
-    forecast = _forecast(snapshot.now, config, state, load)
-    arrival_rate = _arrival_rate(snapshot.now, config, state, load.arrived)
+    backlog = load.backlog_s / (_BACKLOG_TARGET * config.ttft_target_s)
+    steady = _arrival_rate(snapshot.now, config.rate_window_s, state)
+    rate = max(steady, _arrival_rate(snapshot.now, config.burst_window_s, state)) if backlog > 1.0 else steady
     sequences = snapshot.queued + load.sequences
-    rise = max(_ratio(forecast, load.demand), 1.0)
 
-    kv = _ratio(forecast, config.kv_high * load.pool)
-    slots = _ratio(sequences * rise, config.kv_high * load.slots)
-    prefill = _ratio(arrival_rate, config.prefill_high * load.prefill_rate)
+    kv = _ratio(load.demand, config.kv_high * load.pool)
+    slots = _ratio(sequences, config.kv_high * load.slots)
+    prefill = _ratio(rate, config.prefill_high * load.prefill_rate)
     if load.backlog_s > _BACKLOG_SHARE * config.ttft_target_s:
-        excess = load.backlog_s / (_BACKLOG_TARGET * config.ttft_target_s)
-        prefill = max(prefill, snapshot.running * min(excess, 2.0))
+        prefill = max(prefill, snapshot.running * min(backlog, 2.0))
     decode = 0.0
     if load.step_s > _STEP_SHARE * config.tpot_target_s:
         decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
-    lower = max(
-        _ratio(load.demand, config.kv_low * load.pool),
-        _ratio(sequences, config.kv_low * load.slots),
-        _ratio(arrival_rate, config.prefill_low * load.prefill_rate),
+    lower = max(_ratio(load.demand, config.kv_low * load.pool), _ratio(sequences, config.kv_low * load.slots))
+    return _Needs(
+        max(kv, slots), prefill, decode, lower, _ratio(steady, config.prefill_low * load.prefill_rate)
     )
-    return _Needs(max(kv, slots), prefill, decode, lower)
 
 
 def _ratio(amount: float, unit: float) -> float:
@@ -203,43 +205,15 @@ def _arrived(snapshot: Snapshot, state: ScalingState) -> float:
     return tokens
 
 
-def _arrival_rate(now: float, config: ScalingConfig, state: ScalingState, arrived: float) -> float:
-    """Uncached prompt tokens per second, over the trend's window."""
-    arrivals = state.arrivals
-    arrivals.append((now, arrived))
-    while arrivals[0][0] < now - config.trend_window_s:
-        arrivals.popleft()
-    past = now - arrivals[0][0]
-    if past <= 0:
-        return 0.0
-    return (sum(tokens for _, tokens in arrivals) - arrivals[0][1]) / past
-
-
-def _forecast(now: float, config: ScalingConfig, state: ScalingState, load: _Load) -> float:
-    """Demand when a replica that starts now will serve, if it rises as during the trend's window.
-
-    Concurrency varies like a Poisson number even under constant load, so a rise counts only if it exceeds
-    ``trend_sigmas`` standard deviations of such a difference; otherwise a small fleet would flap.
-    """
-    demand, history = load.demand, state.demand
-    history.append((now, demand))
-    while history[0][0] < now - config.trend_window_s:
-        history.popleft()
-    past = now - history[0][0]
-    if past < config.trend_window_s / 2:
-        return demand
-    third = max(len(history) // 3, 1)
-    points = list(history)
-    (earlier, low), (later, high) = _mean(points[:third]), _mean(points[-third:])
-    deviation = math.sqrt(2.0 * _HEAVY_TAIL * load.mean_blocks * max(demand, load.mean_blocks))
-    if later <= earlier or high - low <= config.trend_sigmas * deviation:
-        return demand
-    slope = (high - low) / (later - earlier)
-    return min(demand + slope * state.startup_s(config), 2.0 * demand + load.pool)
-
-
-def _mean(points: list[tuple[float, float]]) -> tuple[float, float]:
-    return sum(time for time, _ in points) / len(points), sum(value for _, value in points) / len(points)
+def _arrival_rate(now: float, window_s: float, state: ScalingState) -> float:
+    """Uncached prompt tokens per second over a window that ends now; 0 while nothing lies in it."""
+    tokens, since = 0.0, now
+    for time, arrived in reversed(state.arrivals):
+        if time < now - window_s:
+            break
+        since, oldest = time, arrived
+        tokens += arrived
+    return (tokens - oldest) / (now - since) if since < now else 0.0
 
 
 def _held_by(now: float, config: ScalingConfig, state: ScalingState, load: _Load) -> str:

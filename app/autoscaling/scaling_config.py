@@ -17,7 +17,7 @@ _SHARES = (
     "max_missing",
     "occupancy_target",
 )
-_MAY_BE_ZERO = ("reserve", "growth_share", "max_missing", "trend_sigmas", "down_interval_s", "zero_after_s")
+_MAY_BE_ZERO = ("reserve", "growth_share", "max_missing", "down_interval_s", "zero_after_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class ScalingConfig:
 
     ttft_target_s: float = 2.0
     tpot_target_s: float = 0.05
-    reserve: float = 0.5  # replicas beyond the need
+    reserve: float = 0.5  # replicas beyond what prompts need
     kv_high: float = 0.75  # of the pool: more is too much
     kv_low: float = 0.70  # of the pool: a smaller fleet must stay below
     prefill_high: float = 0.60  # of the time: prompts share it with decodes
-    prefill_low: float = 0.40  # arrivals vary more than memory, so the gap is wider
-    growth_share: float = 0.25
+    prefill_low: float = 0.50  # arrivals vary more than memory, so the gap is wider
+    growth_share: float = 0.1
     startup_s: float = 60.0  # until starts have been seen
-    trend_window_s: float = 30.0
-    trend_sigmas: float = 3.0
+    rate_window_s: float = 30.0  # of arrivals
+    burst_window_s: float = 5.0  # of arrivals while prompts wait too long
     down_window_s: float | None = None  # of lower need before a replica stops; None: twice the startup time
     down_share: float = 0.1  # most of the fleet that one decision stops, but at least one replica
     down_interval_s: float = 10.0

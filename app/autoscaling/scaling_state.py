@@ -30,12 +30,12 @@ _INTENDED_SHARE = 0.25
 class ScalingState:
     """What earlier decisions leave behind."""
 
-    demand: deque[tuple[float, float]] = field(default_factory=deque)  # (time, blocks)
     arrivals: deque[tuple[float, float]] = field(default_factory=deque)  # (time, tokens that came since)
     lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
     counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
     awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of an up, the target then)
+    reported: int = 0  # running replicas that have reported so far
     since: float | None = None  # the first decision with enough reports
     decided_at: float | None = None
     short_since: float = -math.inf  # fewer run than should, in one go; minus infinity if not
@@ -74,6 +74,11 @@ class ScalingState:
         if self.since is None:
             self.since = snapshot.now
         return None
+
+    def known(self, snapshot: Snapshot) -> int:
+        """How many running replicas have reported, now or earlier: one that just started has no load yet."""
+        self.reported = min(max(self.reported, len(snapshot.replicas)), snapshot.running)
+        return self.reported
 
     def settle(self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision) -> Decision:
         """The decision for what a rule proposes: up at once, down by the window and a little at a time.
@@ -152,6 +157,12 @@ class ScalingState:
         rested = may_be_zero and snapshot.now - self.last_work >= config.zero_after_s
         return max(snapshot.minimum, 0 if rested else 1)
 
+    def add_arrivals(self, now: float, tokens: float, width: float) -> None:
+        """Add what came since the last decision, and forget what is older than ``width`` seconds."""
+        self.arrivals.append((now, tokens))
+        while self.arrivals[0][0] < now - width:
+            self.arrivals.popleft()
+
     def add_low(self, now: float, need: float, width: float) -> None:
         """Add a need to the window; the first of ``lows`` is then the largest of the last ``width`` seconds."""
         lows = self.lows
@@ -202,7 +213,7 @@ class ScalingState:
         self.since = None
         self.last_work = now
         if now < before:  # what lies ahead of the clock would stay until it gets there
-            for window in (self.demand, self.arrivals, self.lows, self.awaited):
+            for window in (self.arrivals, self.lows, self.awaited):
                 window.clear()
             self.short_since = min(self.short_since, now)
             self.last_up = min(self.last_up, now)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from hypothesis import strategies as st
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
-from loadtests.experiments.autoscaling.comparison import Comparison, one_setting, overview
+from loadtests.experiments.autoscaling.clairvoyant import CLAIRVOYANT, Clairvoyant
+from loadtests.experiments.autoscaling.comparison import Comparison
 from loadtests.experiments.autoscaling.constants import RATE_OF_ONE
 from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_SWEEP, KvDemand, View
 from loadtests.experiments.autoscaling.runs import Outcome, simulate
@@ -149,7 +152,7 @@ def test_a_fleet_of_hundreds_without_work_does_shrink_a_tenth_at_a_time() -> Non
 def test_every_part_names_policies_that_there_are_and_can_go_to_another_process() -> None:
     parts = scenarios(Path("somewhere.csv"), 3)
     for part in parts.values():
-        assert all(match.policy in POLICIES for match in part.matches)
+        assert all(match.policy in {*POLICIES, *CLAIRVOYANT} for match in part.matches)
         pickle.dumps(part.matches[:1])
     assert all(match.load.args == (Path("somewhere.csv"), 3) for match in parts["recorded"].matches)
 
@@ -164,10 +167,15 @@ def test_a_part_is_judged_by_its_outcomes() -> None:
     assert not slow.figures[0].holds
 
 
-def comparison(load: str, ours: tuple[float, float], **ray: tuple[float, float]) -> Comparison:
+def comparison(
+    load: str,
+    ours: tuple[float, float],
+    plans: Mapping[str, tuple[float, float]] = MappingProxyType(dict.fromkeys(CLAIRVOYANT, (1.0, 1.0))),
+    **ray: tuple[float, float],
+) -> Comparison:
     """Ray's first settings have the given figures (share in time, replica-hours), all others serve nothing."""
     figures = {OURS: ours} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
-    figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False))
+    figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False)) | dict(plans)
     return Comparison(
         load, {name: Outcome(name, *both, 3.0, 1, 4, 0.0, 0.0, 0.1) for name, both in figures.items()}
     )
@@ -185,22 +193,51 @@ def test_ray_s_best_serves_most_where_none_serves_as_ours() -> None:
     assert some.ray_best.policy == RAY_SWEEP[2]
 
 
-def test_the_one_setting_serves_under_the_most_loads_and_then_costs_the_least() -> None:
-    loads = [
-        comparison("x", (0.99, 5.0), a=(1.0, 7.0), b=(1.0, 6.0), c=(1.0, 2.0)),
-        comparison("y", (0.99, 5.0), a=(1.0, 7.0), b=(1.0, 6.0), c=(0.1, 2.0)),
-    ]
-    assert one_setting(loads) == RAY_SWEEP[1]
-    assert [(figure.name, figure.value) for figure in overview(loads) if "hours" in figure.name] == [
-        (f"{load}: {RAY_SWEEP[1]}, which fits most loads: replica-hours", 6.0) for load in "xy"
-    ]
+def test_the_clairvoyant_s_cheapest_plan_counts_and_its_best_one_for_the_same_hours() -> None:
+    plans = dict.fromkeys(CLAIRVOYANT, (1.0, 9.0))
+    first, second, third = list(CLAIRVOYANT)[:3]
+    plans |= {first: (0.998, 4.0), second: (0.9, 3.0), third: (0.2, 1.0)}
+    some = comparison("x", (0.81, 3.5), plans, a=(0.05, 0.5))
+    assert some.clairvoyant.policy == first
+    assert some.of_clairvoyant(OURS) == pytest.approx(0.81 / 0.9)
+    assert some.of_clairvoyant(RAY_SWEEP[0]) == pytest.approx(0.05 / 0.2)  # all its plans take more
+
+
+def test_the_clairvoyant_is_ready_when_load_comes_and_sees_no_further_than_a_start() -> None:
+    seen = {}
+
+    class Watch(Clairvoyant):
+        def __call__(self, view: View) -> int:
+            seen[view.now] = target = super().__call__(view)
+            return target
+
+    # Nothing, then 25,000 tokens/s for a minute from 100 s on, then nothing.
+    arrival = np.arange(100.0, 160.0, 0.1)
+    workload = Workload("jump", arrival, np.full(len(arrival), 2_500.0), np.ones(len(arrival)), 240.0)
+    outcome = simulate(workload, Watch(workload, 0.75, 1, 40, 60.0), 1)
+    assert outcome.served == 1.0
+    assert {seen[second] for second in range(35)} == {1}
+    assert seen[45.0] == seen[150.0] == 3  # 25,000 over 3/4 of 70 % of 20,000
+    assert {seen[second] for second in range(170, 240)} == {1}
 
 
 def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best() -> None:
     part = scenarios(None, 1)["kv-bound"]
     outcome = simulate(constant(3.0, 60.0, 1), Script((0.0, 1), (9.0, 2)))
     judgment = part.judge([outcome] * len(part.matches))
-    (over_settings,) = judgment.comparisons
-    assert {OURS, *RAY_SWEEP} <= over_settings.results.keys()
-    shown = [figure.name.split(": ")[2] for figure in judgment.figures if "TTFT p99" in figure.name]
-    assert [name.split(",")[0] for name in shown] == ["ours", "Ray's default", "Ray's best here", "occupancy"]
+    assert {OURS, *RAY_SWEEP, *CLAIRVOYANT} <= {match.policy for match in part.matches}
+    bars = {one.name.split(": ")[-1]: one.bar for one in judgment.figures if one.bar is not None}
+    assert bars == {
+        "in time": 99.0,
+        "in time, of the clairvoyant's": 97.0,
+        "replica-hours, of the clairvoyant's": 1.25,
+        "replica-hours, of Ray's best": 1.0,
+    }
+    shown = [one.name.split(": ")[2] for one in judgment.figures if one.name.endswith("with these hours")]
+    assert [name.split(",")[0] for name in shown] == [
+        "ours",
+        "Ray's default",
+        "Ray's best here",
+        "occupancy",
+        OURS,
+    ]

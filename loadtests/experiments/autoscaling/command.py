@@ -1,7 +1,8 @@
 """``python -m loadtests.autoscaling``: how many replicas, and were they enough, in simulated time.
 
 The function that production runs decides over a modeled fleet (prefill rate, step time, pool, startup time),
-beside Ray Serve's own policy at its defaults and swept over its settings, and beside the plain occupancy rule.
+beside Ray Serve's own policy at its defaults and at the best of a grid of its settings for each load, the plain
+occupancy rule, and a clairvoyant fleet, which knows what comes within the time that a replica takes to start.
 Every assumption is in ``loadtests/experiments/autoscaling/constants.py``.
 """
 
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from loadtests.experiments.autoscaling import workloads
-from loadtests.experiments.autoscaling.comparison import overview
 from loadtests.experiments.autoscaling.constants import TRACE_TIMES
 from loadtests.experiments.autoscaling.scenarios import Judgment, Match, most_stopped, scenarios
 from loadtests.report import WORKERS, finish, in_processes, parse, print_figures
@@ -45,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         judgment = parts[name].judge(ended)
         print_figures(name, judgment.figures)
         every.figures += judgment.figures
-        every.comparisons += judgment.comparisons
         outcomes += ended
-    if len(every.comparisons) > 1:
-        every.figures += overview(every.comparisons)
-        print_figures("Ray's policy", overview(every.comparisons))
     every.figures.append(most_stopped(outcomes))
     print(f"\n{time.monotonic() - began:.0f} s")
     finish("loadtests.autoscaling", every.figures, arguments)

@@ -1,4 +1,4 @@
-"""Ours beside Ray's policy, whose settings are swept for each load: at its defaults and at its best."""
+"""Ours beside the clairvoyant, and beside Ray's policy, whose settings are swept: at its defaults and best."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from loadtests.experiments.autoscaling.clairvoyant import CLAIRVOYANT
 from loadtests.experiments.autoscaling.policies import OURS, RAY_DEFAULT, RAY_SWEEP
 from loadtests.experiments.autoscaling.runs import Outcome
 from loadtests.report import Figure
@@ -38,11 +39,34 @@ class Comparison:
             return min(serving, key=lambda one: one.replica_hours)
         return max(swept, key=lambda one: (one.served, -one.replica_hours))
 
+    @property
+    def clairvoyant(self) -> Outcome:
+        """Of its plans that serve as many as its best one does, the cheapest."""
+        most = max(one.served for one in self._plans)
+        return min(
+            (one for one in self._plans if one.served >= most - TOLERANCE), key=lambda o: o.replica_hours
+        )
+
+    def of_clairvoyant(self, policy: str) -> float:
+        """Requests in time over those of the clairvoyant's best plan for at most as many replica-hours.
+
+        Where each of its plans takes more: of the cheapest one.
+        """
+        mine = self.results[policy]
+        plans = [one for one in self._plans if one.replica_hours <= mine.replica_hours]
+        plans = plans or [min(self._plans, key=lambda one: one.replica_hours)]
+        return mine.served / max(max(one.served for one in plans), 1e-9)
+
+    @property
+    def _plans(self) -> list[Outcome]:
+        return [one for name, one in self.results.items() if name in CLAIRVOYANT]
+
     def figures(self) -> list[Figure]:
         """Ours, Ray's default and best, and the policies without settings."""
         shown = {"ours": OURS, f"Ray's default, {RAY_DEFAULT}": RAY_DEFAULT}
         shown[f"Ray's best here, {self.ray_best.policy}"] = self.ray_best.policy
-        shown |= {name: name for name in self.results if name not in (OURS, *RAY_SWEEP)}
+        shown |= {name: name for name in self.results if name not in (OURS, *RAY_SWEEP, *CLAIRVOYANT)}
+        shown[self.clairvoyant.policy] = self.clairvoyant.policy
         return [figure for name, policy in shown.items() for figure in self.of(name, policy)]
 
     def of(self, name: str, policy: str) -> list[Figure]:
@@ -50,8 +74,11 @@ class Comparison:
         return [
             Figure(f"{what}: in time", 100 * one.served, " %"),
             Figure(f"{what}: replica-hours", one.replica_hours),
-            Figure(f"{what}: TTFT p99", one.ttft_p99, " s"),
-            Figure(f"{what}: changes of the target", one.moves),
+            Figure(
+                f"{what}: in time, of the clairvoyant's with these hours",
+                100 * self.of_clairvoyant(policy),
+                " %",
+            ),
         ]
 
 
@@ -70,20 +97,3 @@ def compared(load: str, runs: Sequence[tuple[str, Outcome]]) -> Comparison:
             ttft_p99=max(one.ttft_p99 for one in some),
         )
     return Comparison(load, results)
-
-
-def one_setting(comparisons: Sequence[Comparison]) -> str:
-    """Ray's setting that serves as ours under the most loads; among equals, with the fewest replica-hours."""
-
-    def rank(policy: str) -> tuple[int, float]:
-        served = sum(one.serves(policy) for one in comparisons)
-        hours = sum(one.results[policy].replica_hours / one.ours.replica_hours for one in comparisons)
-        return -served, hours
-
-    return min(RAY_SWEEP, key=rank)
-
-
-def overview(comparisons: Sequence[Comparison]) -> list[Figure]:
-    """How the one setting of Ray's does that fits most loads."""
-    fixed = one_setting(comparisons)
-    return [figure for one in comparisons for figure in one.of(f"{fixed}, which fits most loads", fixed)]

@@ -135,7 +135,7 @@ RAY_DEFAULT = ray_name(2, 30, 600)
 """As Ray Serve has it: ongoing requests of a replica, seconds before an up and before a down."""
 _SWEEP = {
     ray_name(target, *delays): partial(RayDefault, MAX_REPLICAS, target, *delays)
-    for target, delays in product((2, 4, 8, 16, 32, 64, 128, 192), ((30, 600), (30, 120), (5, 120)))
+    for target, delays in product((2, 8, 16, 32, 64, 128), ((30, 600), (5, 120)))
 }
 RAY_SWEEP = tuple(_SWEEP)
 POLICIES: dict[str, Callable[[], ScalingPolicy]] = {

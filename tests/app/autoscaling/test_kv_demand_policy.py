@@ -16,13 +16,13 @@ A, B = Replica("a"), Replica("b")
 
 def test_the_policy_answers_for_serve_and_keeps_its_state() -> None:
     policy = KvDemandPolicy()
-    target, state = policy(context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)}))
+    target, state = policy(context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_850.0)}))
     assert (target, state) == (5, {"__decision_counters": 3})
 
 
 def test_between_new_data_the_target_stays() -> None:
     policy = KvDemandPolicy(report_interval_s=1.0)
-    busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)})
+    busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_850.0)})
     assert policy(busy)[0] == 5
     quick = context(0.1, 5, {"a": stats(0.0)})
     quick.raw_metrics = None  # type: ignore[assignment]  # would fail if it were read
@@ -45,7 +45,7 @@ def test_what_serve_sets_meanwhile_stands_until_the_next_decision() -> None:
 
 def test_in_shadow_it_decides_and_leaves_the_target() -> None:
     policy = KvDemandPolicy(shadow=True)
-    assert policy(context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)}))[0] == 1
+    assert policy(context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_850.0)}))[0] == 1
     assert policy.last is not None
     assert policy.last.target == 5
 
@@ -119,7 +119,7 @@ def test_the_controller_can_load_and_call_it_without_quire(policy: type[ServePol
         blob = cloudpickle.dumps(policy)
     finally:
         cloudpickle.unregister_pickle_by_value(app.autoscaling)
-    busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_100.0)})
+    busy = context(0.0, 1, {"a": stats(900.0, waiting_blocks=2_850.0)})
     values = {name: series[A][0].value for name, series in busy.raw_metrics.items()}
     script = f"""
 import pickle, sys
@@ -144,6 +144,6 @@ policy = pickle.load(sys.stdin.buffer)(reserve=0.0)
 print(type(policy).__name__, policy(context)[0], policy.faults.count, policy.publisher.failures.count)
 """
     done = subprocess.run([sys.executable, "-c", script], input=blob, capture_output=True, cwd="/", check=False)
-    # Three pools at 75 % are four replicas; occupancy of 90 % over 70 % are two.
-    target = 4 if policy is KvDemandPolicy else 2
+    # 3.75 pools at 75 % are five replicas; occupancy of 90 % over 70 % are two.
+    target = 5 if policy is KvDemandPolicy else 2
     assert done.stdout.decode().strip() == f"{policy.__name__} {target} 0 0", done.stderr.decode()

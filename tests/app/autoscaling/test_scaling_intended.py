@@ -51,7 +51,7 @@ def test_fewer_are_intended_once_they_would_have_been_enough_for_a_minute_or_a_q
 
 def test_a_rest_after_load_is_seen_long_before_the_window_has_forgotten_the_load() -> None:
     fleet = Fleet(6)
-    fleet.intended(400, stats(500.0))
+    fleet.intended(400, stats(600.0))
     calm = fleet.intended(80, stats(10.0))
     assert calm[:60] == [0] * 60
     assert calm[60:] == [1] * 20
@@ -87,7 +87,7 @@ def test_demand_that_is_back_ends_it_at_once() -> None:
     fleet = Fleet(6)
     assert fleet.intended(70, stats(200.0))[-1] == 1
     # Enough for six by the lower mark, not for more by the upper one.
-    assert fleet.intended(1, stats(500.0)) == [0]
+    assert fleet.intended(1, stats(600.0)) == [0]
 
 
 @pytest.mark.parametrize("more", [{"backlog_tokens": 10_000.0}, {"step_seconds": 0.06}])

@@ -41,14 +41,14 @@ def run(policy: ServePolicy, seconds: int, count: int, referenced: float = 10.0,
 def test_a_decision_is_published_with_what_it_was_made_from() -> None:
     policy = KvDemandPolicy(reserve=1.0)
     sink = published(policy)
-    busy = context(EPOCH, 2, {"a": stats(900.0, waiting_blocks=1_200.0), "b": stats(600.0)})
+    busy = context(EPOCH, 2, {"a": stats(900.0, waiting_blocks=2_250.0), "b": stats(600.0)})
     policy(busy)
     assert sink.gauges == {
         ("quire_scaling_target", ""): 5.0,
         ("quire_scaling_running", ""): 2.0,
-        ("quire_scaling_demand", ""): pytest.approx(1.35),
+        ("quire_scaling_demand", ""): pytest.approx(1.875),
         ("quire_scaling_missing_reports", ""): 0.0,
-        ("quire_scaling_need_replicas", "kv"): pytest.approx(3.6),
+        ("quire_scaling_need_replicas", "kv"): pytest.approx(5.0),
         ("quire_scaling_need_replicas", "prefill"): 0.0,
         ("quire_scaling_need_replicas", "decode"): 0.0,
         ("quire_scaling_reason", "kv"): 1.0,
@@ -61,8 +61,8 @@ def test_a_decision_is_published_with_what_it_was_made_from() -> None:
             "running": 2,
             "reason": "kv",
             "held_by": "",
-            "demand": pytest.approx(1.35),
-            "needs": {"kv": pytest.approx(3.6), "prefill": 0.0, "decode": 0.0},
+            "demand": pytest.approx(1.875),
+            "needs": {"kv": pytest.approx(5.0), "prefill": 0.0, "decode": 0.0},
             "missing_reports": 0,
             "faults": {"decision": 0, "publishing": 0},
             "victims": {"yes": 0, "no": 0},
@@ -138,7 +138,7 @@ def test_demand_that_comes_back_takes_it_back_once() -> None:
     sink = published(policy)
     run(policy, 65, 6, referenced=200.0)
     assert sink.announced == [["r5"]] * 5
-    run(policy, 10, 6, referenced=500.0, start=EPOCH + 65)
+    run(policy, 10, 6, referenced=600.0, start=EPOCH + 65)
     assert sink.announced == [["r5"]] * 5 + [[]]
 
 
