@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from loadtests.plots import draw
 from loadtests.report import parse
 
+PLOTS = "plots"
+"""The folder of the charts, beside the page."""
+NONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 MARKER = "<!-- Written by python -m loadtests.benchmarks_page -->"
 
 
-def section(document: dict[str, Any]) -> str:
-    """One command's figures with bars or not, its machine and its commit."""
+def section(document: dict[str, Any], charts: Sequence[str] = ()) -> str:
+    """One command's figures with bars or not, its machine and its commit, and its ``charts``."""
     on = document["machine"]
     lines = [
         f"## `python -m {document['command']}`",
         "",
         f"{on['cpu']} ({on['vector']}), {on['cores']} cores; commit {document['commit']}",
         "",
+        *(f"![{Path(chart).stem.replace('_', ' ')}]({PLOTS}/{chart})" for chart in charts),
+        *([""] if charts else []),
         "| Figure | Measured | Bar |",
         "|---|---|---|",
     ]
@@ -37,22 +45,23 @@ def section(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def updated(page: str, documents: list[dict[str, Any]]) -> str:
+def updated(page: str, documents: list[dict[str, Any]], charts: Mapping[str, Sequence[str]] = NONE) -> str:
     """The page with each document's section in the place of the one of the same command, or at its end."""
     text, marker, old = page.partition(MARKER)
     sections = {
         part.splitlines()[0]: part.strip() + "\n" for part in re.split(r"(?m)^(?=## `)", old) if part.strip()
     }
     for document in documents:
-        made = section(document)
+        made = section(document, charts.get(document["command"], ()))
         sections[made.splitlines()[0]] = made
     return f"{text.rstrip()}\n\n{marker or MARKER}\n\n" + "\n".join(sections.values())
 
 
 def write(reports: Path, page: Path) -> int:
-    """Update the page from the JSON files of a folder; returns how many there are."""
+    """Update the page and its charts from the JSON files of a folder; returns how many files there are."""
     documents = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
-    page.write_text(updated(page.read_text(), documents))
+    charts = {one["command"]: draw(one, page.parent / PLOTS) for one in documents}
+    page.write_text(updated(page.read_text(), documents, charts))
     return len(documents)
 
 

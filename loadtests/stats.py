@@ -32,11 +32,6 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return median(over) / below if below else math.inf
 
 
-def window_means(values: Sequence[float], size: int) -> list[float]:
-    """The mean of each whole window of ``size`` values."""
-    return [mean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
-
-
 def by_turns(rounds: int, *calls: Callable[[], Any]) -> list[list[float]]:
     """Seconds of each call in each round. The calls take turns, so that noise hits all alike."""
     times: list[list[float]] = [[] for _ in calls]

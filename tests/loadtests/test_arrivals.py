@@ -9,7 +9,7 @@ import time
 import pytest
 
 from loadtests.arrivals import closed_loop, open_loop, poisson
-from loadtests.stats import by_turns, median, quantile, ratio, window_means
+from loadtests.stats import by_turns, median, quantile, ratio
 
 
 def test_poisson_arrivals_have_their_rate_and_depend_on_the_seed() -> None:
@@ -60,7 +60,6 @@ def test_statistics() -> None:
     assert quantile(range(100), 0.99) == 99
     assert median([]) != median([])  # not a number
     assert (ratio([3.0, 1.0], [4.0]), ratio([1.0], [0.0])) == (0.5, float("inf"))
-    assert window_means([1.0, 3.0, 5.0, 7.0, 100.0], 2) == [2.0, 6.0]
 
 
 def test_calls_take_turns() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
-from loadtests.benchmarks_page import MARKER, section, updated
+from loadtests.benchmarks_page import MARKER, section, updated, write
+from loadtests.plots import CHARTS, draw
 
 
 def document(command: str, value: float, bar: float | None = None, holds: bool = True) -> dict[str, Any]:
@@ -32,3 +36,41 @@ def test_newer_figures_replace_older_ones_of_the_same_command_alone() -> None:
     assert "| rate | 2x |  |" in second
     assert "| rate | 1x |  |" not in second
     assert updated(second, []) == second
+
+
+def test_charts_are_drawn_beside_the_page_and_shown_in_their_sections(tmp_path: Path) -> None:
+    measured = document("loadtests.throughput", 1.0)
+    names = ("(a) 2 x 8 in, 4 out ours", "(a) 2 x 8 in, 4 out vLLM", "(c) 1 x 8 in, 4 out ours")
+    names += ("(a) 2 x 8 in, 4 out ours / vLLM",)
+    measured["figures"] = [{**measured["figures"][0], "name": name} for name in names]
+    page = tmp_path / "benchmarks.md"
+    page.write_text("By hand.\n")
+    (tmp_path / "throughput.json").write_text(json.dumps(measured))
+    (tmp_path / "kernels.json").write_text(json.dumps(document("loadtests.kernels", 2.0)))
+    assert write(tmp_path, page) == 2
+    assert page.read_text().count("![throughput](plots/throughput.svg)") == 1
+    chart = (tmp_path / "plots" / "throughput.svg").read_text()
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["throughput.svg"]
+    for text in (
+        "(c) 1 x 8 in, 4 out",
+        "vLLM",
+        "python -m loadtests.throughput; Some CPU, 2 cores; commit abc",
+    ):
+        assert f">{text}</text>" in chart
+    assert "ours / vLLM" not in chart
+    draw(measured, tmp_path / "again")
+    assert (tmp_path / "again" / "throughput.svg").read_text() == chart
+
+
+def test_charts_find_the_figures_that_the_commands_make() -> None:
+    made = {
+        "autoscaling": ("six ramps: ours: in time", "six ramps: Ray's best here, Ray 2, 30/600 s: in time"),
+        "autoscaling_hours": ("a day in two hours: clairvoyant 95 %: replica-hours",),
+        "routing": ("equal: at saturation: round robin: hits",),
+        "memory": ("161/338: average batch, Oracle, first fit",),
+    }
+    by_file = {chart.file: chart.pattern for chart in CHARTS}
+    for file, names in made.items():
+        assert all(re.fullmatch(by_file[file], name) for name in names)
+    assert not re.fullmatch(by_file["autoscaling"], "six ramps: in time")
+    assert not re.fullmatch(by_file["memory"], "161/338: average batch over Oracle")

@@ -122,15 +122,6 @@ class RayDefault:
         return int(min(max(wanted, 1), view.most))
 
 
-class Static:
-    def __init__(self, count: int) -> None:
-        self.name = f"static {count}"
-        self._count = count
-
-    def __call__(self, view: View) -> int:
-        return self._count
-
-
 RAY_DEFAULT = ray_name(2, 30, 600)
 """As Ray Serve has it: ongoing requests of a replica, seconds before an up and before a down."""
 _SWEEP = {
@@ -141,6 +132,5 @@ RAY_SWEEP = tuple(_SWEEP)
 POLICIES: dict[str, Callable[[], ScalingPolicy]] = {
     OURS: KvDemand,
     "occupancy": Occupancy,
-    "static": partial(Static, MAX_REPLICAS),
     **_SWEEP,
 }

@@ -79,11 +79,10 @@ class _Load:
     seeds: int = 1
     in_time: float | None = None  # %, at least
     beside: bool = False  # held to the bars beside the clairvoyant
-    others: tuple[str, ...] = ("occupancy",)
     more: Callable[[Comparison], list[Figure]] = lambda _: []
 
     def scenario(self) -> Scenario:
-        policies = (OURS, *RAY_SWEEP, *CLAIRVOYANT, *self.others)
+        policies = (OURS, *RAY_SWEEP, *CLAIRVOYANT, "occupancy")
         seeds = range(1, self.seeds + 1)
         matches = (Match(self.load, policy, seed, self.first) for policy in policies for seed in seeds)
         return Scenario(tuple(matches), partial(self._judge, policies))
@@ -106,17 +105,6 @@ class _Load:
             ),
         ]
         return Judgment([*comparison.figures(), *figures, *self.more(comparison)])
-
-
-def _beside_static(compared: Comparison) -> list[Figure]:
-    name, ours, static = compared.load, compared.ours, compared.results["static"]
-    served = 100 * ours.served / static.served
-    # A static fleet of another size costs in proportion.
-    hours = ours.replica_hours / (static.replica_hours * ours.peak / given.MAX_REPLICAS)
-    return [
-        Figure(f"{name}: in time, of a static {given.MAX_REPLICAS}'s", served, " %", 95.0),
-        most(f"{name}: replica-hours, of a static peak of {ours.peak}", hours, 0.75),
-    ]
 
 
 def _over_occupancy(compared: Comparison) -> list[Figure]:
@@ -177,7 +165,7 @@ def scenarios(trace: Path | None, times: int, seeds: int = 1) -> dict[str, Scena
     if trace is not None:
         day = partial(_Load, f"{trace.stem} x {times}", partial(workloads.trace, trace, times), 10)
     loads = {
-        "recorded": day(1, 97.0, True, ("occupancy", "static"), _beside_static),
+        "recorded": day(1, 97.0, True),
         "steady": _Load("a constant rate", partial(workloads.constant, STEADY, 1_800.0), 5, beside=True),
         "kv-bound": _Load("long answers: KV-bound", workloads.LONG_DECODE, 2, seeds, 99.0, True),
         "prefill-bound": _Load(
