@@ -10,12 +10,14 @@ SDPA on contiguous keys and values, with the fastest backend that takes them.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -103,7 +105,12 @@ class Heads:
             max_context_len=context,
         )
         shape = kv_pool_shape(requests * blocks, layers, BLOCK_SIZE, self.kv, self.size)
-        pool = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+        if device == "cpu":  # in large pages and from the start of a line, as the engine's
+            size = math.prod(shape)
+            memory = torch.from_numpy(np.empty(size + 32, dtype=np.int16)).view(torch.bfloat16)
+            pool = memory[-memory.data_ptr() % 64 // 2 :][:size].view(shape).normal_()
+        else:
+            pool = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
         q = torch.randn(requests * queries, self.queries, self.size, device=device).bfloat16()
         return q, pool, metadata
 
