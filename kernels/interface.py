@@ -41,16 +41,11 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How the columns of a fused QKV row divide into heads."""
+    """How the columns of a fused QKV row divide into heads: all of queries, then of keys, then of values."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-    @property
-    def qkv_dim(self) -> int:
-        """Columns of a fused row: all query heads, then all key heads, then all value heads."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +258,7 @@ class Kernels(ABC):
     ) -> Tensor:
         """Norm (if ``qk_norm``) and rotate queries and keys, write K and V to their slots, return the queries.
 
-        ``qkv`` is ``[T, layout.qkv_dim]`` and may be overwritten. ``cos_sin`` is float32
+        ``qkv`` is ``[T, (heads + 2 * kv_heads) * head_dim]`` and may be overwritten. ``cos_sin`` is float32
         ``[max_positions, 2, rotary_dim / 2]`` (cosines, then sines, with the scaling of the RoPE type applied).
         The first ``rotary_dim`` elements of a head are rotated in halves: element ``i`` pairs with
         ``i + rotary_dim / 2``. ``kv_layer`` is one layer's view, see :meth:`attention`. Returns

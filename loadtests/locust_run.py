@@ -152,8 +152,8 @@ def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], *
             for q in (0.5, 0.95)
         ),
         Figure("TPOT, median", quantile([1e3 * one["tpot"] for one in records], 0.5), " ms"),
-        Figure("cached share of prompts", 100 * total["cached"] / max(total["prompt"], 1), " %"),
-        *(most(f"{n}: the server off by", 100 * abs(said[n] / max(v, 1) - 1), 2, " %") for n, v in pairs),
+        Figure("cached share of prompts", 100 * total["cached"] / max(total["prompt"], 1), "%"),
+        *(most(f"{n}: the server off by", 100 * abs(said[n] / max(v, 1) - 1), 2, "%") for n, v in pairs),
     ]
 
 

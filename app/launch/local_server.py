@@ -69,7 +69,7 @@ class LocalServer:
         # All processes inherit it from Ray's. Those with an environment of their own would load Ray twice.
         os.environ.update(self._environment())
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        # The controller shares its cores with the engines, and at Serve's 0.1 s takes 4 % of one while idle.
+        # The controller shares its cores with the engines, and at Serve's 0.1 s takes 4% of one while idle.
         os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of the replicas' log lines
         path = os.environ.get("PYTHONPATH")

@@ -88,5 +88,5 @@ def main() -> None:
         figures.append(Figure(f"{weights}: both", math.exp(total / counted)))
         base = base or total / counted
         more = 100 * math.expm1(total / counted - base)
-        figures.append(Figure(f"{weights}: above {options.weights[0]}", more, " %", BARS[weights], True))
+        figures.append(Figure(f"{weights}: above {options.weights[0]}", more, "%", BARS[weights], True))
     finish("loadtests.perplexity", figures, options, "perplexity")

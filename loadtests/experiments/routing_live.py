@@ -1,6 +1,6 @@
 """``python -m loadtests.routing --live``: how well requests are routed on real Ray Serve, on this machine.
 
-Two replicas of the bundled model, one thread each, with pools that hold 60 % of 8 system prompts of 400 tokens
+Two replicas of the bundled model, one thread each, with pools that hold 60% of 8 system prompts of 400 tokens
 beside their running requests. Each run starts cold: every process of the application anew, then each system
 prompt once, then Poisson arrivals at one rate for all: a share of what the fleet serves when all is cached.
 """

@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "scale_down_after_s": DOWN_AFTER_S,
     "startup_s": 30,
 }
-BUSY, TOKENS = 20, 80  # together more blocks than 75 % of one pool
+BUSY, TOKENS = 20, 80  # together more blocks than 75% of one pool
 FEW = 2
 STARTED_S = 240.0
 REPORTS = 8  # of each replica, one for each decision; the window of the toys has two

@@ -217,7 +217,7 @@ def test_the_clairvoyant_is_ready_when_load_comes_and_sees_no_further_than_a_sta
     outcome = simulate(workload, Watch(workload, 0.75, 1, 40, 60.0), 1)
     assert outcome.served == 1.0
     assert {seen[second] for second in range(35)} == {1}
-    assert seen[45.0] == seen[150.0] == 3  # 25,000 over 3/4 of 70 % of 20,000
+    assert seen[45.0] == seen[150.0] == 3  # 25,000 over 3/4 of 70% of 20,000
     assert {seen[second] for second in range(170, 240)} == {1}
 
 

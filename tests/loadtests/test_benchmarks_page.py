@@ -65,7 +65,7 @@ def test_charts_are_drawn_beside_the_page_and_shown_in_their_sections(tmp_path: 
 def test_charts_find_the_figures_that_the_commands_make() -> None:
     made = {
         "autoscaling": ("six ramps: ours: in time", "six ramps: Ray's best here, Ray 2, 30/600 s: in time"),
-        "autoscaling_hours": ("a day in two hours: clairvoyant 95 %: replica-hours",),
+        "autoscaling_hours": ("a day in two hours: clairvoyant 95%: replica-hours",),
         "routing": ("equal: at saturation: round robin: hits",),
         "memory": ("161/338: average batch, Oracle, first fit",),
     }

@@ -29,7 +29,7 @@ def test_a_figure_is_held_to_its_bar(value: float, bar: float | None, at_most: b
 def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
     numbers: list[Any] = [np.float64(0.5), np.int64(3), np.float32(0.5)]
     figures = [
-        Figure("share", numbers[0], " %", 0.25),
+        Figure("share", numbers[0], "%", 0.25),
         Figure("count", numbers[1], "", 2, True),
         Figure("rate", numbers[2]),
     ]

@@ -1,7 +1,7 @@
 """Plant one fault after another in a copy of the tree and see whether the unit tests of the file notice.
 
 ``python -m tests.planted_faults`` runs all of them; ``--only admission relay`` those whose file or description
-contains one of the words. The exit status is 1 when fewer than 95 % are caught, and 2 when the list itself is
+contains one of the words. The exit status is 1 when fewer than 95% are caught, and 2 when the list itself is
 wrong: a text that does not occur exactly once, tests that fail without any fault or that cannot run.
 """
 

@@ -62,11 +62,6 @@ class ToolUse:
     chars: int = 0
     """The length of the tools' JSON text."""
 
-    @property
-    def forced(self) -> bool:
-        """Whether the answer must be calls."""
-        return self.choice in ("required", "named")
-
 
 NO_TOOLS = ToolUse()
 

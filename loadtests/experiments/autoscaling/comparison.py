@@ -72,12 +72,12 @@ class Comparison:
     def of(self, name: str, policy: str) -> list[Figure]:
         one, what = self.results[policy], f"{self.load}: {name}"
         return [
-            Figure(f"{what}: in time", 100 * one.served, " %"),
+            Figure(f"{what}: in time", 100 * one.served, "%"),
             Figure(f"{what}: replica-hours", one.replica_hours),
             Figure(
                 f"{what}: in time, of the clairvoyant's with these hours",
                 100 * self.of_clairvoyant(policy),
-                " %",
+                "%",
             ),
         ]
 

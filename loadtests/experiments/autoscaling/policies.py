@@ -61,7 +61,7 @@ class KvDemand:
 class Occupancy(KvDemand):
     """The usual ratio rule on used KV memory, which Quire has, too, with the guards of its own rule."""
 
-    name = "occupancy 70 %"
+    name = "occupancy 70%"
     rule = staticmethod(decide_by_occupancy)
 
 

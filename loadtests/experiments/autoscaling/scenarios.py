@@ -97,8 +97,8 @@ class _Load:
         # Where no setting serves as many as ours, its best is not comparable by hours.
         bar = 1.0 if comparison.serves(best.policy) else None
         figures = [
-            Figure(f"{name}: in time", 100 * ours.served, " %", self.in_time),
-            Figure(f"{name}: in time, of the clairvoyant's", 100 * ours.served / known.served, " %", served),
+            Figure(f"{name}: in time", 100 * ours.served, "%", self.in_time),
+            Figure(f"{name}: in time, of the clairvoyant's", 100 * ours.served / known.served, "%", served),
             Figure(f"{name}: replica-hours, of the clairvoyant's", over, "", hours, at_most=True),
             Figure(
                 f"{name}: replica-hours, of Ray's best", ours.replica_hours / best.replica_hours, "", bar, True
@@ -153,7 +153,7 @@ def most_stopped(outcomes: Sequence[Outcome]) -> Figure:
     ours = [one for one in outcomes if one.policy == OURS]
     share = 100 * max((one.most_stopped for one in ours), default=0.0)
     name = f"any of {len(ours)} runs: most of a fleet that one decision stops, if more than one replica"
-    return most(name, share, 10.0, " %")
+    return most(name, share, 10.0, "%")
 
 
 def scenarios(trace: Path | None, times: int, seeds: int = 1) -> dict[str, Scenario]:

@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 SIGMA = 0.75
 """Of the logarithm of both lengths.
 
-Not published, but implied: Orca (Max) reserves 13.3 % of memory for later tokens, half an output for each of 7
+Not published, but implied: Orca (Max) reserves 13.3% of memory for later tokens, half an output for each of 7
 requests, so their mean output is 2 x 0.133 x 15,700 / 7 = 597. Long outputs stay longer, which multiplies a
 log-normal mean by exp(sigma**2): 597 / 338 gives sigma = 0.75.
 """

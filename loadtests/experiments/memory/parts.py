@@ -82,15 +82,15 @@ def saturation() -> list[Figure]:
             shares = result.split.percent()
             figures.append(Figure(f"{name}: average batch, {system}", result.batch))
             for part, share in zip(("tokens", "reserved", "internal", "external"), shares, strict=True):
-                figures.append(Figure(f"{name}: memory, {part}, {system}", share, " %"))
+                figures.append(Figure(f"{name}: memory, {part}, {system}", share, "%"))
             if long and system in given.PUBLISHED_TOKENS:
                 points = f"{name}: tokens, {system}, points from the published"
                 figures.append(most(points, abs(shares[0] - given.PUBLISHED_TOKENS[system]), NEAR))
         paged, bound = results[PAGED], filled(jobs, given.BLOCK_SIZE)
         of_bound = 100 * paged.token_share / bound
         figures += [
-            Figure(f"{name}: tokens/allocated", paged.token_share, " %", 96.0 if long else None),
-            Figure(f"{name}: tokens/allocated, of the bound of blocks of 16", of_bound, " %", 99.0),
+            Figure(f"{name}: tokens/allocated", paged.token_share, "%", 96.0 if long else None),
+            Figure(f"{name}: tokens/allocated, of the bound of blocks of 16", of_bound, "%", 99.0),
         ]
         for system, bar in ((ORACLE, 2.2), (ORACLE_FIRST_FIT, 1.7), (MAX, 4.3)):
             ratio = paged.batch / results[system].batch
@@ -116,8 +116,8 @@ def _run_shared(jobs: list[Job], prefix: int = 0) -> tuple[SharingMeter, Result]
 
 def _sharing(name: str, meter: SharingMeter) -> list[Figure]:
     return [
-        Figure(f"{name}: blocks saved", meter.saved, " %"),
-        Figure(f"{name}: of perfect sharing", 100 * meter.saved / meter.possible, " %", SHARING_BAR),
+        Figure(f"{name}: blocks saved", meter.saved, "%"),
+        Figure(f"{name}: of perfect sharing", 100 * meter.saved / meter.possible, "%", SHARING_BAR),
     ]
 
 

@@ -17,7 +17,7 @@ SEEDS = 3
 
 COST = StepCost(base=14e-3, prefill_token=1 / 16_000, decode_row=30e-6, context_token=56e-9)
 """Rooflines of two H100 (989 TFLOP/s and 3.35 TB/s each): 64 GFLOP a prompt token at half the peak; 65.6 GB of
-weights and 262 KB of K and V a token at 70 % of the bandwidth; 30 us to sample one row."""
+weights and 262 KB of K and V a token at 70% of the bandwidth; 30 us to sample one row."""
 
 SEND_DELAY = 2e-3
 """Seconds from an ingress's choice to the replica's queue."""
@@ -60,7 +60,7 @@ class Shape:
 SHARED = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000)
 """The published workload, with Zipf's popularity instead of equal ones.
 
-Its working set, 1.8 million tokens, is 73 % of eight times 308 thousand, the KV memory of the published fleet.
+Its working set, 1.8 million tokens, is 73% of eight times 308 thousand, the KV memory of the published fleet.
 """
 
 EQUAL = Shape(groups=150, system=6_000, questions=5, question=1_200, output=1_000, zipf=0.0)
@@ -110,11 +110,11 @@ class Load:
 
 HOT = Shape(groups=1, system=6_000, questions=0, question=1_200, output=200)
 HOT_RUN = Load(replicas=4, blocks=19_264, rate=16.0, warm_up=30.0, seconds=210.0)
-"""One system prompt for all. With it cached, prompts and KV reads take 63 % of each replica's time."""
+"""One system prompt for all. With it cached, prompts and KV reads take 63% of each replica's time."""
 
 UNIQUE = Shape(groups=0, system=0, questions=0, question=2_400, output=200)
 UNIQUE_RUN = Load(replicas=4, blocks=19_264, rate=14.0, warm_up=30.0, seconds=210.0)
-"""No two prompts begin alike. Prompts and KV reads take 62 % of each replica's time."""
+"""No two prompts begin alike. Prompts and KV reads take 62% of each replica's time."""
 
 LENGTH_SPREAD = (0.5, 1.5)
 """Outputs, and prompts that share nothing, are between these multiples of their mean, all equally likely.
@@ -124,7 +124,7 @@ COLD_SHARE = 0.05
 COLD_LENGTHS = (16_000, 32_000)
 COLD_SHORT = Shape(groups=0, system=0, questions=0, question=500, output=100)
 COLD_RUN = Load(replicas=8, blocks=19_264, rate=48.0, warm_up=20.0, seconds=100.0)
-"""Short and cold prompts together have 1,675 tokens on average; they and KV reads take 70 % of the time."""
+"""Short and cold prompts together have 1,675 tokens on average; they and KV reads take 70% of the time."""
 
 BURST = 64
 BURST_SECONDS = 5e-3
@@ -145,7 +145,7 @@ CHAT_RUN = Load(replicas=8, blocks=19_264, rate=3.0, warm_up=60.0, seconds=150.0
 
 SCALE = Shape(groups=20, system=6_000, questions=0, question=1_200, output=200)
 SCALE_RUN = Load(replicas=4, blocks=19_264, rate=14.0, warm_up=60.0, seconds=120.0)
-"""More than two replicas serve, 55 % of the time of four; two join after the warm-up."""
+"""More than two replicas serve, 55% of the time of four; two join after the warm-up."""
 
 SCALE_FIRST = 2
 SCALE_LIMIT = 20.0

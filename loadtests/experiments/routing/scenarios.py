@@ -54,7 +54,7 @@ class Scenario:
             more = "" if all(one.filled for one in found) else " or more"
             figures += [
                 Figure(f"{what}: output{more}", mean(made), f" ± {(max(made) - min(made)) / 2:.0f} tokens/s"),
-                Figure(f"{what}: hits", 100 * HITS(found), " %"),
+                Figure(f"{what}: hits", 100 * HITS(found), "%"),
                 Figure(f"{what}: ITL", 1e3 * ITL(found), " ms"),
                 *(Figure(f"{what}: TTFT, {share:.0%}", ttft(found, share), " s") for share in (0.5, 0.99)),
             ]
@@ -81,7 +81,7 @@ SERVED = "served"
 
 
 def _share(seeds: int) -> float:
-    """Of the oracle's figures, what ours must reach: those of single runs differ by some 3 %."""
+    """Of the oracle's figures, what ours must reach: those of single runs differ by some 3%."""
     return 0.97 if seeds >= given.SEEDS else 0.95
 
 
@@ -112,7 +112,7 @@ def _shared(seeds: int) -> Scenario:
         Measure("ITL at saturation, of the oracle's", ITL, ours, oracle, 1.05, at_most=True),
         Measure("ITL at a served rate, of round robin's", ITL, calm_ours, calm_turns, 1.05, at_most=True),
     )
-    title = "System prompts of Zipf's popularity, working set 73 % of the fleet's KV memory"
+    title = "System prompts of Zipf's popularity, working set 73% of the fleet's KV memory"
     return Scenario(title, runs, measures)
 
 

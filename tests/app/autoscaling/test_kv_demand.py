@@ -32,7 +32,7 @@ def settled(target: int, *reports: ReplicaStats, config: ScalingConfig | None = 
 
 
 def test_demand_beyond_the_pool_asks_for_as_many_as_it_fills() -> None:
-    # 900 referenced and 2,850 lacking are 3.75 pools: 5 at 75 %.
+    # 900 referenced and 2,850 lacking are 3.75 pools: 5 at 75%.
     decision = decide(snapshot(0.0, 1, stats(900.0, waiting_blocks=2_850.0)), ScalingConfig(), ScalingState())
     assert (decision.target, decision.reason) == (5, "kv")
     assert decision.need_kv == pytest.approx(5.0)
@@ -69,7 +69,7 @@ def test_arrivals_after_a_restart_of_the_counter_count() -> None:
         arrived = 6_000.0 * (second + 1 if second < 16 else second - 15)
         decision = decide(snapshot(float(second), 1, stats(10.0, arrived_tokens=arrived)), config, state)
     assert decision is not None
-    assert decision.need_prefill == pytest.approx(1.0)  # 6,000 tokens/s over 60 % of 10,000
+    assert decision.need_prefill == pytest.approx(1.0)  # 6,000 tokens/s over 60% of 10,000
 
 
 @pytest.mark.parametrize(("startup_s", "window_s"), [(300.0, 600.0), (60.0, 120.0), (5.0, 60.0)])
@@ -103,7 +103,7 @@ def test_arriving_prompts_are_a_need_where_blocks_are_not() -> None:
         one = stats(10.0, arrived_tokens=18_000.0 * second)
         decision = decide(snapshot(float(second), 4, one, one, one, one), ScalingConfig(), state)
     assert decision is not None
-    # 4 x 18,000 tokens/s over 60 % of 10,000, and the reserve.
+    # 4 x 18,000 tokens/s over 60% of 10,000, and the reserve.
     assert decision.need_prefill == pytest.approx(12.0)
     assert (decision.reason, decision.target) == ("prefill", 8)  # at most twice as many at once
 
@@ -204,12 +204,12 @@ def test_the_reserve_is_for_prompts() -> None:
     for second in range(31):
         one = stats(10.0, arrived_tokens=6_000.0 * second)
         target = decide(snapshot(float(second), target, *[one] * 2), config, state).target
-    assert target == 4  # 12,000 tokens/s over 60 % of 10,000, and two in reserve
+    assert target == 4  # 12,000 tokens/s over 60% of 10,000, and two in reserve
 
 
 @pytest.mark.parametrize(("backlog", "need"), [(0.0, 16.0 / 30.0 + 2.0 * 14.0 / 30.0), (6_000.0, 2.0)])
 def test_arrivals_of_the_last_seconds_count_where_prompts_wait(backlog: float, need: float) -> None:
-    """14 s with 12,000 tokens/s after 16 s with 6,000; 60 % of 10,000 is the upper mark."""
+    """14 s with 12,000 tokens/s after 16 s with 6,000; 60% of 10,000 is the upper mark."""
     config, state, decision, arrived = ScalingConfig(), ScalingState(), None, 0.0
     for second in range(31):
         arrived += 12_000.0 if second > 16 else 6_000.0

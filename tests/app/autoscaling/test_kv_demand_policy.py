@@ -144,6 +144,6 @@ policy = pickle.load(sys.stdin.buffer)(reserve=0.0)
 print(type(policy).__name__, policy(context)[0], policy.faults.count, policy.publisher.failures.count)
 """
     done = subprocess.run([sys.executable, "-c", script], input=blob, capture_output=True, cwd="/", check=False)
-    # 3.75 pools at 75 % are five replicas; occupancy of 90 % over 70 % are two.
+    # 3.75 pools at 75% are five replicas; occupancy of 90% over 70% are two.
     target = 5 if policy is KvDemandPolicy else 2
     assert done.stdout.decode().strip() == f"{policy.__name__} {target} 0 0", done.stderr.decode()

@@ -26,7 +26,7 @@ def decided(target: int, *referenced: float, **more: Any) -> Decision:
 
 def test_as_many_as_have_the_wanted_occupancy() -> None:
     decision = decided(4, 900.0, 900.0, 800.0, 800.0)
-    # 4 x 85 % over 70 % are 4.9.
+    # 4 x 85% over 70% are 4.9.
     assert (decision.target, decision.reason) == (5, "occupancy")
     assert decision.need_kv == pytest.approx(4 * 0.85 / 0.7)
     assert decision.demand == pytest.approx(0.85)

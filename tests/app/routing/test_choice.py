@@ -186,7 +186,7 @@ def test_ties_go_by_the_first_key_that_nobody_holds() -> None:
 @pytest.mark.parametrize(
     ("block_size", "tokens", "cached", "within"),
     [
-        (16, 1000, 0, 20),  # 2 % of what is to be computed
+        (16, 1000, 0, 20),  # 2% of what is to be computed
         (16, 1000, 500, 16),  # a block
         (16, 7, 0, 16),
         (64, 1000, 0, 64),

@@ -87,7 +87,7 @@ def test_one_long_prompt_weighs_more_than_many_short_ones() -> None:
 
 
 def test_half_used_prefix_is_worth_its_tokens_not_its_ratio() -> None:
-    # 90 % of a short prompt are little against a backlog that half of a long one outweighs.
+    # 90% of a short prompt are little against a backlog that half of a long one outweighs.
     fleet = Fleet(2)
     fleet.store(0, [*prefix(1, 9), *prefix(2, 1000)])
     fleet.report(fleet.routes[0], replace(IDLE, waiting_tokens=6000))

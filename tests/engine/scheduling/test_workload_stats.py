@@ -82,7 +82,7 @@ def test_of_unequal_outputs_more_remains() -> None:
     workload = WorkloadStats()
     for number in range(10 * WINDOW):
         ended(workload, 10 if number % 2 else 190)
-    # One in two has 190 tokens, but 95 % of those that run at some moment do.
+    # One in two has 190 tokens, but 95% of those that run at some moment do.
     assert workload.remaining_output == pytest.approx((10**2 + 190**2) / (2 * 200), rel=0.05)
 
 

@@ -31,7 +31,7 @@ def test_tools_arrive_and_the_model_chooses() -> None:
         {"tools": [function("f", description="d", parameters=CITY, strict=True), function("g")]}
     )
     assert use.tools == (Tool("f", "d", CITY), Tool("g"))
-    assert (use.choice, use.named, use.parallel, use.forced) == ("auto", "", True, False)
+    assert (use.choice, use.named, use.parallel) == ("auto", "", True)
     assert use.chars > len(json.dumps(CITY))
 
 
