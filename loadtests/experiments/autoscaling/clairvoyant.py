@@ -21,7 +21,7 @@ More than all of it: prompts may take more of the time than the share that they 
 
 def clairvoyant_name(share: float) -> str:
     """The clairvoyant that plans to use so much of each replica."""
-    return f"clairvoyant {100 * share:g} %"
+    return f"clairvoyant {100 * share:g}%"
 
 
 CLAIRVOYANT = {clairvoyant_name(share): share for share in SHARES}
