@@ -5,6 +5,7 @@ Each policy is a pure function: it reads views, request and calibration, and cha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -83,12 +84,15 @@ def cheapest(
         names = [view.replica for view in views]
         ties = places_that_stay(names, seconds, request.likely_victims, EXTRA_S, margin) or ties
     place = ties[0] if len(ties) == 1 else least_booked(views, ties, request, shared_blocks)
-    rival = min((at for at in range(len(views)) if at != place), key=seconds.__getitem__, default=None)
-    shown = (place,) if rival is None else (place, rival)
+    if len(views) > 1:
+        seconds[place] = math.inf
+        shown = [place, seconds.index(min(seconds))]
+    else:
+        shown = [place]
     held = [usable_blocks[at] for at in shown]
     parts: list[tuple[float, ...]] = []
     costs([views[at] for at in shown], held, request, calibration, now, copy_deficit, parts)
-    if rival is None:
+    if len(views) == 1:
         reason = "only"
     elif len(ties) > 1:
         reason = "balance"

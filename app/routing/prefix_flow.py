@@ -19,7 +19,7 @@ MOST_KEYS = 64
 FIRST_TOKENS = 24
 """Of a prompt, that are kept to show what it begins with."""
 
-LEAST_REQUESTS, LEAST_SHARE = 3, 0.005
+LEAST_REQUESTS, LEAST_SHARE = 3, 0.02
 """So many requests, and so many of all, make a prefix; others count for a shorter one, or for none."""
 
 MOST_PREFIXES = 16
