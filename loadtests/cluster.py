@@ -205,9 +205,8 @@ class LocalCluster:
 
     def wait_routable(self, replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the ingress that answers has exactly this many open channels."""
-        wait_for(
-            lambda: self.health().get("routable") == replicas, timeout_s, f"no {replicas} replicas are routable"
-        )
+        routable = lambda: self.health().get("routable") == replicas  # noqa: E731
+        wait_for(routable, timeout_s, f"no {replicas} replicas are routable", SLOW_POLL_S)
 
     def health(self) -> dict[str, Any]:
         """The body of /health, or {} while nothing answers."""

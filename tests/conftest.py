@@ -18,21 +18,19 @@ hypothesis.settings.register_profile("quire", deadline=None)
 hypothesis.settings.load_profile("quire")
 
 END_TO_END = Path(__file__).parent / "e2e"
-OWN_DEPLOYMENT = {
-    "test_deploys.py": 1,
-    "test_memory_pressure.py": 1,
-    "test_autoscaling.py": 2,
-    "test_refusals.py": 2,
-    "test_unlike_replicas.py": 2,
-}
-"""Files of it that deploy the application with other options; the first ones begin with the usual ones."""
-SECOND_RAY = {
-    "test_autoscaling.py",
-    "test_deploys.py",
-    "test_memory_pressure.py",
-    "test_routing_faults.py",
-    "test_unlike_replicas.py",
-}
+DEPLOYMENTS = (
+    "deployed",
+    "paced",
+    "pressed",
+    "small",
+    "restartable",
+    "old_weights",
+    "new_weights",
+    "several",
+    "scaled",
+)
+"""Fixtures of these tests that deploy, in the order in which they start the fewest replicas."""
+SECOND_RAY = {"test_autoscaling.py", "test_deploys.py", "test_routing_faults.py", "test_unlike_replicas.py"}
 """Files that take about half of the time of all: two workers, each with a Ray of its own, share them."""
 
 MUCH = 1_500_000_000
@@ -44,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """With ``--dist loadgroup``, one worker runs a whole file, and two all end-to-end tests, each on one Ray.
 
     These come first, whatever the order of the others: they take the longest. Among them, those that need
-    another deployment come last, so that there are few.
+    the same deployment come together, so that there are few.
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
@@ -74,9 +72,10 @@ def group(item: pytest.Item) -> str:
 
 def turn(item: pytest.Item) -> int:
     """Lower ones come first."""
-    if end_to_end(item):
-        return OWN_DEPLOYMENT.get(item.path.name, 0)
-    return 3
+    if not end_to_end(item):
+        return len(DEPLOYMENTS)
+    used = getattr(item, "fixturenames", ())
+    return max((place for place, name in enumerate(DEPLOYMENTS) if name in used), default=0)
 
 
 @pytest.fixture(scope="module", autouse=True)

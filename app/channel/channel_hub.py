@@ -449,6 +449,7 @@ class ChannelHub:
         self._abort(attempt.engine_id)
         if not attempt.done.done():
             attempt.done.set_exception(UnknownEpochError(attempt.channel.closed or "its ingress forgot it"))
+            attempt.done.exception()  # its call may have been canceled: nobody is left to be told
         self._report_suspects()
 
     def _report(self, load: EngineLoad, acknowledged: int) -> LoadReport:

@@ -8,9 +8,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 PATH = shutil.which("chromium")
 
@@ -109,7 +111,11 @@ def tab(profile: Path) -> Iterator[Tab]:
     try:
         yield Tab(ours_in, ours_out)
     finally:
-        process.terminate()
+        # All of it: the process that holds its connections would outlive the first one for a while.
+        browser = psutil.Process(process.pid)
+        for one in [*browser.children(recursive=True), browser]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         process.wait()
         os.close(ours_in)
         os.close(ours_out)

@@ -35,7 +35,7 @@ def server(bundled_model: Path) -> Iterator[LocalServer]:
 @pytest.fixture(scope="module")
 def http(server: LocalServer) -> Iterator[httpx.Client]:
     """A client of ``server``."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=300) as client:
         yield client
 
 

@@ -167,7 +167,7 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
         listener.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"

@@ -292,15 +292,24 @@ class LoopbackHandle:
         last: bool,
         *,
         target: str,
-    ) -> LoopbackResponse:
+    ) -> LoopbackResponse | None:
+        replica = self.replicas[target]
+
         async def beat() -> bool:
             await self.running.wait()
-            replica = self.replicas[target]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")
             return replica.hub.beat(cid, epoch, acknowledged, stale, unwanted, resync, last)
 
-        return LoopbackResponse(asyncio.get_running_loop().create_task(beat()))
+        def beat_of_nobody() -> None:
+            if not replica.dead:
+                replica.hub.beat(cid, epoch, acknowledged, stale, resync, last)
+
+        loop = asyncio.get_running_loop()
+        if last:  # its sender ends, perhaps with the loop, in which a task would be left
+            loop.call_soon(beat_of_nobody)
+            return None
+        return LoopbackResponse(loop.create_task(beat()))
 
     def _reset_prefix_cache(self, *, target: str) -> LoopbackResponse:
         async def reset() -> int:

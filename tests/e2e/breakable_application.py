@@ -22,6 +22,8 @@ POISON = 4711
 """An engine dies of a prompt that begins with this token."""
 
 DIES_AFTER_S = 0.2
+NOTICED_S = 3.0
+"""``stuck_after_s`` of a replica whose engine a test has stuck."""
 
 POOLS = "pools.json"
 """In the model's folder: the blocks of each replica, in the order in which they start."""
@@ -55,6 +57,7 @@ class BreakableReplica(EngineReplica):
         engine = self._engine._engine
         assert engine is not None
         engine.step = threading.Event().wait  # type: ignore[assignment]
+        self._watchdog.stuck_after_s = NOTICED_S
 
     async def cut_channels(self, *, target: str) -> None:
         """End every channel, as a connection that breaks would."""

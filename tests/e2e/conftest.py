@@ -42,7 +42,7 @@ def paced_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -
 
 @pytest.fixture
 def paced(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
-    """The same deployment of ``paced_model``, with both replicas routable."""
+    """The same deployment of ``paced_model``, with both replicas routable: for streams that get disturbed."""
     bare_cluster.ensure(**paced_options(paced_model))
     bare_cluster.settle(2)
     return bare_cluster

@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import ray
-from paced_model import CONTEXT
+from paced_model import CONTEXT, SLOW_S, slow_steps
 from ray import serve
 
 from app.launch import serving
@@ -34,6 +34,16 @@ OPTIONS: dict[str, Any] = {
     "admin_routes": True,
 }
 """Of most tests' application."""
+
+
+SHORT_OF_MEMORY: dict[str, Any] = {
+    "engine_replicas": 1,
+    "num_blocks": 16,
+    # Room to swap to for a few of the preempted requests only: the others are computed again.
+    "recovery": "swap",
+    "swap_space": "192KiB",
+}
+"""Of one engine that holds little, instead of those above."""
 
 
 def paced_options(model: Path) -> dict[str, Any]:
@@ -59,7 +69,7 @@ class BreakableCluster(LocalCluster):
     def settle(self, replicas: int) -> None:
         """Until exactly this many are routable and no other is still stopping, whatever the test before did."""
         self.wait_routable(replicas)
-        wait_for(lambda: len(self.engine_pids()) == replicas, SOON_S, "a replica is still stopping")
+        wait_for(lambda: len(self.engine_pids()) == replicas, SOON_S, "a replica is still stopping", 0.2)
 
     def redeploy_one(self, options: dict[str, Any]) -> None:
         """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""
@@ -71,6 +81,10 @@ class BreakableCluster(LocalCluster):
 
         wait_for(replaced, SOON_S, "the replica with the new pool is not alone")
         self.wait_routable(1)
+
+    def slow_steps(self, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """See ``paced_model.slow_steps``."""
+        return slow_steps(Path(self.options["model"]), seconds)
 
     def http(self, **how: Any) -> httpx.Client:
         """A client that takes no other server's answers."""

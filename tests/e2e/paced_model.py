@@ -5,8 +5,11 @@ Streams then last as long as a test needs, without taking the processor from the
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +18,13 @@ if TYPE_CHECKING:
     from engine.request import TokenDelta
 
 CONTEXT = 4096
-STEP_S, SLOW_S = 0.025, 0.5
+STEP_S, ROW_S, SLOW_S = 0.005, 0.004, 0.5
+"""Of a step; of each row in it besides, as routing spreads streams only if they cost something; and if slow."""
 PACE = "paced"
-"""In the model's folder: its steps take ``STEP_S`` or longer."""
+"""In the model's folder: its steps take ``STEP_S`` and ``ROW_S`` for each row, or longer."""
 SLOW = "slow"
-"""As long as it is in the model's folder, they take ``SLOW_S`` or longer: streams outlast what they should."""
+"""As long as it is in the model's folder, it says the seconds instead of ``STEP_S``: streams outlast what they
+should."""
 
 _MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "manifest.json")
 
@@ -37,6 +42,30 @@ def save_paced(folder: Path, tokenizer: Path, seed: int) -> Path:
     return folder
 
 
+def step_s(folder: Path) -> float:
+    """Seconds that a step takes now, whatever its rows."""
+    try:
+        return float((folder / SLOW).read_text())
+    except FileNotFoundError:
+        return STEP_S
+
+
+@contextlib.contextmanager
+def slow_steps(folder: Path, seconds: float = SLOW_S) -> Iterator[Callable[[], None]]:
+    """Each step takes ``seconds`` until the block ends, or calls what it gets.
+
+    However long a busy machine takes to look at a stream, it is still there to be disturbed.
+    """
+    new = folder / f"{SLOW}.new"
+    new.write_text(str(seconds))
+    new.replace(folder / SLOW)
+    go_on = partial((folder / SLOW).unlink, missing_ok=True)
+    try:
+        yield go_on
+    finally:
+        go_on()
+
+
 def keep_pace(folder: Path) -> None:
     """From now on each step of this process's engines, which serve ``folder``, takes as long as that says."""
     from engine.engine import Engine
@@ -44,9 +73,10 @@ def keep_pace(folder: Path) -> None:
     step = Engine.step
 
     def slow(engine: Engine) -> list[TokenDelta]:
-        ends = time.monotonic() + (SLOW_S if (folder / SLOW).exists() else STEP_S)
+        began = time.monotonic()
+        least_s = step_s(folder)
         deltas = step(engine)
-        time.sleep(max(ends - time.monotonic(), 0.0))
+        time.sleep(max(began + least_s + ROW_S * len(deltas) - time.monotonic(), 0.0))
         return deltas
 
     Engine.step = slow  # type: ignore[method-assign]

@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
 }
 BUSY, TOKENS = 20, 80  # together more blocks than 75% of one pool
 FEW = 2
+FEW_EVENTS_S = 0.1  # a step
 STARTED_S = 240.0
 REPORTS = 8  # of each replica, one for each decision; the window of the toys has two
 
@@ -69,7 +70,7 @@ class Clients:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         """Each ends its stream."""
         self._stop.set()
-        self._running.result(timeout=120)
+        self._running.result(timeout=STARTED_S)
         self._pool.shutdown()
 
     async def _stream_all(self) -> None:
@@ -127,7 +128,8 @@ def scaled(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluste
 
 def test_the_fleet_follows_demand_and_outlives_its_controller(scaled: BreakableCluster) -> None:
     """In one go, as each step begins with what the one before has started."""
-    with Clients(scaled, prompts(BUSY), TOKENS) as clients:  # more than one replica has blocks for
+    # More than one replica has blocks for; their events shall leave the processor to the replica that starts.
+    with scaled.slow_steps(FEW_EVENTS_S), Clients(scaled, prompts(BUSY), TOKENS) as clients:
         wait_for(lambda: running() == 2, STARTED_S, "no second replica has come")
         scaled.wait_routable(2)
         assert len(scaled.engine_pids()) == 2

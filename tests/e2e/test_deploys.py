@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import OPTIONS
-from local_cluster import SOON_S, BreakableCluster
+from local_cluster import SOON_S, BreakableCluster, paced_options
 
 from loadtests.client import Client, Outcome
 from loadtests.cluster import wait_for
 from loadtests.workloads import prompts
 
-STREAMS, TOKENS = 10, 64
+STREAMS, TOKENS = 6, 40
 EVERY_S = 0.2
 PROMPTS = prompts(STREAMS, seed=12)
 
@@ -55,15 +55,18 @@ async def under_load(cluster: BreakableCluster, act: Callable[[], object]) -> Lo
             await asyncio.sleep(EVERY_S)
         return await asyncio.gather(*asked)
 
-    async with Client(cluster.url, cluster.instance) as client:
-        streams = asyncio.gather(*(keep_streaming(prompt) for prompt in PROMPTS))
-        short = asyncio.ensure_future(keep_asking())
-        try:
-            await asyncio.to_thread(wait_for, lambda: running(cluster) >= STREAMS, SOON_S, "not all stream")
-            await asyncio.to_thread(act)
-        finally:
-            over.set()
-            load = Load(await streams, await short)
+    # Slow steps keep the load up with few events, which cost what the replicas need to start.
+    with cluster.slow_steps() as go_on:
+        async with Client(cluster.url, cluster.instance) as client:
+            streams = asyncio.gather(*(keep_streaming(prompt) for prompt in PROMPTS))
+            short = asyncio.ensure_future(keep_asking())
+            try:
+                await asyncio.to_thread(wait_for, lambda: running(cluster) >= STREAMS, SOON_S, "not all stream")
+                await asyncio.to_thread(act)
+            finally:
+                over.set()
+                go_on()
+                load = Load(await streams, await short)
     return load
 
 
@@ -80,36 +83,48 @@ def check(load: Load, said: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(deployed: BreakableCluster) -> list[str]:
+def said(bare_cluster: BreakableCluster, paced_model: Path) -> list[str]:
     """What each stream says when nothing happens."""
-    deployed.wait_routable(2)
-    load = asyncio.run(under_load(deployed, lambda: None))
-    return [outcomes[0].text for outcomes in load.streams]
+    bare_cluster.ensure(**paced_options(paced_model))
+    bare_cluster.settle(2)
+    load = asyncio.run(under_load(bare_cluster, lambda: None))
+    texts = [outcomes[0].text for outcomes in load.streams]
+    assert len(set(texts)) > STREAMS // 2
+    return texts
 
 
-def test_a_model_that_is_not_there_changes_nothing(cluster: BreakableCluster, said: list[str]) -> None:
+@pytest.fixture
+def restartable(paced: BreakableCluster) -> BreakableCluster:
+    """``paced``, for a test that leaves other options."""
+    return paced
+
+
+def test_a_model_that_is_not_there_changes_nothing(paced: BreakableCluster, said: list[str]) -> None:
+    cluster = paced
     before = settled(cluster)
+    options = dict(cluster.options)
     refused: list[str] = []
 
     def deploy() -> None:
         with pytest.raises(RuntimeError) as caught:
-            cluster.deploy(**{**OPTIONS, "model": "/no/such/folder"})
+            cluster.deploy(**{**options, "model": "/no/such/folder"})
         refused.append(str(caught.value))
 
     try:
         check(asyncio.run(under_load(cluster, deploy)), said)
     finally:
-        cluster.options = dict(OPTIONS)
+        cluster.options = options
     (message,) = refused
     assert message.splitlines()[-1].startswith("model '/no/such/folder' is not a folder")
     assert "Traceback" not in message
     assert replicas(cluster) == before
 
 
-def test_an_option_restarts_what_it_concerns(cluster: BreakableCluster, said: list[str]) -> None:
+def test_an_option_restarts_what_it_concerns(restartable: BreakableCluster, said: list[str]) -> None:
     """Of the ingress first, then of the engines."""
+    cluster = restartable
     engines, ingresses = settled(cluster)
-    options: dict[str, Any] = {**OPTIONS, "unavailable_after_s": 61, "log_level": "WARNING"}
+    options: dict[str, Any] = {**cluster.options, "unavailable_after_s": 61, "log_level": "WARNING"}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
     after = replicas(cluster)
     assert after[0] == engines

@@ -6,11 +6,12 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from local_cluster import SOON_S, BreakableCluster, kill_all
+from local_cluster import SOON_S, BreakableCluster, kill_all, paced_options
 from ray.util import placement_group, remove_placement_group
 
 from loadtests.client import Outcome, complete, complete_all, vanish
@@ -19,11 +20,17 @@ from loadtests.workloads import prompts
 
 STREAMS = 16
 TOKENS = 64
-FRAMES = 5  # of an engine, after which its streams are under way
+FRAMES = 2  # of an engine, after which its streams are under way
 FEW = 6
+SEVERAL = 4  # sequences of one request
 VANISHING = 250  # clients, 32 at once; loadtests.faults has a thousand
 MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
-LONG = 300  # tokens of a few streams; enough that a stopping replica is gone before they end
+LONG = 120  # tokens of a few streams; enough that a stopping replica is gone before they end
+
+
+@pytest.fixture
+def cluster(paced: BreakableCluster) -> BreakableCluster:
+    return paced
 
 
 async def complete_at(cluster: BreakableCluster, text: str, tokens: int, **how: Any) -> Outcome:
@@ -49,21 +56,40 @@ def frames(cluster: BreakableCluster) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(deployed: BreakableCluster) -> list[Outcome]:
+def undisturbed(bare_cluster: BreakableCluster, paced_model: Path) -> list[Outcome]:
     """What ``STREAMS`` streams say when nothing happens to them."""
-    deployed.settle(2)
-    outcomes = asyncio.run(complete_all(deployed.url, prompts(STREAMS), TOKENS, deployed.instance))
+    bare_cluster.ensure(**paced_options(paced_model))
+    bare_cluster.settle(2)
+    outcomes = asyncio.run(complete_all(bare_cluster.url, prompts(STREAMS), TOKENS, bare_cluster.instance))
     check_same(outcomes, outcomes)
+    assert len({outcome.text for outcome in outcomes}) > STREAMS // 2
     return outcomes
 
 
 async def while_streaming(
-    cluster: BreakableCluster, act: Callable[[], object], count: int = STREAMS, tokens: int = TOKENS
+    cluster: BreakableCluster,
+    act: Callable[[], object],
+    count: int = STREAMS,
+    tokens: int = TOKENS,
+    beside: int = 0,
 ) -> list[Outcome]:
-    """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes."""
-    streams = asyncio.ensure_future(
-        complete_all(cluster.url, prompts(STREAMS)[:count], tokens, cluster.instance)
-    )
+    """Start the streams, call ``act`` in a thread once every engine has some running, return all outcomes.
+
+    ``beside``: requests that are there already.
+    """
+    with cluster.slow_steps() as go_on:
+        streams = asyncio.ensure_future(
+            complete_all(cluster.url, prompts(STREAMS)[:count], tokens, cluster.instance)
+        )
+        await asyncio.to_thread(wait_under_way, cluster, count + beside)
+        await asyncio.to_thread(act)
+        assert not streams.done(), "they ended too soon to be disturbed"
+        go_on()
+        return await streams
+
+
+def wait_under_way(cluster: BreakableCluster, count: int) -> None:
+    """Until so many requests are live, and every engine has sent tokens of some."""
 
     def all_busy() -> bool:
         states = cluster.inspect()
@@ -71,16 +97,31 @@ async def while_streaming(
             state["running"] > 0 for state in states
         )
 
-    await asyncio.to_thread(wait_for, all_busy, SOON_S, "not every engine is busy")
-    begun = await asyncio.to_thread(frames, cluster)
-    await asyncio.to_thread(
-        wait_for,
+    wait_for(all_busy, SOON_S, "not every engine is busy")
+    begun = frames(cluster)
+    wait_for(
         lambda: all(count >= begun[replica] + FRAMES for replica, count in frames(cluster).items()),
         SOON_S,
         "no tokens come",
     )
-    await asyncio.to_thread(act)
-    return await streams
+
+
+async def several(cluster: BreakableCluster) -> dict[int, str]:
+    """The texts of all sequences of one request, streamed side by side; each ends well, once."""
+    how = {"n": SEVERAL, "temperature": 1.0, "seed": 42}
+    outcome = await complete_at(cluster, "Once upon a time", TOKENS, **how)
+    assert outcome.errors == []
+    assert outcome.done
+    texts = dict.fromkeys(range(SEVERAL), "")
+    ended: list[int] = []
+    for choice in outcome.choices:
+        assert choice["index"] not in ended, "nothing comes after the end"
+        texts[choice["index"]] += choice["text"]
+        if choice["finish_reason"] is not None:
+            assert choice["finish_reason"] == "length"
+            ended.append(choice["index"])
+    assert sorted(ended) == sorted(texts)
+    return texts
 
 
 def test_many_clients_vanish(cluster: BreakableCluster) -> None:
@@ -93,35 +134,44 @@ def test_many_clients_vanish(cluster: BreakableCluster) -> None:
     wait_for(lambda: cluster.connections() == 0, SOON_S, "connections are left")
 
 
-def test_channel_outlives_its_first_client(cluster: BreakableCluster) -> None:
-    # A fresh ingress process: nobody has used its channels.
-    old = cluster.channels()
-    cluster.kill(cluster.ingress_pids()[0])
-    wait_for(lambda: cluster.channels() and not cluster.channels() & old, SOON_S, "no new ingress has come")
-    cluster.wait_routable(2)
-    fresh = cluster.channels()
+@pytest.mark.parametrize("how", ["killed", "broken inside"])
+def test_engine_dies_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome], how: str) -> None:
+    """They go on elsewhere, and so do all sequences of a request for several."""
 
-    async def first_leaves() -> Outcome:
-        second = asyncio.ensure_future(complete_at(cluster, "The first rule is", 48))
-        await complete_at(cluster, "Once upon a time", 200, leave_after=2)
-        return await second
+    async def disturbed() -> tuple[list[Outcome], dict[int, str], int]:
+        with cluster.slow_steps():
+            together = asyncio.ensure_future(several(cluster))
+            victim = await asyncio.to_thread(wait_for, runs_several, SOON_S, "the sequences do not run")
 
-    outcome = asyncio.run(first_leaves())
-    assert outcome.done
-    assert outcome.finish_reason == "length"
-    assert cluster.channels() == fresh
+            def die() -> None:
+                assert not together.done()
+                if how == "killed":
+                    cluster.kill(victim["pid"])
+                else:
+                    cluster.break_engine(victim["replica"])
 
+            outcomes = await while_streaming(cluster, die, beside=1)
+            return outcomes, await together, victim["pid"]
 
-def test_engine_killed_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
-    victim = cluster.inspect()[0]
-    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
+    def runs_several() -> dict[str, Any] | None:
+        return next((state for state in cluster.inspect() if state["running"] == SEVERAL), None)
+
+    texts = asyncio.run(several(cluster))
+    assert len(set(texts.values())) == SEVERAL
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    outcomes, together, died = asyncio.run(disturbed())
     check_same(outcomes, undisturbed)
+    assert together == texts
+    wait_for(lambda: gone(died), SOON_S, "Serve still keeps the replica without an engine")
     cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def test_node_killed_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
-    """Of two nodes one is switched off: its streams go on on the other, and so does its engine."""
+    """Of two nodes one is switched off: its streams go on on the other, and so does its engine.
+
+    The third replica, which nobody needs any more, then stops.
+    """
     taken = placement_group([{"CPU": 6}])  # all that the first node has left, so a third engine fits the second
     try:
         with cluster.second_node() as node:
@@ -138,19 +188,20 @@ def test_node_killed_amid_streams(cluster: BreakableCluster, undisturbed: list[O
             wait_for(lambda: len(cluster.engine_pids()) == 3, SOON_S, "no engine has come in its place")
             cluster.wait_routable(3, timeout_s=SOON_S)
             wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+            an_idle_replica_stops_at_once(cluster)
     finally:
         remove_placement_group(taken)
         cluster.scale(2)
-        cluster.wait_routable(2)
 
 
-def test_engine_that_dies_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
-    victim = cluster.inspect()[0]
-    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.break_engine(victim["replica"])))
-    check_same(outcomes, undisturbed)
-    wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica without an engine")
-    cluster.wait_routable(2, timeout_s=SOON_S)
-    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+def an_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
+    before = cluster.engine_pids()
+    cluster.scale(2)
+    wait_for(lambda: len(cluster.inspect()) == 2, SOON_S, "no replica was told to stop")
+    left = {state["pid"] for state in cluster.inspect()}
+    (stopped,) = (pid for pid in before if pid not in left)
+    wait_for(lambda: gone(stopped), SOON_S, "the idle replica is still there")
+    assert asyncio.run(complete_at(cluster, "Hello", 4)).done
 
 
 def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
@@ -221,43 +272,41 @@ def test_channels_that_break_amid_streams_cost_no_computation(
 
 
 def test_ingress_killed_amid_streams(cluster: BreakableCluster) -> None:
+    """The next one begins with channels of its own."""
     before = cluster.channels()
 
     async def kill() -> None:
-        streams = asyncio.gather(
-            *(complete_at(cluster, text, LONG) for text in prompts(8)),
-            return_exceptions=True,
-        )
-        await asyncio.to_thread(
-            wait_for, lambda: sum(state["running"] for state in cluster.inspect()) == 8, SOON_S, "not all run"
-        )
-        cluster.kill(cluster.ingress_pids()[0])
-        await streams
+        with cluster.slow_steps():
+            streams = asyncio.gather(*(complete_at(cluster, text, LONG) for text in prompts(8)))
+            run = lambda: sum(state["running"] for state in cluster.inspect()) == 8  # noqa: E731
+            await asyncio.to_thread(wait_for, run, SOON_S, "not all run")
+            cluster.kill(cluster.ingress_pids()[0])
+            await streams
 
     asyncio.run(kill())
     wait_for(cluster.idle, SOON_S, "a dead ingress still holds blocks")
     wait_for(lambda: not cluster.channels() & before, SOON_S, "a dead ingress still holds channels")
     cluster.wait_routable(2, timeout_s=SOON_S)
-    assert asyncio.run(complete_at(cluster, "Hello", 4)).done
+    fresh = cluster.channels()
+    assert len(fresh) == 2
+    channels_outlive_their_first_client(cluster)
+    assert cluster.channels() == fresh
+
+
+def channels_outlive_their_first_client(cluster: BreakableCluster) -> None:
+    async def first_leaves() -> Outcome:
+        second = asyncio.ensure_future(complete_at(cluster, "The first rule is", 48))
+        await complete_at(cluster, "Once upon a time", 200, leave_after=2)
+        return await second
+
+    outcome = asyncio.run(first_leaves())
+    assert outcome.done
+    assert outcome.finish_reason == "length"
 
 
 def test_garbage_is_not_sought_in_what_an_engine_has_loaded(cluster: BreakableCluster) -> None:
     """It would stop every stream for a tenth of a second."""
     assert all(state["frozen_objects"] > 100_000 for state in cluster.inspect())
-
-
-def test_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
-    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
-    before = cluster.engine_pids()
-    cluster.scale(1)
-    try:
-        wait_for(lambda: len(cluster.inspect()) == 1, SOON_S, "no replica was told to stop")
-        (left,) = (state["pid"] for state in cluster.inspect())
-        (stopped,) = (pid for pid in before if pid != left)
-        wait_for(lambda: gone(stopped), SOON_S, "the idle replica is still there")
-        assert asyncio.run(complete_at(cluster, "Hello", 4)).done
-    finally:
-        cluster.scale(2)
 
 
 def test_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:

@@ -42,8 +42,14 @@ def answer_of(url: str) -> str:
     return response.headers[INSTANCE]
 
 
-def test_a_server_answers_only_for_itself_and_haproxy_dies_with_it(cluster: BreakableCluster) -> None:
-    with application([*ALONE, "served_model_name=neighbor"]) as (process, url, instance):
+def test_a_server_answers_only_for_itself_and_haproxy_dies_with_it(
+    cluster: BreakableCluster, paced_model: Path
+) -> None:
+    with application([*ALONE, f"model={paced_model}", "served_model_name=neighbor"]) as (
+        process,
+        url,
+        instance,
+    ):
         lets_no_other_answer(cluster, process, url, instance)
         end_all_but_haproxy(process)
         assert answer_of(url) == "refused"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-from local_cluster import BreakableCluster
+from local_cluster import SHORT_OF_MEMORY, SOON_S, BreakableCluster, paced_options
 
 from engine.scheduling.recovery import Recovery
 from loadtests.client import Outcome, complete_all
@@ -42,33 +43,39 @@ def blocks_needed(streams: int, tokens: int) -> int:
 def press(cluster: LocalCluster, texts: Sequence[str], tokens: int) -> Pressed:
     """Run all streams at once, and look at the engine afterwards."""
     outcomes = asyncio.run(complete_all(cluster.url, texts, tokens, cluster.instance))
-    wait_for(cluster.idle, 30.0, "requests or blocks are left")
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     states = cluster.inspect()
     recoveries = {kind: sum(state["recoveries"][kind] for state in states) for kind in map(str, Recovery)}
     return Pressed(outcomes, sum(state["preemptions"] for state in states), recoveries)
 
 
-BLOCKS = blocks_needed(STREAMS, TOKENS) // 4
+assert SHORT_OF_MEMORY["num_blocks"] == blocks_needed(STREAMS, TOKENS) // 4
 
 
 @pytest.fixture(scope="module")
-def said(deployed: BreakableCluster) -> list[str]:
-    """What the streams say on the session's two engines, whose pools have room for all."""
-    deployed.wait_routable(2)
-    with_room = press(deployed, PROMPTS, TOKENS)
+def said(bare_cluster: BreakableCluster, paced_model: Path) -> list[str]:
+    """What the streams say on two engines whose pools have room for all."""
+    bare_cluster.ensure(**paced_options(paced_model))
+    bare_cluster.settle(2)
+    with_room = press(bare_cluster, PROMPTS, TOKENS)
     assert with_room.preemptions == 0
     assert len(set(with_room.texts)) > STREAMS // 2  # greedy, so that some may end up alike
     return with_room.texts
 
 
-def test_all_streams_end_with_the_same_tokens(deployed: BreakableCluster, said: list[str]) -> None:
-    # Room to swap to for a few of the preempted ones only: the others are computed again.
-    changes = {"engine_replicas": 1, "num_blocks": BLOCKS, "recovery": "swap", "swap_space": "6MiB"}
-    deployed.redeploy_one({**deployed.options, **changes})
-    pressed: Pressed = press(deployed, PROMPTS, TOKENS)
+@pytest.fixture
+def pressed(said: list[str], bare_cluster: BreakableCluster, paced_model: Path) -> Pressed:
+    """The same of one engine with little memory, once ``said`` is known."""
+    bare_cluster.redeploy_one({**paced_options(paced_model), **SHORT_OF_MEMORY})
+    return press(bare_cluster, PROMPTS, TOKENS)
+
+
+def test_all_streams_end_with_the_same_tokens(
+    bare_cluster: BreakableCluster, said: list[str], pressed: Pressed
+) -> None:
     assert all(outcome.complete for outcome in pressed.outcomes)
     assert pressed.texts == said
     assert pressed.preemptions > 0
     assert pressed.recoveries["swap"] > 0
-    (state,) = deployed.inspect()
+    (state,) = bare_cluster.inspect()
     assert (state["swapped"], state["host_blocks_used"]) == (0, 0)

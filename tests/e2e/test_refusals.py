@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from local_cluster import SOON_S, BreakableCluster
+from local_cluster import SHORT_OF_MEMORY, SOON_S, BreakableCluster, paced_options
 
 from loadtests.client import MODEL
 from loadtests.cluster import wait_for
 from loadtests.workloads import prompts
 
 CLIENTS, TOKENS = 40, 32
-BLOCKS = 24  # of eight requests at once
 REFUSED = 12  # are enough
-OPTIONS = {
-    "dtype": "float32",
-    "engine_replicas": 1,
-    "engine_cpus": 1,
-    "threads": 1,
-    "num_blocks": BLOCKS,
-    "max_wait_s": 1,
-    "check_invariants": True,
-    "admin_routes": True,
-}
+OPTIONS = {**SHORT_OF_MEMORY, "max_wait_s": 1.0}  # room for five requests at once
 
 
 class Answer(NamedTuple):
@@ -38,9 +29,10 @@ class Answer(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def small(bare_cluster: BreakableCluster, bundled_model: object) -> BreakableCluster:
-    """The session's cluster with one engine that holds little."""
-    bare_cluster.redeploy_one(OPTIONS)
+def small(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
+    """One engine that holds little, that of the memory tests if these came before."""
+    bare_cluster.redeploy_one({**paced_options(paced_model), **OPTIONS})
+    wait_for(lambda: len(bare_cluster.ingresses()) == 1, SOON_S, "an ingress that refuses nothing is left")
     return bare_cluster
 
 

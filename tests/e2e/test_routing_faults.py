@@ -5,14 +5,19 @@ The measuring command does the same for longer and judges how long things take; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 
+from loadtests.client import Outcome
 from loadtests.cluster import wait_for
 from loadtests.experiments.routing_faults import RoutingFaults
 from loadtests.report import Figure
+
+FEW_EVENTS_S = 0.1
+"""A step, while replicas start: events would take the processor from them."""
 
 
 def check(figures: list[Figure]) -> None:
@@ -25,15 +30,28 @@ class QuickFaults(RoutingFaults):
 
     long_s, share_s, share, many = 4.0, 6.0, 0.5, 3
     after_s = 0.5
+    cluster: BreakableCluster
+
+    def while_streaming(
+        self, texts: Sequence[str], tokens: int, engines: int, act: Callable[[], Any]
+    ) -> tuple[list[Outcome], Any]:
+        """As ever, with steps that are slow until ``act`` has ended."""
+        with self.cluster.slow_steps() as go_on:
+
+            def act_and_go_on() -> Any:
+                result = act()
+                go_on()
+                return result
+
+            return super().while_streaming(texts, tokens, engines, act_and_go_on)
 
 
 @pytest.fixture
-def faults(cluster: BreakableCluster) -> Iterator[RoutingFaults]:
-    yield QuickFaults(cluster)
-    cluster.cordon([], 0.0)
-    cluster.scale(2)
-    wait_for(lambda: len(cluster.ingresses()) == 1, 120.0, "the second ingress is still there")
-    cluster.wait_routable(2)
+def faults(paced: BreakableCluster) -> Iterator[RoutingFaults]:
+    yield QuickFaults(paced)
+    paced.cordon([], 0.0)
+    paced.scale(2)
+    wait_for(lambda: len(paced.ingresses()) == 1, SOON_S, "the second ingress is still there")
 
 
 def test_a_cordoned_replica_gets_nothing_new_and_hands_its_streams_over(faults: RoutingFaults) -> None:
@@ -41,7 +59,8 @@ def test_a_cordoned_replica_gets_nothing_new_and_hands_its_streams_over(faults: 
 
 
 def test_new_replicas_get_their_share_and_one_that_dies_ends_no_stream(faults: RoutingFaults) -> None:
-    check(faults.scaled_up())
+    with faults.cluster.slow_steps(FEW_EVENTS_S):
+        check(faults.scaled_up())
     check(faults.one_of_many_killed())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -108,48 +107,6 @@ def test_priorities_are_taken(sdk: openai.OpenAI) -> None:
         sdk.completions.create(**{**SAMPLED, "extra_body": {"priority": -1}})
     with pytest.raises(openai.BadRequestError, match="between -1000"):
         sdk.completions.create(**{**SAMPLED, "extra_body": {"priority": 5000}})
-
-
-def stream_and(sdk: openai.OpenAI, asked: Any, act: Callable[[], object], after: int) -> list[str]:
-    """The streamed texts of all choices; ``act`` is called once each has ``after`` chunks."""
-    said = [""] * asked["n"]
-    counts = [0] * asked["n"]
-    ends: list[str | None] = [None] * asked["n"]
-    acted = False
-    for chunk in sdk.completions.create(**asked, stream=True):
-        (choice,) = chunk.choices
-        assert ends[choice.index] is None, "nothing comes after the end"
-        said[choice.index] += choice.text
-        counts[choice.index] += 1
-        ends[choice.index] = choice.finish_reason
-        if not acted and min(counts) >= after:
-            acted = True
-            act()
-    assert acted
-    assert ends == ["length"] * asked["n"]
-    return said
-
-
-@pytest.mark.parametrize("how", ["kill", "break"])
-def test_all_sequences_go_on_when_their_engine_dies(
-    cluster: BreakableCluster, sdk: openai.OpenAI, how: str
-) -> None:
-    asked = {**SAMPLED, "n": 4, "max_tokens": 200}
-    undisturbed = texts(sdk.completions.create(**asked))
-    assert len(set(undisturbed)) == 4
-    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
-
-    def die() -> None:
-        (victim,) = (state for state in cluster.inspect() if state["live_requests"] > 0)
-        assert victim["running"] == 4
-        if how == "kill":
-            cluster.kill(victim["pid"])
-        else:
-            cluster.break_engine(victim["replica"])
-
-    assert stream_and(sdk, asked, die, after=10) == undisturbed
-    cluster.wait_routable(2, timeout_s=60)
-    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def test_a_client_that_leaves_ends_all_sequences(cluster: BreakableCluster, sdk: openai.OpenAI) -> None:

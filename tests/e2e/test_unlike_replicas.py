@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from breakable_application import POISON, POOLS, give_pools_back
 from local_cluster import OPTIONS, SOON_S, BreakableCluster, paced_options
-from paced_model import CONTEXT, SLOW, save_paced
+from paced_model import CONTEXT, save_paced, slow_steps
 
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
 from loadtests.client import Client, Outcome
@@ -18,7 +18,7 @@ from loadtests.cluster import gone, wait_for
 
 FLEET, NEIGHBORS = 3, 16
 STREAMS = 5
-SHORT, WHILE, LONG = 6, 400, 200  # tokens; those of neighbors outlast two deaths
+SHORT, LONG = 6, 200  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +57,19 @@ def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
     larger: BreakableCluster,
 ) -> None:
     cluster = larger
-    undisturbed = asyncio.run(streams(cluster, NEIGHBORS, WHILE))
+    undisturbed = asyncio.run(streams(cluster, NEIGHBORS, LONG))
     before = cluster.engine_pids()
 
     async def poisoned() -> tuple[list[Outcome], Outcome]:
-        neighbors = asyncio.ensure_future(streams(cluster, NEIGHBORS, WHILE))
-        busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBORS  # noqa: E731
-        await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbors run")
-        async with Client(cluster.url, cluster.instance) as client:
-            poison = await client.complete([POISON, 20, 30], LONG)
-        assert not neighbors.done(), "they ended too soon to be disturbed"
-        return await neighbors, poison
+        with cluster.slow_steps() as go_on:
+            neighbors = asyncio.ensure_future(streams(cluster, NEIGHBORS, LONG))
+            busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBORS  # noqa: E731
+            await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbors run")
+            async with Client(cluster.url, cluster.instance) as client:
+                poison = await client.complete([POISON, 20, 30], LONG)
+            assert not neighbors.done(), "they ended too soon to be disturbed"
+            go_on()
+            return await neighbors, poison
 
     neighbors, poison = asyncio.run(poisoned())
     assert [error["code"] for error in poison.errors] == ["engine_died"]
@@ -78,36 +80,43 @@ def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
     assert sum(map(gone, before)) == 2
 
 
+@pytest.fixture
+def old_weights(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
+    """``paced_model`` on two replicas, with whatever other options."""
+    if bare_cluster.options.get("model") != str(paced_model):
+        bare_cluster.deploy(**paced_options(paced_model))
+    bare_cluster.settle(2)
+    return bare_cluster
+
+
 def test_a_redeploy_with_other_weights_mixes_no_answer(
-    paced: BreakableCluster, paced_model: Path, new_model: Path
+    old_weights: BreakableCluster, paced_model: Path, new_model: Path
 ) -> None:
-    cluster = paced
+    cluster = old_weights
     undisturbed = asyncio.run(streams(cluster, STREAMS, LONG))
     short: list[Outcome] = []
     beside: set[str] = set()  # the weights of the short answers that came while the long streams ran
 
     async def redeploy() -> list[Outcome]:
-        long = asyncio.ensure_future(streams(cluster, STREAMS, LONG))
-        busy = lambda: sum(state["running"] for state in cluster.inspect()) == STREAMS  # noqa: E731
-        await asyncio.to_thread(wait_for, busy, SOON_S, "not all streams run")
-        (paced_model / SLOW).touch()
-        deployed = asyncio.ensure_future(asyncio.to_thread(lambda: cluster.deploy(**paced_options(new_model))))
-        while not (deployed.done() and long.done()):
-            short.extend(await streams(cluster, 1, SHORT))
-            if not long.done():
-                beside.update(fingerprints(short[-1]))
-            if after in beside:
-                (paced_model / SLOW).unlink(missing_ok=True)
-            await asyncio.sleep(0.2)
-        await deployed
-        return await long
+        with slow_steps(paced_model) as go_on:
+            long = asyncio.ensure_future(streams(cluster, STREAMS, LONG))
+            busy = lambda: sum(state["running"] for state in cluster.inspect()) == STREAMS  # noqa: E731
+            await asyncio.to_thread(wait_for, busy, SOON_S, "not all streams run")
+            options = paced_options(new_model)
+            deployed = asyncio.ensure_future(asyncio.to_thread(lambda: cluster.deploy(**options)))
+            while not (deployed.done() and long.done()):
+                short.extend(await streams(cluster, 1, SHORT))
+                if not long.done():
+                    beside.update(fingerprints(short[-1]))
+                if after in beside:
+                    go_on()
+                await asyncio.sleep(0.2)
+            await deployed
+            return await long
 
     before, after = fingerprint(paced_model), fingerprint(new_model)
     assert before != after
-    try:
-        long = asyncio.run(redeploy())
-    finally:
-        (paced_model / SLOW).unlink(missing_ok=True)
+    long = asyncio.run(redeploy())
     assert after in beside, "the streams ended before the new weights answered"
     assert [(one.fault, one.text) for one in long] == [("", one.text) for one in undisturbed]
     assert [fingerprints(one) for one in [*undisturbed, *long]] == [{before}] * (2 * STREAMS)
@@ -121,13 +130,17 @@ def test_a_redeploy_with_other_weights_mixes_no_answer(
         assert answers[which].startswith(one.text)
 
 
-def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(
-    bare_cluster: BreakableCluster, new_model: Path
-) -> None:
-    cluster = bare_cluster
-    if cluster.options != paced_options(new_model):  # else these are the replicas of the redeploy
+@pytest.fixture
+def new_weights(bare_cluster: BreakableCluster, new_model: Path) -> BreakableCluster:
+    """``new_model`` on two replicas; usually those of the redeploy."""
+    if bare_cluster.options != paced_options(new_model):
         give_pools_back(new_model)
-        cluster.deploy(**paced_options(new_model))
+        bare_cluster.deploy(**paced_options(new_model))
+    return bare_cluster
+
+
+def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(new_weights: BreakableCluster) -> None:
+    cluster = new_weights
 
     async def ask(prompt: int, count: int) -> list[Outcome]:
         async with Client(cluster.url, cluster.instance) as client:
@@ -140,10 +153,16 @@ def test_a_prompt_goes_to_the_replica_whose_pool_holds_it(
     cluster.wait_routable(2)
 
 
+@pytest.fixture
+def several(bare_cluster: BreakableCluster) -> BreakableCluster:
+    """For a test that deploys several models."""
+    return bare_cluster
+
+
 def test_a_model_comes_and_sleeps_beside_one_that_goes_on(
-    bare_cluster: BreakableCluster, paced_model: Path, new_model: Path
+    several: BreakableCluster, paced_model: Path, new_model: Path
 ) -> None:
-    cluster = bare_cluster
+    cluster = several
     shared = {**OPTIONS, "max_model_len": CONTEXT, "kv_memory": "64MiB", "engine_replicas": 1}
     del shared["engine_cpus"]
     stays = {"name": "stays", "model": str(paced_model)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtests.experiments.routing import constants
 from loadtests.experiments.routing.approximate import ApproximateIndex
 from loadtests.experiments.routing.arms import Arm
 from loadtests.experiments.routing.command import main
@@ -164,7 +165,10 @@ def test_a_scenario_judges_its_runs() -> None:
     assert (lost.value, lost.holds) == (3, False)
 
 
-def test_the_command_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "BURST_TRIALS", 1)
     out = tmp_path / "figures.json"
     main(["--only", "burst", "--workers", "1", "--json", str(out)])
     figures = {figure["name"]: figure for figure in json.loads(out.read_text())["figures"]}
