@@ -198,6 +198,13 @@ class IngressOptions(Group):
         live=True,
         gt=0,
     )
+    max_lag_s: float = option(
+        0.5,
+        "Return 429 while an ingress is behind with the streams that it has: for a second its event loop has "
+        "been late, or events of engines have waited for it, by more than this, in seconds",
+        live=True,
+        gt=0,
+    )
     unavailable_after_s: float = option(
         60.0,
         "Return 503 for a request that has found no engine for this long, in seconds",

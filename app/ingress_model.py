@@ -98,6 +98,7 @@ class IngressModel:
         self.overload = OverloadControl(
             expected_wait(engine),
             max_wait_s=options.max_wait_s,
+            max_lag_s=options.ingress.max_lag_s,
             max_replicas=options.scaling.reachable_replicas,
             startup_s=options.scaling.startup_grace_s,
             backlog_s=self.client.lag_s,
@@ -125,7 +126,7 @@ class IngressModel:
         self.service.options = options.ingress
         self.service.engine_wait_s = options.replica_wait_s
         self.client.configure(options.replica_wait_s)
-        self.overload.configure(options.max_wait_s)
+        self.overload.configure(options.max_wait_s, options.ingress.max_lag_s)
         self.overload.start(self._background)
         if self._victims is not None:
             self._victims.start(self._background)

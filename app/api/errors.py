@@ -103,7 +103,7 @@ def overloaded(refusal: Refusal) -> ApiError:
         return ApiError(
             429,
             f"this front end is {refusal.wait_s:.1f} s behind with the streams that it has, above the limit of "
-            f"{refusal.limit_s:g} s; try again in {refusal.retry_after_s} s, or run more of them "
+            f"{refusal.limit_s:g} s (max_lag_s); try again in {refusal.retry_after_s} s, or run more of them "
             "(ingress_replicas)",
             code="overloaded",
             kind="rate_limit_error",

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 
-BEHIND_S = 0.5
-"""Lag beyond which an ingress that does not catch up takes no new requests."""
+CAUGHT_UP = 0.4
+"""An ingress has caught up within so much of the limit of its lag."""
 
-CAUGHT_UP_S = 0.2
 HOLD_S = 1.0
-"""How long the lag must stay beyond ``BEHIND_S``, or within ``CAUGHT_UP_S``, to be more than a moment's."""
+"""How long the lag must stay beyond the limit, or within ``CAUGHT_UP`` of it, to be more than a moment's."""
 
 
 class LoopLag:
     """Judged a few times a second by :meth:`look`; times are in seconds.
 
-    ``behind`` begins when every look for ``HOLD_S`` finds more than ``BEHIND_S``. It ends when every look for
-    as long finds less than ``CAUGHT_UP_S``. A single pause, such as that of a stopped process, changes nothing.
+    ``behind`` begins when every look for ``HOLD_S`` finds more than ``limit_s``. It ends when every look for
+    as long finds less than ``CAUGHT_UP`` of it. A single pause, such as that of a stopped process, changes
+    nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
         self.seconds = 0.0
         self.behind = False
         self._since = math.inf  # the lag has been on the other side of its bound
@@ -27,7 +28,7 @@ class LoopLag:
     def look(self, now: float, lag_s: float) -> None:
         """Take in the lag at ``now``."""
         self.seconds = lag_s
-        crossed = lag_s < CAUGHT_UP_S if self.behind else lag_s > BEHIND_S
+        crossed = lag_s < CAUGHT_UP * self.limit_s if self.behind else lag_s > self.limit_s
         if not crossed:
             self._since = math.inf
         elif self._since == math.inf:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from app.autoscaling.fault_counter import FaultCounter
 from app.background import Background
-from app.fleet.loop_lag import BEHIND_S, HOLD_S, LoopLag
+from app.fleet.loop_lag import HOLD_S, LoopLag
 from app.routing.waiting import ExpectedWait
 
 EVERY_S = 0.05
@@ -65,6 +65,7 @@ class OverloadControl:
         expected: Callable[[], ExpectedWait | None] = lambda: None,
         *,
         max_wait_s: float = math.inf,
+        max_lag_s: float = math.inf,
         max_replicas: int = 1,
         startup_s: float = 0.0,
         backlog_s: Callable[[], float] = lambda: 0.0,
@@ -76,7 +77,7 @@ class OverloadControl:
         self._max_replicas = max_replicas
         self._startup_s = startup_s
         self._backlog_s = backlog_s
-        self._lag = LoopLag()
+        self._lag = LoopLag(max_lag_s)
         self._clock = clock
         self._rng = rng or random.Random()
         self._looked_at = -math.inf
@@ -91,9 +92,10 @@ class OverloadControl:
         self._refused = 0
         self._faults = FaultCounter("the expected wait could not be estimated; admitting all requests", logger)
 
-    def configure(self, max_wait_s: float) -> None:
-        """Another limit from now on; see the class."""
+    def configure(self, max_wait_s: float, max_lag_s: float) -> None:
+        """Other limits from now on; see the class."""
         self._max_wait_s = max_wait_s
+        self._lag.limit_s = max_lag_s
 
     def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it.
@@ -103,7 +105,9 @@ class OverloadControl:
         """
         if self._lag.behind:
             self._refused += 1
-            return Refusal(self._lag.seconds, BEHIND_S, self._later(self._lag.seconds + HOLD_S), behind=True)
+            return Refusal(
+                self._lag.seconds, self._lag.limit_s, self._later(self._lag.seconds + HOLD_S), behind=True
+            )
         if self._clock() - self._looked_at >= EVERY_S:
             self.update()
         if not self._overloaded:
@@ -127,7 +131,7 @@ class OverloadControl:
             logger.warning(
                 "this ingress is %.1f s behind, the limit is %.1f s: %s",
                 self._lag.seconds,
-                BEHIND_S,
+                self._lag.limit_s,
                 "it takes no new requests" if self._lag.behind else "it keeps up again",
             )
 

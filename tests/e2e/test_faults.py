@@ -81,7 +81,10 @@ async def while_streaming(
         streams = asyncio.ensure_future(
             complete_all(cluster.url, prompts(STREAMS)[:count], tokens, cluster.instance)
         )
-        await asyncio.to_thread(wait_under_way, cluster, count + beside)
+        under_way = asyncio.ensure_future(asyncio.to_thread(wait_under_way, cluster, count + beside))
+        await asyncio.wait((streams, under_way), return_when=asyncio.FIRST_COMPLETED)
+        assert not streams.done(), [outcome.fault for outcome in streams.result()]
+        await under_way
         await asyncio.to_thread(act)
         assert not streams.done(), "they ended too soon to be disturbed"
         go_on()

