@@ -20,6 +20,7 @@ hypothesis.settings.load_profile("quire")
 END_TO_END = Path(__file__).parent / "e2e"
 DEPLOYMENTS = (
     "deployed",
+    "evenly",
     "paced",
     "pressed",
     "small",

@@ -303,7 +303,7 @@ class LoopbackHandle:
 
         def beat_of_nobody() -> None:
             if not replica.dead:
-                replica.hub.beat(cid, epoch, acknowledged, stale, resync, last)
+                replica.hub.beat(cid, epoch, acknowledged, stale, unwanted, resync, last)
 
         loop = asyncio.get_running_loop()
         if last:  # its sender ends, perhaps with the loop, in which a task would be left

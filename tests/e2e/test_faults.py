@@ -28,9 +28,22 @@ MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; abo
 LONG = 120  # tokens of a few streams; enough that a stopping replica is gone before they end
 
 
+def deploy_evenly(cluster: BreakableCluster, model: Path) -> None:
+    """Each engine gets some of the streams, whatever the router remembers of what was done to the others."""
+    cluster.ensure(**paced_options(model), routing="least_tokens")
+    cluster.settle(2)
+
+
 @pytest.fixture
-def cluster(paced: BreakableCluster) -> BreakableCluster:
-    return paced
+def evenly(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
+    """``paced``, with another routing."""
+    deploy_evenly(bare_cluster, paced_model)
+    return bare_cluster
+
+
+@pytest.fixture
+def cluster(evenly: BreakableCluster) -> BreakableCluster:
+    return evenly
 
 
 async def complete_at(cluster: BreakableCluster, text: str, tokens: int, **how: Any) -> Outcome:
@@ -58,8 +71,7 @@ def frames(cluster: BreakableCluster) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def undisturbed(bare_cluster: BreakableCluster, paced_model: Path) -> list[Outcome]:
     """What ``STREAMS`` streams say when nothing happens to them."""
-    bare_cluster.ensure(**paced_options(paced_model))
-    bare_cluster.settle(2)
+    deploy_evenly(bare_cluster, paced_model)
     outcomes = asyncio.run(complete_all(bare_cluster.url, prompts(STREAMS), TOKENS, bare_cluster.instance))
     check_same(outcomes, outcomes)
     assert len({outcome.text for outcome in outcomes}) > STREAMS // 2
