@@ -1,4 +1,4 @@
-"""The fleet that knows what comes: how few replicas would have been enough, to judge the others by."""
+"""A fleet that knows what comes, to judge the others by: a good plan, not the best one that there could be."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Clairvoyant:
     """Asks for what is needed within the time that a replica takes to start.
 
     It knows the requests of that time with the lengths of their answers, and nothing of later ones. A replica
-    that is needed within this time must be there or start now, and no other one must: given the needs, no fleet
-    of these replicas is smaller. The needs are those of a fleet whose replicas start at once.
+    that is needed within this time must be there or start now, and no other one must. The needs are estimates:
+    those of a fleet whose replicas start at once. Others may do with fewer.
     """
 
     def __init__(self, workload: Workload, share: float, first: int, most: int, startup_s: float) -> None:
