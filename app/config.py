@@ -182,6 +182,14 @@ class IngressOptions(Group):
         live=True,
         ge=1,
     )
+    max_response_logprobs: int = option(
+        2**19,
+        "Return 400 for requests whose whole response could have more log probabilities of output tokens than "
+        "this: prompts times sequences times `max_tokens` times one more than the alternatives. Without "
+        "`max_tokens` the output ends there; streams have no limit",
+        live=True,
+        ge=1,
+    )
     min_priority: int = option(
         0,
         "Lowest `priority` that clients may ask for; lower runs first. At 0 no client gets ahead of requests "

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from app.api.answers import Answer
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
-from app.api.prompt_limits import check_prompts, within_context
+from app.api.prompt_limits import check_prompts, within_context, within_logprobs
 from app.api.reply import Reply
 from app.api.request_record import RequestRecord
 from app.api.sse import EventStream, WholeResponse
@@ -44,8 +44,9 @@ class ResponseMaker:
         self._decoder = decoder
         self._in_thread = in_thread
 
-    async def checked(self, job: GenerationJob, limits: FleetLimits) -> GenerationJob:
-        """The job, found to be valid by ``limits``, and with no more output than its key may have.
+    async def checked(self, job: GenerationJob, limits: FleetLimits, most_logprobs: int) -> GenerationJob:
+        """The job, found to be valid by ``limits``, and with no more output than its key and ``most_logprobs``
+        in one response allow.
 
         Raises:
             InvalidRequestError: the engines would refuse it.
@@ -56,7 +57,7 @@ class ResponseMaker:
             check_prompts(job, limits)
         else:
             await self._in_thread(lambda: check_prompts(job, limits))
-        return replace(job, checked=limits)
+        return replace(within_logprobs(job, limits, most_logprobs), checked=limits)
 
     def response(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> ASGIApp:
         """What generates and sends the response to a checked job; ``record`` counts what it costs."""

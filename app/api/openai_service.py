@@ -127,7 +127,7 @@ class OpenAIService:
                 options, [kept_end(prompt, options, limits) for prompt in prompts], False, caller
             )
             permit.add_tokens(job.prompt_tokens, self.options)
-            job = await self._responses.checked(job, limits)
+            job = await self._responses.checked(job, limits, self.options.max_response_logprobs)
             if options.output.echo:
                 job = replace(job, echoes=await self._echoes(request, prompts, job))
             reply = OpenAIReply(job, self._envelope("cmpl", caller), self._tokenizer.decoder)
@@ -165,7 +165,7 @@ class OpenAIService:
                 continues=request.template.continue_final_message,
             )
             permit.add_tokens(job.prompt_tokens, self.options)
-            job = await self._responses.checked(job, limits)
+            job = await self._responses.checked(job, limits, self.options.max_response_logprobs)
             if reply_to is None:
                 reply: Reply = OpenAIReply(job, self._envelope("chatcmpl", caller), self._tokenizer.decoder)
             else:

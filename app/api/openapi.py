@@ -1,14 +1,16 @@
-"""``GET /openapi.json``: the routes and their parameters, with the names and limits that the code checks.
+"""``GET /openapi.json``: the routes and their parameters, with the names, limits and defaults of the code.
 
 A parameter that the code knows and this page does not describe is there without a description.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
@@ -34,6 +36,7 @@ Schema = dict[str, Any]
 _BOOLEAN: Schema = {"type": "boolean"}
 _STRING: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
+_EVENTS = "text/event-stream"
 
 
 def _integer(low: int | None = None, high: int | None = None, description: str = "") -> Schema:
@@ -70,7 +73,14 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_STOP: Schema = {"type": "string", "minLength": 1, "maxLength": openai_types.MAX_STOP_CHARS}
+def _nullable(schema: Schema) -> Schema:
+    if not schema:
+        return schema
+    bare = {key: value for key, value in schema.items() if key != "description"}
+    return _any(bare, {"type": "null"}, description=schema.get("description", ""))
+
+
+_STOP: Schema = {"type": "string", "maxLength": openai_types.MAX_STOP_CHARS}
 _TOKENS = _list({"type": "integer", "minimum": 0})
 _BAD_WORD: Schema = {"type": "string", "minLength": 1, "maxLength": output_options.MAX_BAD_WORD_CHARS}
 _PROMPT = _any(_STRING, _TOKENS, _list(_any(_STRING, _TOKENS), 1, openai_types.MAX_PROMPTS))
@@ -168,8 +178,8 @@ _CHAT_MESSAGE: Schema = {
     "properties": {
         "role": {"enum": sorted(chat_messages.ROLES)},
         "content": _any(_STRING, _list(_OBJECT), {"type": "null"}),
-        "tool_calls": _list(_OBJECT, 0, chat_messages.MAX_CALLS, "Of the assistant."),
-        "tool_call_id": _described(_STRING, "Of a tool."),
+        "tool_calls": _nullable(_list(_OBJECT, 0, chat_messages.MAX_CALLS, "Of the assistant.")),
+        "tool_call_id": _nullable(_described(_STRING, "Of a tool.")),
     },
     "required": ["role"],
 }
@@ -224,12 +234,33 @@ _ANTHROPIC_ERROR: Schema = {
 }
 
 
-def _body(known: Collection[str], required: Collection[str], schemas: dict[str, Schema]) -> Schema:
+def _defaults(request: openai_types.CompletionRequest | openai_types.ChatRequest) -> dict[str, Any]:
+    """What fields have that a request leaves out, by what became of ``request``, the smallest one."""
+    options = request.options
+    parts: list[Any] = [options, options.params, options.output]
+    renamed = {"include_stop": "include_stop_str_in_output", "token_ids": "return_token_ids"}
+    if isinstance(request, openai_types.ChatRequest):
+        parts += [request.template, request.tools]
+        renamed["parallel"] = "parallel_tool_calls"
+    found = {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
+    return {
+        renamed.get(name, name): value for name, value in found.items() if isinstance(value, bool | int | float)
+    }
+
+
+def _body(
+    known: Collection[str],
+    required: Collection[str],
+    schemas: dict[str, Schema],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> Schema:
     """The schema of a body; a field that is ``null`` counts as absent, unless it is required."""
     properties = {
         name: schemas.get(name, {}) if name in required else _nullable(schemas.get(name, {}))
         for name in sorted(known)
     }
+    for name in properties.keys() & defaults.keys() - set(required):
+        properties[name] = {**properties[name], "default": defaults[name]}
     return {
         "type": "object",
         "properties": properties,
@@ -238,19 +269,13 @@ def _body(known: Collection[str], required: Collection[str], schemas: dict[str, 
     }
 
 
-def _nullable(schema: Schema) -> Schema:
-    if not schema:
-        return schema
-    bare = {key: value for key, value in schema.items() if key != "description"}
-    return _any(bare, {"type": "null"}, description=schema.get("description", ""))
-
-
 def _operation(
-    summary: str, *, body: str = "", answer: Schema | None = None, stream: bool = False, error: str = "Error"
+    summary: str, *, body: str = "", answer: Schema | None = None, text: str = "", error: str = "Error"
 ) -> Schema:
+    """``answer`` is the schema of an answer in JSON, and ``text`` the type of one that is text."""
     content: Schema = {} if answer is None else {"application/json": {"schema": answer}}
-    if stream:
-        content["text/event-stream"] = {"schema": _STRING}
+    if text:
+        content[text] = {"schema": _STRING}
     operation: Schema = {
         "summary": summary,
         "responses": {
@@ -282,10 +307,11 @@ def _paths() -> dict[str, Any]:
     no_embeddings = _operation("404 with the reason: no model that is served is made for it.")
     no_embeddings["responses"].pop("200")
     chat_answer = _object("id", "object", "created", "model", "choices", "usage")
-    page = _operation("A page for people.")
     return {
-        "/": {"get": page},
-        "/docs": {"get": page},
+        "/": {
+            "get": _operation("What is served, an example to copy and a chat box, as a page.", text="text/html")
+        },
+        "/docs": {"get": _operation("This document as a page.", text="text/html")},
         "/openapi.json": {"get": _operation("This document.", answer=_object("openapi", "paths"))},
         "/health": {"get": _operation("Whether a request would find an engine.", answer=_object("status"))},
         "/ping": {
@@ -293,9 +319,11 @@ def _paths() -> dict[str, Any]:
             "post": _operation("As GET."),
         },
         "/version": {"get": _operation("Quire's version.", answer=_object("version"))},
-        "/metrics": {"get": _operation("Metrics in Prometheus's text format.")},
-        "/dashboard": {"get": page},
-        "/dashboard/events": {"get": _operation("What the live page shows, as server-sent events.")},
+        "/metrics": {"get": _operation("Metrics in Prometheus's text format.", text="text/plain")},
+        "/dashboard": {"get": _operation("The fleet, live, as a page.", text="text/html")},
+        "/dashboard/events": {
+            "get": _operation("What the live page shows, as server-sent events.", text=_EVENTS)
+        },
         "/dashboard/blocks": {
             "get": {
                 **_operation("The KV blocks of a replica.", answer=_object("each", "device", "host")),
@@ -307,17 +335,17 @@ def _paths() -> dict[str, Any]:
             "get": {**_operation("One model.", answer=_object("id", "object")), "parameters": [name]}
         },
         "/v1/completions": {
-            "post": _operation("Continue prompts.", body="CompletionRequest", answer=chat_answer, stream=True)
+            "post": _operation("Continue prompts.", body="CompletionRequest", answer=chat_answer, text=_EVENTS)
         },
         "/v1/chat/completions": {
-            "post": _operation("Answer a chat.", body="ChatRequest", answer=chat_answer, stream=True)
+            "post": _operation("Answer a chat.", body="ChatRequest", answer=chat_answer, text=_EVENTS)
         },
         "/v1/responses": {
             "post": _operation(
                 "Answer in the format of OpenAI's Responses; nothing is stored.",
                 body="ResponsesRequest",
                 answer=_object("id", "object", "status", "output", "usage"),
-                stream=True,
+                text=_EVENTS,
             )
         },
         "/v1/messages": {
@@ -325,7 +353,7 @@ def _paths() -> dict[str, Any]:
                 "Answer in Anthropic's format.",
                 body="MessagesRequest",
                 answer=_object("id", "type", "role", "content", "stop_reason", "usage"),
-                stream=True,
+                text=_EVENTS,
                 **anthropic,
             )
         },
@@ -358,12 +386,19 @@ def _paths() -> dict[str, Any]:
 def _schemas() -> dict[str, Schema]:
     shared = openai_types.KNOWN | openai_types.OFF.keys()
     message_fields = {*messages.SAME, *messages.OWN}
+    hello = [{"role": "user", "content": "a"}]
+    of_completion = _defaults(openai_types.parse_completion({"prompt": "a"}))
+    of_chat = _defaults(openai_types.parse_chat({"messages": hello}))
+    of_response = _defaults(responses.parse_responses({"input": "a"}).chat)
+    of_message = _defaults(messages.parse_count_tokens({"messages": hello}))
     return {
-        "CompletionRequest": _body({*shared, "prompt"}, ["prompt"], PARAMETERS),
-        "ChatRequest": _body({*shared, *openai_types.CHAT_ONLY}, ["messages"], PARAMETERS),
-        "ResponsesRequest": _body({*responses.SAME, *responses.OWN}, ["input"], RESPONSES_PARAMETERS),
-        "MessagesRequest": _body(message_fields, ["messages", "max_tokens"], MESSAGES_PARAMETERS),
-        "CountTokensRequest": _body(message_fields, ["messages"], MESSAGES_PARAMETERS),
+        "CompletionRequest": _body({*shared, "prompt"}, ["prompt"], PARAMETERS, of_completion),
+        "ChatRequest": _body({*shared, *openai_types.CHAT_ONLY}, ["messages"], PARAMETERS, of_chat),
+        "ResponsesRequest": _body(
+            {*responses.SAME, *responses.OWN}, ["input"], RESPONSES_PARAMETERS, of_response
+        ),
+        "MessagesRequest": _body(message_fields, ["messages", "max_tokens"], MESSAGES_PARAMETERS, of_message),
+        "CountTokensRequest": _body(message_fields, ["messages"], MESSAGES_PARAMETERS, of_message),
         "TokenizeRequest": _body(
             ["model", "prompt", "messages", "add_special_tokens", "return_token_strs"],
             [],
@@ -373,6 +408,7 @@ def _schemas() -> dict[str, Schema]:
                 "add_special_tokens": _BOOLEAN,
                 "return_token_strs": _BOOLEAN,
             },
+            {"add_special_tokens": True, "return_token_strs": False},
         ),
         "DetokenizeRequest": _body(["model", "tokens"], ["tokens"], {**PARAMETERS, "tokens": _TOKENS}),
         "ChatMessage": _CHAT_MESSAGE,

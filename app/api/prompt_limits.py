@@ -1,4 +1,4 @@
-"""What the prompts of one response must keep to, once they are tokens."""
+"""What the prompts of one response, and what it says of its output, must keep to, once they are tokens."""
 
 from __future__ import annotations
 
@@ -34,6 +34,35 @@ def within_context(job: GenerationJob, key: KeyLimits) -> GenerationJob:
     if most == params.max_tokens:
         return job
     return replace(job, options=replace(job.options, params=replace(params, max_tokens=most)))
+
+
+def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> GenerationJob:
+    """The job, whose whole response has at most ``most`` log probabilities of output tokens.
+
+    Where the request does not say how many tokens it wants, it gets as many as fit. A stream is sent as it
+    comes, so that it may have any number.
+
+    Raises:
+        InvalidRequestError: it asks for more.
+    """
+    params = job.options.params
+    if params.logprobs is None or job.options.stream:
+        return job
+    sequences = len(job.prompts) * params.width
+    fit = most // (sequences * (params.logprobs + 1))
+    room = limits.max_tokens - max(map(len, job.prompts))
+    wanted = params.max_tokens
+    if (room if wanted is None else wanted) <= fit:
+        return job
+    if wanted is None and fit:
+        return replace(job, options=replace(job.options, params=replace(params, max_tokens=fit)))
+    tokens = room if wanted is None else wanted
+    raise InvalidRequestError(
+        f"{sequences} sequences of up to {shown(tokens)} tokens with {params.logprobs} alternatives each are "
+        f"{shown(sequences * tokens * (params.logprobs + 1))} log probabilities, but one response has at most "
+        f"{most} (max_response_logprobs); ask for fewer tokens, choices or alternatives, or set stream to true",
+        "logprobs",
+    )
 
 
 def check_prompts(job: GenerationJob, limits: FleetLimits) -> None:

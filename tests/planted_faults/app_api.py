@@ -118,6 +118,13 @@ API: list[Fault] = [
         "256 prompts together return log probabilities without limit",
     ),
     Fault(
+        "app/api/prompt_limits.py",
+        "    sequences = len(job.prompts) * params.width\n",
+        "    sequences = len(job.prompts)\n",
+        ("app/api/test_prompt_limits.py",),
+        "64 choices together return log probabilities without limit",
+    ),
+    Fault(
         "app/api/authentication.py",
         "        if ring is not self._ring:",
         "        if False:",

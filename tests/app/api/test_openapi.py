@@ -96,6 +96,28 @@ def test_required_fields_are_required(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARSERS)
+def test_defaults_change_nothing(name: str) -> None:
+    parse, body = PARSERS[name]
+    defaults = {
+        field: schema["default"] for field, schema in SCHEMAS[name]["properties"].items() if "default" in schema
+    }
+    for field, value in defaults.items():
+        assert parse({**body, field: value}) == parse(body), field
+        jsonschema.validate(value, SCHEMAS[name]["properties"][field])
+    assert len(defaults) >= {"CompletionRequest": 20, "ChatRequest": 21, "DetokenizeRequest": 0}.get(name, 2)
+
+
+def test_each_route_has_a_summary_of_its_own() -> None:
+    summaries = [
+        operation["summary"]
+        for path, methods in document()["paths"].items()
+        for operation in methods.values()
+        if path != "/v1/score"  # refused as /v1/embeddings is
+    ]
+    assert len(set(summaries)) == len(summaries)
+
+
+@pytest.mark.parametrize("name", PARSERS)
 def test_bounds_of_numbers_are_those_of_the_code(name: str) -> None:
     _, body = PARSERS[name]
     searching = {"use_beam_search": True, "temperature": 0}

@@ -6,8 +6,8 @@ import pytest
 
 from app.api.caller import Caller
 from app.api.choices import GenerationJob
-from app.api.openai_types import parse_completion
-from app.api.prompt_limits import check_prompts
+from app.api.openai_types import parse_chat, parse_completion
+from app.api.prompt_limits import check_prompts, within_logprobs
 from app.fleet.fleet_limits import FleetLimits
 from engine.errors import InvalidRequestError
 from engine.request import MAX_PROMPT_SCORES, ModelLimits
@@ -15,7 +15,7 @@ from engine.request import MAX_PROMPT_SCORES, ModelLimits
 LIMITS = FleetLimits((ModelLimits(vocab_size=100, max_model_len=2**20, num_blocks=2**20, block_size=4),))
 
 
-def job(prompts: list[list[int]], **fields: int) -> GenerationJob:
+def job(prompts: list[list[int]], **fields: int | None) -> GenerationJob:
     options = parse_completion({"prompt": "a", "max_tokens": 1, **fields}).options
     return GenerationJob(options, prompts, False, Caller("", "test"))
 
@@ -26,3 +26,35 @@ def test_all_prompts_together_have_so_many_log_probabilities() -> None:
     check_prompts(job([half, half, [7]]), LIMITS)
     with pytest.raises(InvalidRequestError, match="log probabilities of the prompt, but at most"):
         check_prompts(job([half, half, [7]], prompt_logprobs=1), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": 10, "logprobs": 0}, 20),
+        ({"max_tokens": 10, "logprobs": 4}, 100),
+        ({"max_tokens": 10, "logprobs": 4, "n": 3}, 300),
+        ({"max_tokens": 10, "logprobs": 4, "n": 3, "best_of": 5}, 500),
+    ],
+)
+def test_the_log_probabilities_of_all_output_tokens_have_a_limit(fields: dict[str, int], most: int) -> None:
+    asked = job([[1], [2]], **fields)
+    assert within_logprobs(asked, LIMITS, most) is asked
+    said = rf" {most} log probabilities, but one response has at most {most - 1} \(max_response_logprobs\)"
+    with pytest.raises(InvalidRequestError, match=said):
+        within_logprobs(asked, LIMITS, most - 1)
+    streamed = job([[1], [2]], **{**fields, "best_of": None}, stream=True)
+    assert within_logprobs(streamed, LIMITS, 1) is streamed
+    unscored = job([[1], [2]], **{**fields, "logprobs": None})
+    assert within_logprobs(unscored, LIMITS, 1) is unscored
+
+
+def test_output_of_any_length_ends_where_its_log_probabilities_reach_the_limit() -> None:
+    options = parse_chat({"messages": [{"role": "user", "content": "a"}], "logprobs": True, "n": 2}).options
+    asked = GenerationJob(options, [[1] * 8], True, Caller("", "test"))
+    assert within_logprobs(asked, LIMITS, 100).options.params.max_tokens == 50
+    room = LIMITS.max_tokens - 8
+    assert within_logprobs(asked, LIMITS, 2 * room - 1).options.params.max_tokens == room - 1
+    assert within_logprobs(asked, LIMITS, 2 * room) is asked
+    with pytest.raises(InvalidRequestError, match="max_response_logprobs"):
+        within_logprobs(asked, LIMITS, 1)
