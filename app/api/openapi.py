@@ -275,7 +275,7 @@ def _operation(
     """``answer`` is the schema of an answer in JSON, and ``text`` the type of one that is text."""
     content: Schema = {} if answer is None else {"application/json": {"schema": answer}}
     if text:
-        content[text] = {"schema": _STRING}
+        content[text] = {} if text == _EVENTS else {"schema": _STRING}  # each event has a schema of its own
     operation: Schema = {
         "summary": summary,
         "responses": {

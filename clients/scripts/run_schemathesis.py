@@ -16,7 +16,8 @@ CHECKS = (
     "negative_data_rejection",
     "unsupported_method",
 )
-ENDLESS = "/dashboard/events"
+LEFT_OUT = "^/dashboard/events$|^/admin/"
+"""The former never ends, and the latter, unless an option turns them on, are a 404 for any method."""
 HOOKS = '''
 import schemathesis
 
@@ -40,7 +41,7 @@ def map_body(context, body):
 def main(url: str, model: str) -> None:
     options = {
         "--checks": ",".join(CHECKS),
-        "--exclude-path": ENDLESS,
+        "--exclude-path-regex": LEFT_OUT,
         "--phases": "coverage,fuzzing",
         "--max-examples": "10",
         "--seed": "1",

@@ -151,7 +151,11 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
         recent=api.recent,
     )
     api.add(service)
-    server = uvicorn.Server(uvicorn.Config(make_api(lambda: api), log_level="warning", lifespan="off"))
+    # A server that ends an idle connection first, after 5 s, may do so just when a client uses it again.
+    settings = uvicorn.Config(
+        make_api(lambda: api), log_level="warning", lifespan="off", timeout_keep_alive=3600
+    )
+    server = uvicorn.Server(settings)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -1,0 +1,68 @@
+"""``/`` in a browser, where there is one: a chat, its stream, and errors in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import chromium
+import pytest
+from local_server import MODEL, LocalServer
+
+from app.api.authentication import Gate
+from app.api.keys import ENVIRONMENT, KeyFile, digest_of
+
+WATCH = """
+window.lengths = [];
+new MutationObserver(() => {
+  const answers = document.querySelectorAll(".assistant");
+  if (answers.length) window.lengths.push(answers[answers.length - 1].textContent.length);
+}).observe(document.getElementById("talk"), { childList: true, subtree: true, characterData: true });
+0
+"""
+IDLE = "document.getElementById('send').textContent === 'Send'"
+
+
+def send(tab: chromium.Tab, text: str) -> None:
+    """Write a message, send it with Enter, and wait until it has been answered."""
+    tab.run("document.getElementById('text').focus()")
+    tab.send("Input.insertText", text=text)
+    tab.press("Enter", 13, "\r")
+    tab.until(f"document.querySelectorAll('.user').length && {IDLE}")
+
+
+def alerts(tab: chromium.Tab) -> list[str]:
+    found: list[str] = tab.run("[...document.querySelectorAll('[role=alert]')].map((e) => e.textContent)")
+    return found
+
+
+@pytest.mark.skipif(chromium.PATH is None, reason="there is no Chromium")
+def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
+    server: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with chromium.tab(tmp_path) as tab:
+        tab.look(1280, 900, dark=False)
+        tab.open(server.url)
+        tab.until(f"document.getElementById('model').textContent === {json.dumps(MODEL)}")
+        tab.run(WATCH)
+        send(tab, "What is the capital of France?")
+        lengths = tab.run("window.lengths")
+        assert len(set(lengths)) >= 3
+        assert lengths == sorted(lengths)
+        assert alerts(tab) == []
+        assert "first token after" in tab.run("document.getElementById('pace').textContent")
+
+        send(tab, "word " * 600)
+        assert len(alerts(tab)) == 1
+        assert "exceeds the context length of 512 tokens" in alerts(tab)[0]
+        for width in (390, 1280):
+            tab.look(width, 900, dark=False)
+            assert tab.run("document.documentElement.scrollWidth") <= width
+
+        monkeypatch.setattr(
+            server.api, "gate", Gate(KeyFile(None, {ENVIRONMENT: f"alice:{digest_of('key-a')}"}))
+        )
+        send(tab, "And of Italy?")
+        assert "API key" in alerts(tab)[1]
+        tab.run("refresh()")
+        tab.until("document.getElementById('state').textContent.includes('API key')")
