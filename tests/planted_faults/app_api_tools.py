@@ -141,9 +141,16 @@ TOOLS: list[Fault] = [
     ),
     Fault(
         "app/api/openapi.py",
-        '_body({*shared, *openai_types.CHAT_ONLY}, ["messages"], PARAMETERS)',
-        '_body({*shared, "messages"}, ["messages"], {**PARAMETERS, "n": _integer(1, 8)})',
+        '_body({*shared, *openai_types.CHAT_ONLY}, ["messages"], PARAMETERS, of_chat)',
+        '_body({*shared, "messages"}, ["messages"], {**PARAMETERS, "n": _integer(1, 8)}, of_chat)',
         _OPENAPI,
         "the document has another limit than the code",
+    ),
+    Fault(
+        "app/api/openapi.py",
+        "    parts: list[Any] = [options, options.params, options.output]",
+        "    parts: list[Any] = [options, type(options.params)(temperature=0.5), options.output]",
+        _OPENAPI,
+        "the document has another default than the code",
     ),
 ]
