@@ -330,6 +330,18 @@ def _paths() -> dict[str, Any]:
                 "parameters": [of_model, of_replica],
             }
         },
+        "/dashboard/prefixes": {
+            "get": {
+                **_operation("Where prompts that begin alike went, and why.", answer=_object("prefixes")),
+                "parameters": [of_model],
+            }
+        },
+        "/dashboard/requests/{request_id}": {
+            "get": {
+                **_operation("The life of one request.", answer=_OBJECT),
+                "parameters": [of_model, {**name, "name": "request_id"}],
+            }
+        },
         "/v1/models": {"get": _operation("The served models.", answer=_object("object", "data"))},
         "/v1/models/{name}": {
             "get": {**_operation("One model.", answer=_object("id", "object")), "parameters": [name]}
