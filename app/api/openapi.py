@@ -338,8 +338,8 @@ def _paths() -> dict[str, Any]:
         },
         "/dashboard/requests/{request_id}": {
             "get": {
-                **_operation("The life of one request.", answer=_OBJECT),
-                "parameters": [of_model, {**name, "name": "request_id"}],
+                **_operation("The life of one request.", answer=_object("requests")),
+                "parameters": [{**name, "name": "request_id"}],
             }
         },
         "/v1/models": {"get": _operation("The served models.", answer=_object("object", "data"))},
