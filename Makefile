@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 
 .venv: $(READY)  ## Set up the environment (other targets do this automatically).
 
-serve: $(READY)  ## Serve the bundled model on http://127.0.0.1:8000 (options: make serve ARGS="model=... port=...").
+serve: $(READY)  ## Serve the built-in model on http://127.0.0.1:8000 (options: make serve ARGS="model=... port=...").
 	@$(BIN)/python -m app $(ARGS)
 
 test: $(READY)  ## Run all tests, in parallel, in a random order that ARGS="--randomly-seed=N" repeats.

@@ -107,7 +107,7 @@ def _reader(default: Any) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         value = type(default)(text)
         if isinstance(default, int | float) and default > 0 and not 0 < value < math.inf:
-            raise ValueError
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
         return value
 
     read.__name__ = type(default).__name__  # argparse names it where a value is refused

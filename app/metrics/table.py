@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from app.autoscaling.scaling_config import ScalingConfig
 from app.routing.policies import ROUTING_REASONS
 from engine.request import FinishReason
 from engine.scheduling.latency_stats import LATENCY_BOUNDS
@@ -20,6 +21,7 @@ INTER_TOKEN_BOUNDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
     *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
 )
+_GROWTH = f"{ScalingConfig().growth_share:.0%}"
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(18))
 
 
@@ -179,7 +181,9 @@ TABLE: tuple[Metric, ...] = (
     _gauge(_E, "kv_blocks", "KV blocks by state.", "state", "referenced", "cached", "free"),
     _gauge(_E, "kv_shared_blocks", "Referenced blocks that are held more than once."),
     _gauge(
-        _E, "kv_demand_blocks", "Blocks that running and waiting work needs, with 1/4 of its expected growth."
+        _E,
+        "kv_demand_blocks",
+        f"Blocks that running and waiting work needs, with {_GROWTH} of its expected growth.",
     ),
     _gauge(_E, "kv_occupancy", "Referenced KV blocks as a share of all, 0 to 1."),
     _gauge(_E, "host_blocks", "Host blocks for swapped-out KV by state.", "state", "used", "free"),

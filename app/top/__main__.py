@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m app.top",
         description="Show a server's fleet live: KV blocks, latency, queues, and the target with its reason.",
-        epilog=f"{KEY} in the environment has the API key, out of sight of this machine's other users.",
+        epilog=f"Other users of this machine can see --key; they cannot see {KEY} in the environment.",
     )
     parser.add_argument(
         "url", nargs="?", default=os.environ.get(URL, DEFAULT_URL), help=f"default: {URL}, or {DEFAULT_URL}"
