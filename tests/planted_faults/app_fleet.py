@@ -135,6 +135,13 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/overload.py",
+        "        self._lag.limit_s = max_lag_s\n",
+        "",
+        _LAG,
+        "the limit of the lag stays as it was at the start",
+    ),
+    Fault(
+        "app/fleet/overload.py",
         "max(late_s, self._backlog_s())",
         "late_s",
         _LAG,
