@@ -83,7 +83,7 @@ def cheapest(
     if request.likely_victims:
         names = [view.replica for view in views]
         ties = places_that_stay(names, seconds, request.likely_victims, EXTRA_S, margin) or ties
-    place = ties[0] if len(ties) == 1 else least_booked(views, ties, request, shared_blocks)
+    place = ties[0] if len(ties) == 1 else least_booked(views, ties, request, cached_blocks)
     if len(views) > 1:
         seconds[place] = math.inf
         shown = [place, seconds.index(min(seconds))]
@@ -141,11 +141,12 @@ def least_booked(
     replicas: Sequence[ReplicaView | ReplicaState],
     places: Sequence[int],
     request: RoutingRequest,
-    shared_blocks: int = 0,
+    cached_blocks: Sequence[int] = (0,),
 ) -> int:
     """The place, of these, of the fewest booked tokens, then bookings, then by rendezvous.
 
-    Its hash is of the first key after ``shared_blocks``, or of the request's name where there is none.
+    Its hash is of the first key after the most of ``cached_blocks``. A prompt without such a key goes to a
+    replica that holds all of it, by the hash of the request's name: nothing is gained by another copy.
     """
     ties: list[int] = []
     fewest = 0, 0
@@ -157,8 +158,13 @@ def least_booked(
             ties.append(place)
     if len(ties) == 1:
         return ties[0]
-    keys = request.keys
-    key = keys[shared_blocks] if shared_blocks < len(keys) else name_key(request.request_id)
+    keys, shared_blocks = request.keys, max(cached_blocks)
+    if shared_blocks < len(keys):
+        key = keys[shared_blocks]
+    else:
+        key = name_key(request.request_id)
+        if keys:
+            ties = [place for place in ties if cached_blocks[place] == shared_blocks] or ties
     return max(ties, key=lambda place: rendezvous(key, replicas[place].seed))
 
 

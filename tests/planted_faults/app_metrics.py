@@ -126,6 +126,13 @@ METRICS: list[Fault] = [
         "the reason is the term that spoke against the replica",
     ),
     Fault(
+        "app/routing/policies.py",
+        "        if keys:\n",
+        "        if not keys:\n",
+        _CHOICE,
+        "a prompt that is sent again goes to any of the replicas that are equal",
+    ),
+    Fault(
         "app/routing/prefix_flow.py",
         '"" if first is None or first.salt else',
         '"" if first is None else',

@@ -180,7 +180,17 @@ def test_ties_go_by_the_first_key_that_nobody_holds() -> None:
     for held, shared, key in ((keys, 0, 1), (keys, 2, 3), (keys, 3, name), ([], 0, name)):
         request = RoutingRequest("x", 64, 1.0, keys=held)
         weights = [rendezvous(key, here.seed) for here in views]
-        assert least_booked(views, range(5), request, shared) == weights.index(max(weights))
+        assert least_booked(views, range(5), request, [shared] * 5) == weights.index(max(weights))
+
+
+def test_of_equal_replicas_one_that_holds_all_of_a_prompt_gets_it_again() -> None:
+    views = several(*[(0, 0)] * 3, (9, 1))
+    for number in range(20):
+        request = RoutingRequest(f"r{number}", 27, 1.0, keys=[1])
+        assert least_booked(views, range(4), request, [0, 1, 0, 1]) == 1
+        assert least_booked(views, [0, 2], request, [0, 1, 0, 1]) in (0, 2)
+        chosen = cheapest(views[:3], [0, 1, 0], request, Calibration(BLOCK), 0.0)
+        assert (chosen.place, chosen.cached_blocks) == (1, 1)
 
 
 @pytest.mark.parametrize(
