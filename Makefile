@@ -53,7 +53,7 @@ faults: $(READY)  ## Plant faults in copies of the code: 95 % must be caught by 
 loadtest: $(READY)  ## 60 s of users of five kinds, up to 16 at once; report with plots: loadtests/reports/loadtest.html.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)
 
-bench: $(READY)  ## Run every measuring command with its checks, about 45 minutes (some: make bench ARGS="--only kernels memory").
+bench: $(READY)  ## Run every measuring command with its checks, about 46 minutes (some: make bench ARGS="--only kernels memory").
 	$(BIN)/python -m loadtests.bench $(ARGS)
 
 clients: $(READY)  ## Run other people's clients, each in an environment of its own, against a server; writes docs/clients.md.

@@ -1,4 +1,4 @@
-"""``make bench``: every measuring command that needs no GPU, with its checks: 45 minutes on two idle cores.
+"""``make bench``: every measuring command that needs no GPU, with its checks: 46 minutes on two idle cores.
 
 Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``;
 ``docs/benchmarks.md`` is updated from them.
@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "routing_speed": Command("loadtests.routing_speed", 0.5),
     "kernels": Command("loadtests.kernels", 1.5),
+    "scheduler": Command("loadtests.scheduler", 1.5),
     "locust": Command("loadtests.locust_run", 1.5),
     "speculation": Command("loadtests.speculation", 2),
     "http": Command("loadtests.throughput --http", 1.5),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.snapshot import ReplicaStats
 from loadtests.experiments.autoscaling.constants import BLOCK_SIZE, SERVICE
 from loadtests.experiments.autoscaling.fleet import Fleet
-from loadtests.experiments.autoscaling.policies import KvDemand, Occupancy, RayDefault, View
+from loadtests.experiments.autoscaling.policies import KvDemand, RayDefault, View
 from loadtests.experiments.autoscaling.runs import simulate
 from loadtests.experiments.autoscaling.workloads import Workload, constant, poisson
 
@@ -113,6 +114,12 @@ def test_where_decodes_outgrow_the_pool_the_latest_waits_and_computes_all_anew()
 def test_the_same_run_twice_gives_the_same() -> None:
     one, two = (simulate(constant(20.0, 300.0, 3), KvDemand(), 2) for _ in range(2))
     assert (one.served, one.replica_hours, one.ttft_p99) == (two.served, two.replica_hours, two.ttft_p99)
+
+
+class Occupancy(KvDemand):
+    """The other rule that production has."""
+
+    rule = staticmethod(decide_by_occupancy)
 
 
 def test_kv_bound_load_gets_replicas_where_occupancy_sees_none_missing() -> None:

@@ -238,6 +238,5 @@ def test_a_load_is_compared_over_all_settings_and_shows_ray_s_default_and_best()
         "ours",
         "Ray's default",
         "Ray's best here",
-        "occupancy",
         OURS,
     ]

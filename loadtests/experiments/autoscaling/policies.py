@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any, Protocol
 
 from app.autoscaling.kv_demand import ScalingState, decide
-from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats, Snapshot
 from loadtests.experiments.autoscaling.constants import MAX_REPLICAS, STARTUP_S, TPOT_TARGET_S, TTFT_TARGET_S
@@ -56,13 +55,6 @@ class KvDemand:
     def __call__(self, view: View) -> int:
         snapshot = Snapshot(view.now, view.target, view.running, 1, view.most, view.reports, float(view.queued))
         return self.rule(snapshot, self._config, self._state).target
-
-
-class Occupancy(KvDemand):
-    """The usual ratio rule on used KV memory, which Quire has, too, with the guards of its own rule."""
-
-    name = "occupancy 70%"
-    rule = staticmethod(decide_by_occupancy)
 
 
 def ray_name(target: float, up_s: float, down_s: float) -> str:
@@ -129,8 +121,4 @@ _SWEEP = {
     for target, delays in product((2, 8, 16, 32, 64, 128), ((30, 600), (5, 120)))
 }
 RAY_SWEEP = tuple(_SWEEP)
-POLICIES: dict[str, Callable[[], ScalingPolicy]] = {
-    OURS: KvDemand,
-    "occupancy": Occupancy,
-    **_SWEEP,
-}
+POLICIES: dict[str, Callable[[], ScalingPolicy]] = {OURS: KvDemand, **_SWEEP}

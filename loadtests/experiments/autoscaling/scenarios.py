@@ -16,7 +16,7 @@ from app.autoscaling.snapshot import ReplicaStats, Snapshot
 from loadtests.experiments.autoscaling import constants as given
 from loadtests.experiments.autoscaling import workloads
 from loadtests.experiments.autoscaling.clairvoyant import CLAIRVOYANT, Clairvoyant
-from loadtests.experiments.autoscaling.comparison import Comparison, compared
+from loadtests.experiments.autoscaling.comparison import compared
 from loadtests.experiments.autoscaling.policies import OURS, POLICIES, RAY_SWEEP
 from loadtests.experiments.autoscaling.runs import Outcome, simulate
 from loadtests.experiments.autoscaling.workloads import Workload
@@ -71,7 +71,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load that ours, occupancy, the clairvoyant and Ray's settings meet, and the bars of ours."""
+    """A load that ours, the clairvoyant and Ray's settings meet, and the bars of ours."""
 
     title: str
     load: Callable[[int], Workload]
@@ -79,10 +79,9 @@ class _Load:
     seeds: int = 1
     in_time: float | None = None  # %, at least
     beside: bool = False  # held to the bars beside the clairvoyant
-    more: Callable[[Comparison], list[Figure]] = lambda _: []
 
     def scenario(self) -> Scenario:
-        policies = (OURS, *RAY_SWEEP, *CLAIRVOYANT, "occupancy")
+        policies = (OURS, *RAY_SWEEP, *CLAIRVOYANT)
         seeds = range(1, self.seeds + 1)
         matches = (Match(self.load, policy, seed, self.first) for policy in policies for seed in seeds)
         return Scenario(tuple(matches), partial(self._judge, policies))
@@ -104,12 +103,7 @@ class _Load:
                 f"{name}: replica-hours, of Ray's best", ours.replica_hours / best.replica_hours, "", bar, True
             ),
         ]
-        return Judgment([*comparison.figures(), *figures, *self.more(comparison)])
-
-
-def _over_occupancy(compared: Comparison) -> list[Figure]:
-    points = 100 * (compared.ours.served - compared.results["occupancy"].served)
-    return [Figure("long prompts: in time, more than by occupancy", points, " points", 20.0)]
+        return Judgment([*comparison.figures(), *figures])
 
 
 def _constant(outcomes: Sequence[Outcome]) -> Judgment:
@@ -168,9 +162,7 @@ def scenarios(trace: Path | None, times: int, seeds: int = 1) -> dict[str, Scena
         "recorded": day(1, 97.0, True),
         "steady": _Load("a constant rate", partial(workloads.constant, STEADY, 1_800.0), 5, beside=True),
         "kv-bound": _Load("long answers: KV-bound", workloads.LONG_DECODE, 2, seeds, 99.0, True),
-        "prefill-bound": _Load(
-            "long prompts: prefill-bound", workloads.LONG_PROMPTS, 6, beside=True, more=_over_occupancy
-        ),
+        "prefill-bound": _Load("long prompts: prefill-bound", workloads.LONG_PROMPTS, 6, beside=True),
         "seat-bound": _Load("short chats: slot-bound", workloads.SHORT_CHAT, 3, 1, 99.0),
         "step": _Load("three times the rate at once", workloads.STEP_UP),
         "saw-tooth": _Load("six ramps", workloads.SAW_TOOTH, beside=True),
