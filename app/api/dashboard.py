@@ -112,8 +112,8 @@ async def one_request(request: Request) -> Response:
     if not lives:
         raise ApiError(
             404,
-            f"no request {shown(asked)} is known: it is not yours, another server's, or long gone; an ingress "
-            f"remembers the last {MOST_ENDED} that have ended",
+            f"no request {shown(asked)} is known here: another key or server may have it, or it is too old. "
+            f"An ingress remembers the last {MOST_ENDED:,} that have ended",
             "request_id",
         )
     return JSONResponse({"requests": lives[:MOST_LIVES]}, headers={"cache-control": "no-store"})
