@@ -161,16 +161,16 @@ def main() -> None:
     """Exit non-zero if a request failed, with ``--check`` also if there was none."""
     options = {
         "--host": ("", "address of a running application"),
-        "--users": (16, "at once"),
-        "--seconds": (60, "of load"),
-        "--max-tokens": (64, "of an answer"),
-        "--seed": (0, "of the chats"),
-        "--trace": ("", "recorded requests in place of users: a file of Azure's or Mooncake's"),
-        "--start": (0.0, "seconds of the trace that are left out"),
-        "--rate": (1.0, "times as fast as recorded"),
-        "--shrink": (1, "divides the trace's lengths of prompts and answers"),
-        "--reports": (Path("loadtests/reports"), "folder for Locust's files"),
-        "options": ([], "key=value, of the application if it is started"),
+        "--users": (16, "most users at once"),
+        "--seconds": (60, "duration of the load"),
+        "--max-tokens": (64, "longest answer, in tokens"),
+        "--seed": (0, "seed of the chats, or of the tokens of a trace"),
+        "--trace": ("", "file of recorded requests to replay, Azure's or Mooncake's"),
+        "--start": (0.0, "seconds of the trace to skip"),
+        "--rate": (1.0, "how many times as fast the trace is replayed"),
+        "--shrink": (1, "divide the lengths of prompts and answers of the trace by this"),
+        "--reports": (Path("loadtests/reports"), "folder for the report and Locust's files"),
+        "options": ([], "options of the application if it is started, as key=value"),
     }
     arguments = parse("locust_run", __doc__, options)
     if arguments.trace:  # before anything is started

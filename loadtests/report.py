@@ -98,7 +98,7 @@ def parse(
                 type=_reader(next(iter(default), "") if several else default),
                 nargs=("+" if name.startswith("-") else "*") if several else None,
                 default=default,
-                help=f"{meaning} (%(default)s)",
+                help=meaning if default in ("", []) else f"{meaning} (%(default)s)",
             )
     return parser.parse_args(argv)
 
