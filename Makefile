@@ -47,7 +47,7 @@ check: $(READY)  ## Lint and type-check; `make check test` does it beside the te
 	@report=$$( { $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy; } 2>&1 ) && failed=0 || failed=$$?; \
 	printf '\ncheck: %s\n' "$$([ $$failed = 0 ] && echo passed || echo FAILED)"; printf '%s\n' "$$report"; exit $$failed
 
-faults: $(READY)  ## Plant faults in copies of the code: 95 % must be caught by the unit tests of the file (ARGS="--only WORDS").
+faults: $(READY)  ## Plant faults in copies of the code: 95% must be caught by the unit tests of the file (ARGS="--only WORDS").
 	$(BIN)/python -m tests.planted_faults $(ARGS)
 
 loadtest: $(READY)  ## 60 s of users of five kinds, up to 16 at once; report with plots: loadtests/reports/loadtest.html.
