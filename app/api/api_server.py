@@ -212,16 +212,20 @@ class ApiServer:
             for record in self.recent.find(request_id)
         ]
 
-    async def lives_anywhere(self, request_id: str) -> list[KnownLife]:
-        """What the ingress that has it knows of a request, as its header, or its answer, names it."""
+    async def lives_anywhere(self, request_id: str, may_see: Callable[[KnownLife], bool]) -> list[KnownLife]:
+        """What the ingress that has it knows of a request, as its header, or its answer, names it.
+
+        Clients name their requests: one that the asker may not see hides none that it may.
+        """
         plain = _IN_ANSWERS.sub("", request_id)
-        for name in dict.fromkeys((request_id, plain)):
-            if found := self.lives(name):
+        names = list(dict.fromkeys((request_id, plain)))
+        for name in names:
+            if found := list(filter(may_see, self.lives(name))):
                 return found
         async with self._asking:
-            for name in dict.fromkeys((request_id, plain)):
+            for name in names:
                 answers = await self._ask_others("lives", name)
-                if found := [known for answer in answers for known in answer]:
+                if found := [known for answer in answers for known in answer if may_see(known)]:
                     return found
         return []
 

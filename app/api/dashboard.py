@@ -105,18 +105,18 @@ async def one_request(request: Request) -> Response:
     server: ApiServer = request.app.state.get_server()
     limits: KeyLimits | None = request.state.key_limits
     asked = request.path_params["request_id"]
-    found = await server.lives_anywhere(asked)
     admin = limits is not None and limits.key.admin
     tenant = _tenant(request, server)
-    lives = [known.life for known in found if admin or known.tenant == tenant]
-    if not lives:
+    found = await server.lives_anywhere(asked, lambda known: admin or known.tenant == tenant)
+    if not found:
         raise ApiError(
             404,
             f"no request {shown(asked)} is known here: another key or server may have it, or it is too old. "
             f"An ingress remembers the last {MOST_ENDED:,} that have ended",
             "request_id",
         )
-    return JSONResponse({"requests": lives[:MOST_LIVES]}, headers={"cache-control": "no-store"})
+    lives = [known.life for known in found[:MOST_LIVES]]
+    return JSONResponse({"requests": lives}, headers={"cache-control": "no-store"})
 
 
 def _tenant(request: Request, server: ApiServer) -> str:

@@ -189,9 +189,7 @@ def blocks_needed(
     if not state.prefix_caching:
         return needed
     tokens = sequence.token_ids
-    # A swapped sequence looks for what it had.
-    longest_hit = sequence.computed if sequence.host_table else sequence.longest_hit
-    node = sequence.node = state.index.match(sequence.root, tokens, longest_hit, sequence.node)
+    node = sequence.node = state.index.match(sequence.root, tokens, sequence.longest_hit, sequence.node)
     if node is None:
         return needed
     count = None if referenced_in_hit is None else referenced_in_hit.get(node)

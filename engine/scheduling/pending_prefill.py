@@ -169,8 +169,8 @@ class PendingPrefill:
         """Blocks that a waiting sequence would reuse now."""
         if not self._prefix_caching:
             return 0
-        tokens = sequence.token_ids
-        sequence.node = self._state.index.match(sequence.root, tokens, len(tokens) - 1, sequence.node)
+        tokens, longest = sequence.token_ids, sequence.longest_hit  # admission goes on from here
+        sequence.node = self._state.index.match(sequence.root, tokens, longest, sequence.node)
         return 0 if sequence.node is None else sequence.node.depth
 
     def _keys(self, sequence: Sequence, count: int, known: list[int]) -> list[int]:

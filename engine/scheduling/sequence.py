@@ -116,8 +116,11 @@ class Sequence:
     def longest_hit(self) -> int:
         """Tokens that may come from the prefix cache: the last one is always run, for its logits.
 
-        So are those whose logits the log probabilities of the prompt still need.
+        So are those whose logits the log probabilities of the prompt still need. A swapped sequence looks for
+        what it had.
         """
+        if self.host_table:
+            return self.computed
         last = len(self.token_ids) - 1
         asked = self.prompt_logprobs
         return last if asked is None or asked.complete else len(asked.entries)

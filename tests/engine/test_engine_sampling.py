@@ -127,6 +127,22 @@ def test_a_preemption_changes_nothing(engine: Engine, recovery: str) -> None:
         assert of_prompt(deltas) == of_prompt(alone)
 
 
+def test_looking_at_the_load_shortens_no_prompts_log_probabilities(engine: Engine) -> None:
+    """A cached prompt that waits is matched for the load report; its log probabilities must be computed."""
+    requests = [make_request(name, PROMPT * 3, max_tokens=1, prompt_logprobs=0) for name in "abc"]
+    alone = run_to_end(engine, requests[0])["a"]
+    narrow = another(engine, token_budget=len(PROMPT))
+    run_to_end(narrow, make_request("caches", PROMPT * 3, max_tokens=1))
+    deltas: dict[str, list[TokenDelta]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        narrow.add(request)
+    while narrow.has_work():
+        narrow.load.read()
+        for delta in narrow.step():
+            deltas[delta.request_id].append(delta)
+    assert {name: of_prompt(each) for name, each in deltas.items()} == dict.fromkeys("abc", of_prompt(alone))
+
+
 def test_a_move_changes_nothing(engine: Engine) -> None:
     """The tokens generated elsewhere count as output, not as prompt."""
     params = SamplingParams(**EDITED, max_tokens=20, temperature=1.0, seed=8, logprobs=1, prompt_logprobs=1)

@@ -161,6 +161,13 @@ METRICS: list[Fault] = [
         "a tenant learns which prompts others send",
     ),
     Fault(
+        "app/api/api_server.py",
+        "if found := list(filter(may_see, self.lives(name))):",
+        "if found := self.lives(name):",
+        ("app/api/test_dashboard.py",),
+        "a request of another tenant hides one of the same ID",
+    ),
+    Fault(
         "app/dashboard/recent_requests.py",
         "        while len(self._ended) > MOST_ENDED or self._parts > MOST_PARTS:",
         "        while len(self._ended) > MOST_ENDED:",

@@ -389,6 +389,13 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/pending_prefill.py",
+        "tokens, longest = sequence.token_ids, sequence.longest_hit  #",
+        "tokens, longest = sequence.token_ids, len(sequence.token_ids) - 1  #",
+        ("engine/test_engine_sampling.py",),
+        "a look at the load makes admission skip what a prompt's log probabilities need",
+    ),
+    Fault(
+        "engine/scheduling/pending_prefill.py",
         "(len(self._wanted) - self._both) * self._size",
         "len(self._wanted) * self._size",
         _PENDING,

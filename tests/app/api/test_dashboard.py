@@ -16,6 +16,7 @@ import pytest
 from local_server import LocalServer, wait_until
 from starlette.datastructures import Headers
 
+from app.api.api_server import KnownLife
 from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.api.tenant import tenant_of
@@ -118,6 +119,28 @@ def test_a_request_is_shown_to_its_tenant_and_to_administrators(http: httpx.Clie
     assert (life["outcome"], life["prompt_tokens"], life["output_tokens"]) == ("ok", 40, 3)
     unknown = http.get("/dashboard/requests/own/2", headers={"x-api-key": "other"}).json()["error"]
     assert unknown["message"] == answers["other"].json()["error"]["message"].replace("own/1", "own/2")
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_request_of_the_same_id_hides_none_of_another_tenant(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tenant's ran at this ingress, the other's at another."""
+    body = {"prompt": [5] * 40, "max_tokens": 1}
+    sent = {"x-api-key": "key", "x-request-id": "twice"}
+    http.post("/v1/completions", json=body, headers=sent).raise_for_status()
+    elsewhere = KnownLife(tenant_of(Headers({}), None, "c"), {"ingress": "elsewhere"})
+
+    async def others(method: str, *arguments: object) -> list[list[KnownLife]]:
+        return [fleet.api.lives(str(arguments[0])), [elsewhere]]
+
+    monkeypatch.setattr(fleet.api, "_ask_others", others)
+    found = {
+        key: http.get("/dashboard/requests/twice", headers={"x-api-key": key}).json()["requests"]
+        for key in ("key", "other")
+    }
+    assert [life["prompt_tokens"] for life in found["key"]] == [40]
+    assert found["other"] == [{"ingress": "elsewhere"}]
 
 
 @pytest.mark.usefixtures("keys")
