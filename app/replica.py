@@ -81,7 +81,9 @@ class EngineReplica:
         self._reporter = self._background.start("metrics", self._report())
         self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)
         self._watching = self._background.start("watchdog", self._watchdog.run())
-        # torch and all else that is here now stays. To look at it again would stop every stream for 0.14 s.
+        # torch and all else that is here now stays, so garbage goes first. To look at it again would stop every
+        # stream for 0.14 s.
+        gc.collect()
         gc.freeze()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:

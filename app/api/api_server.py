@@ -36,10 +36,10 @@ from app.metrics.samples import Process
 from app.routing.prefix_flow import PrefixGroup
 
 MOST_ASKING = 4
-"""Questions to the other ingresses about requests at a time: whoever asks for many waits."""
+"""Most questions about requests that wait for the other ingresses at a time; further ones queue."""
 
 _IN_ANSWERS = re.compile(r"^(?:chatcmpl-|cmpl-|resp_|msg_)")
-"""What answers put before a request's id to make theirs."""
+"""The prefixes that make a request's ID the ID of an answer."""
 
 
 class KnownLife(NamedTuple):
@@ -50,7 +50,7 @@ class KnownLife(NamedTuple):
 
 
 class AskOthers(Protocol):
-    """Calls a method of each ingress, this one included; returns what those answer that do."""
+    """Calls a method of each ingress, this one included; returns the answers that come."""
 
     def __call__(self, method: str, *arguments: object) -> Awaitable[list[Any]]: ...
 

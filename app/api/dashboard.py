@@ -23,7 +23,7 @@ from app.dashboard.recent_requests import MOST_ENDED
 from engine.errors import shown
 
 MOST_LIVES = 8
-"""Requests with one id that are told, the last ones."""
+"""Requests with one ID that an answer has at most, the last ones first."""
 
 _PAGE = Path(__file__).with_name("dashboard.html").read_text(encoding="utf-8")
 

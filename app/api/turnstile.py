@@ -10,7 +10,7 @@ class Turnstile:
     """Lets one request pass in each turn of the event loop, clients in turn; used on that loop.
 
     A begin takes a millisecond or more. Between two of them the loop serves what has begun, health checks and
-    beats, and a client that sends many requests at once keeps none of another one waiting.
+    beats. A client that sends many requests at once does not hold up those of another one.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Turnstile:
         self._closed = False  # somebody has passed in this turn
 
     async def enter(self, client: str) -> None:
-        """Wait for a turn. At once if this one is free and nobody waits."""
+        """Wait for a turn; return at once if this one is free and nobody waits."""
         loop = asyncio.get_running_loop()
         if not self._closed:
             self._closed = True

@@ -82,7 +82,7 @@ class EngineChannel:
     flush: asyncio.TimerHandle | None = None  # sends KV events and load that no token takes along
     fetch: asyncio.Task[None] | None = None  # of a snapshot of the prefix cache
     expiry: asyncio.TimerHandle | None = None  # ends what has been kept since the channel ended
-    kept_until: float = 0.0  # at the latest
+    kept_until: float = 0.0  # at the latest, once it has ended; on the hub's clock
 
     @property
     def blocked(self) -> bool:

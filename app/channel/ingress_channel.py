@@ -206,7 +206,7 @@ class IngressChannel:
         self._task.cancel()
 
     def _say_alive(self, last: bool = False) -> None:
-        """A beat for whose answer nobody waits."""
+        """Send a beat and wait for no answer."""
         try:
             self._unary.beat.remote(
                 self._cid, self._epoch, self._handled, [], [], False, last, target=self.replica

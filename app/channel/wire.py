@@ -53,7 +53,7 @@ _END_CODES: dict[FinishReason | None, int] = {
     FinishReason.ABORT: 3,
     FinishReason.ERROR: 4,
 }
-_FINAL, _HAS_LOGPROBS, _HAS_PROMPT_LOGPROBS, _HAS_TIMES = 1, 2, 4, 8  # flags of a record
+_FINAL, _HAS_LOGPROBS, _HAS_PROMPT_LOGPROBS, _HAS_STATS = 1, 2, 4, 8  # flags of a record
 
 _END_REASONS = {code: reason for reason, code in _END_CODES.items()}
 
@@ -180,7 +180,7 @@ def pack_records(
         if record.prompt_logprobs is not None:
             flags |= _HAS_PROMPT_LOGPROBS
         if record.stats is not None:
-            flags |= _HAS_TIMES
+            flags |= _HAS_STATS
         parts.append(
             _RECORD.pack(
                 record.attempt,
@@ -271,7 +271,7 @@ def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record],
             if flags & _HAS_PROMPT_LOGPROBS:
                 of_prompt, offset = unpack_logprobs(data, offset)
                 record.prompt_logprobs = tuple(of_prompt)
-            if flags & _HAS_TIMES:
+            if flags & _HAS_STATS:
                 record.stats, offset = _unpack_stats(data, offset)
         records.append(record)
     return records, offset

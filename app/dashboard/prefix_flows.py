@@ -13,7 +13,7 @@ from app.routing.prefix_flow import PrefixGroup, merged, others
 EVERY_S = 1.0
 
 MOST_REPLICAS = 4
-"""Of each prefix that are told, those with the most requests."""
+"""Replicas that an answer has for each prefix, those with the most requests."""
 
 
 class PrefixFlows:
@@ -30,7 +30,7 @@ class PrefixFlows:
         self._seen: dict[str, tuple[float, list[PrefixGroup]]] = {}
 
     async def get(self, model: str) -> list[PrefixGroup]:
-        """As of ``EVERY_S`` ago at most; the largest first, and what is in none of them last."""
+        """The groups, ``EVERY_S`` old at most: the largest first, and last what belongs to none."""
         async with self._lock:
             seen = self._seen.get(model)
             if seen is None or self._clock() - seen[0] >= EVERY_S:

@@ -9,7 +9,7 @@ MOST_ENDED = 1024
 """Requests that are remembered after their end, with 2 KB for each of their parts."""
 
 MOST_PARTS = 4096
-"""Of all these together."""
+"""Parts of all remembered requests together."""
 
 
 class Known(Protocol):
@@ -31,14 +31,14 @@ class RecentRequests(Generic[R]):
     def __init__(self) -> None:
         self._live: dict[int, R] = {}
         self._ended: deque[R] = deque()
-        self._parts = 0  # of those
+        self._parts = 0  # of the ended ones
 
     def begin(self, request: R) -> None:
-        """It is live."""
+        """Add a request that is live."""
         self._live[id(request)] = request
 
     def end(self, request: R) -> None:
-        """It has ended."""
+        """Move a request that has ended to those that are forgotten in turn."""
         del self._live[id(request)]
         self._ended.append(request)
         self._parts += request.parts

@@ -77,7 +77,7 @@ class LocalServer:
         import ray
         from ray.exceptions import RayError
 
-        # Here meanwhile nothing is done but waiting for Ray's processes.
+        # This process would otherwise only wait for Ray's processes.
         building = threading.Thread(target=import_module, args=(serving.IMPORT_PATH.partition(":")[0],))
         building.start()
         logging.getLogger("ray").setLevel(logging.WARNING)
@@ -101,7 +101,7 @@ class LocalServer:
 
     @contextlib.contextmanager
     def _processes(self) -> Iterator[None]:
-        """Ray starts with those that are needed."""
+        """While Ray starts here, it starts only the processes that are needed."""
         with left_out(dashboard=self._launch.ray_dashboard), contextlib.ExitStack() as stack:
             if not self._launch.ray_dashboard:
                 stack.enter_context(without_agents())
@@ -117,7 +117,7 @@ class LocalServer:
             with proxies_later() as self._proxies:
                 serve.start(http_options={"host": self._launch.host, "port": self._launch.port})
         except (RayError, RayServeException, RuntimeError, OSError) as error:
-            raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
+            raise ConfigError(f"Serve does not start: {_last_line(error)}") from error
 
     def deploy(
         self, args: Mapping[str, Any], models: Sequence[ServedModel], stop: threading.Event, say: Say
@@ -179,7 +179,7 @@ class LocalServer:
         return waiting
 
     def _check_proxies(self) -> None:
-        """Serve has not waited for them.
+        """Look at the proxies that have answered, for which Serve has not waited.
 
         Raises:
             ConfigError: one does not start.

@@ -16,7 +16,7 @@ def left_out(dashboard: bool = False) -> Iterator[None]:
     """While Ray starts here: no monitor of its autoscaler, and no dashboard unless wanted.
 
     Without a dashboard Ray would start its process all the same, for usage reports alone, and wait for it.
-    The agent of a node draws its port: by default it is the same in every Ray of a host, and the second one
+    The agent of a node picks a free port: by default it is the same in every Ray of a host, and the second one
     tries for seconds to get it. These are private methods of Ray: where it has none of that name, its process
     starts as it would, which costs only time.
     """
@@ -78,7 +78,7 @@ def _agentless(command: list[str]) -> list[str]:
     given = dict(argument.split("=", 1) for argument in command if "=" in argument)
     session, node = given.get("--session_dir"), given.get("--node_id")
     if session is None or node is None or not all(name[:-1] in given for name in AGENTS):
-        logger.warning("this Ray starts agents that are not needed: its command is another one")
+        logger.warning("this Ray starts agents that are not needed: its command has changed")
         return command
     for port in (port for ports in AGENTS.values() for port in ports):
         (Path(session) / f"{port}_{node}").write_text(NO_PORT)

@@ -27,12 +27,12 @@ class Siblings:
         self._handle: Any = None
 
     async def processes(self) -> list[Process]:
-        """Their figures; of those that answer in time; none if Serve cannot tell who there is. Never raises."""
+        """The figures of those that answer in time; none if Serve cannot tell who there is. Never raises."""
         answers = await self.ask("figures")
         return [process for answer in answers for process in answer if isinstance(process, Process)]
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """What a method of each answers that answers in time, none of them an error. Never raises."""
+        """Call a method of each; return the answers that come in time and are no errors. Never raises."""
         loop = asyncio.get_running_loop()
         # In an empty context: Serve must not take the calls for children of the request that asks.
         return await loop.create_task(self._ask(method, arguments), context=contextvars.Context())

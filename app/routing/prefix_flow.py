@@ -11,19 +11,19 @@ from typing import NamedTuple
 WINDOW_S = 60.0
 
 MOST_PLACEMENTS = 2048
-"""That are remembered: at more than 34 a second, those of less than a minute. Each takes a kilobyte at most."""
+"""Placements that are remembered: above 34 a second, those of less than a minute. Each takes 1 KB at most."""
 
 MOST_KEYS = 64
-"""First blocks of a prompt that are compared."""
+"""Blocks at the beginning of a prompt that are compared."""
 
 FIRST_TOKENS = 24
-"""Of a prompt, that are kept to show what it begins with."""
+"""Tokens of a prompt that are kept to show how it begins."""
 
 LEAST_REQUESTS, LEAST_SHARE = 3, 0.02
-"""So many requests, and so many of all, make a prefix; others count for a shorter one, or for none."""
+"""A prefix needs this many requests and this share of all; other requests count for a shorter one, or none."""
 
 MOST_PREFIXES = 16
-"""That are told."""
+"""Prefixes that an answer has at most."""
 
 
 class Placement(NamedTuple):
@@ -37,9 +37,9 @@ class Placement(NamedTuple):
     replica: str
     reason: str
     tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     cached: int
-    """Of these, that were cached there."""
+    """Tokens of it that were cached there."""
     tenant: str
     salt: str
     begins: array[int]
@@ -80,7 +80,7 @@ class PrefixFlow:
         tenant: str = "",
         salt: str = "",
     ) -> None:
-        """A request has got its first token."""
+        """Remember a request that has got its first token."""
         self._placements.append(
             Placement(
                 self._clock(),
@@ -96,7 +96,7 @@ class PrefixFlow:
         )
 
     def groups(self, text_of: Callable[[Sequence[int]], str]) -> list[PrefixGroup]:
-        """The largest first; the last one has what is in none of them."""
+        """The groups, largest first; the last one has what belongs to no other."""
         now = self._clock()
         placements = [placement for placement in self._placements if placement.at > now - WINDOW_S]
         seconds = now - placements[0].at if len(placements) == MOST_PLACEMENTS else WINDOW_S
@@ -155,7 +155,7 @@ def _group(
 
 
 def merged(flows: Sequence[Sequence[PrefixGroup]]) -> list[PrefixGroup]:
-    """Those of several ingresses as one; the largest first, what is in none of them last."""
+    """Add up the groups of several ingresses: the largest first, and last what belongs to none."""
     found: dict[tuple[int, int], PrefixGroup] = {}
     for group in (group for flow in flows for group in flow):
         before = found.get((group.blocks, group.key))
@@ -166,7 +166,7 @@ def merged(flows: Sequence[Sequence[PrefixGroup]]) -> list[PrefixGroup]:
 
 
 def others(groups: Sequence[PrefixGroup]) -> PrefixGroup:
-    """All of them as one without a name."""
+    """Add up groups into one without a name."""
     total = PrefixGroup(0, 0, "", 0, 0.0, 0, 0, {}, "")
     for group in groups:
         total = _sum(total, group)

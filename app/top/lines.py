@@ -13,7 +13,7 @@ BLOCKS = (
     ("cached", "░", "cyan"),
     ("free", "·", "dim"),
 )
-"""Of each state of a block, in the order of the events: its word, its sign, and its style."""
+"""The word, sign and style of each state of a block, in the order of the events."""
 
 _STATES = "free", "cached", "referenced", "shared"
 _HOST_STATES = "free", "host", "host", "host"
@@ -37,7 +37,7 @@ def number(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """In at most five characters, below a quadrillion."""
+    """A number in at most five characters, if it is below a quadrillion."""
     if value < 9999.5:
         return number(value)
     for scale, unit in ((1e3, "k"), (1e6, "M"), (1e9, "G")):
@@ -47,12 +47,12 @@ def short(value: float) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """A share in percent."""
     return "–" if value is None else f"{100 * value:.0f}%"
 
 
 def seconds(value: float | None) -> str:
-    """A duration."""
+    """A duration in ms or s."""
     if value is None:
         return "–"
     return f"{number(round(1000 * value, 1))} ms" if value < 1 else f"{number(round(value, 1))} s"

@@ -22,7 +22,7 @@ CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Of each model, what ``app.dashboard.fleet_view.view`` makes."""
+    """What ``app.dashboard.fleet_view.view`` makes of each model."""
 
     at: float
     models: dict[str, Any]
@@ -30,7 +30,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Of each model, the points that were before."""
+    """The earlier points of each model."""
 
     models: dict[str, list[dict[str, Any]]]
 
@@ -148,7 +148,7 @@ def _said(answer: httpx.Response) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Of an error, what is worth a line."""
+    """What an error says, in one line."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -48,9 +48,8 @@ def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch
         tables[row, :needed] = chunk.sequence.block_table[:needed]
     if counts.sum() > len(chunks):
         firsts = np.cumsum(counts) - counts
-        place = np.arange(counts.sum()) - np.repeat(
-            firsts, counts
-        )  # 0 for a chunk, then 1, 2, ... for its drafts
+        # 0 for a chunk, then 1, 2, ... for its drafts.
+        place = np.arange(counts.sum()) - np.repeat(firsts, counts)
         drafted = place > 0
         starts = np.where(drafted, np.repeat(ends, counts) + place - 1, np.repeat(starts, counts))
         lengths = np.where(drafted, 1, np.repeat(lengths, counts))

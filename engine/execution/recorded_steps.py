@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,11 @@ from engine.models.decoder import Decoder
 from kernels import AttentionMetadata, Recording
 
 _MOST = 512
-"""Sizes that are remembered. A recording takes some ten KiB; the one that was not used for longest goes."""
+"""Sizes that are remembered; the least recently used goes. A recording takes about a KiB a layer."""
+
+LONGEST_S = 0.5
+"""Steps, other than decodes, that take longer are not recorded. A replay is one call, in which the watchdog
+sees no layer end, and the Python that it saves is nothing beside such a step."""
 
 
 class _Size(NamedTuple):
@@ -29,17 +35,24 @@ class RecordedSteps:
 
     Steps of one size ask the device for the same work: only the contents of their input differ. So the input
     is copied to tensors that stay, a step is recorded, and later ones of its size are replayed. Decode steps
-    are recorded at first sight, others, such as whole chunks of long prompts, at their second. The decoder
-    remains the definition of a step, and a replay computes the same bits. Kernels that cannot record run every
-    step through the decoder.
+    are recorded at first sight, others, such as whole chunks of long prompts, at their second, unless the first
+    took longer than ``LONGEST_S``. The decoder remains the definition of a step, and a replay computes the same
+    bits. Kernels that cannot record run every step through the decoder.
     """
 
     def __init__(
-        self, decoder: Decoder, kv_pool: Tensor, max_tokens: int, max_requests: int, max_blocks: int
+        self,
+        decoder: Decoder,
+        kv_pool: Tensor,
+        max_tokens: int,
+        max_requests: int,
+        max_blocks: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Larger steps are not recorded; ``max_blocks`` are a request's."""
         self._decoder = decoder
         self._kv_pool = kv_pool
+        self._clock = clock
         self._most = _Size(max_tokens, max_requests, max_requests)
         device = kv_pool.device
         self._possible = True
@@ -71,7 +84,11 @@ class RecordedSteps:
         if len(self._recordings) > _MOST:
             del self._recordings[next(iter(self._recordings))]
         if recorded is None and not seen and not batch.decodes:
-            return self._plain(batch)
+            began = self._clock()
+            logits = self._plain(batch)
+            if self._clock() - began > LONGEST_S:
+                del self._recordings[size]  # its next step is a first one, too
+            return logits
         self._token_ids[: size.tokens] = batch.token_ids
         self._sample_rows[: size.samples] = batch.sample_rows
         self._metadata.query_start[: size.requests + 1] = metadata.query_start

@@ -114,9 +114,8 @@ class Decoder:
             self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)], head=True)
         self.weight_form = packer.form
         """How matrices are kept, as :attr:`Packer.form` has it."""
-        self.cos_sin = rope_table(
-            config, max_model_len, device
-        )  # last, once the weights have confirmed the sizes
+        # Last, once the weights have confirmed the sizes.
+        self.cos_sin = rope_table(config, max_model_len, device)
 
     @torch.inference_mode()
     def forward(

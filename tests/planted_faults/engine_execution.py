@@ -431,6 +431,13 @@ EXECUTION: list[Fault] = [
         "the recording that is used most is the first that goes",
     ),
     Fault(
+        "engine/execution/recorded_steps.py",
+        "                del self._recordings[size]  # its next step is a first one, too\n",
+        "                pass\n",
+        _RECORDED,
+        "a long step is replayed, in which the watchdog sees no progress",
+    ),
+    Fault(
         "engine/execution/batch.py",
         "    decodes = bool(samples.all()) and total == len(starts) > 0",
         "    decodes = total == len(starts) > 0",

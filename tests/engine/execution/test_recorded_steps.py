@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.execution import recorded_steps
 from engine.execution.batch import Batch
-from engine.execution.recorded_steps import _Size
+from engine.execution.recorded_steps import LONGEST_S, _Size
 from kernels.cpu.build import BuildError, find_compilers
 from kernels.cpu.linear import prefers_onednn
 
@@ -50,7 +50,10 @@ def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
-    return Engine(tiny_engine_config(folder, kernels="cpu", check_invariants=False, **options))
+    """An engine for which no step takes long, however busy the machine."""
+    engine = Engine(tiny_engine_config(folder, kernels="cpu", check_invariants=False, **options))
+    engine.runner._steps._clock = lambda: 0.0
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,17 @@ def test_sizes_that_were_not_used_for_longest_are_forgotten(
         prompt = [first, *range(2, 1 + length)]
         run_to_end(engine, make_request(f"{first}", prompt, max_tokens=3, ignore_eos=True))
     assert [size.tokens for size in engine.runner._steps._recordings] == [5, 6, 1]
+
+
+def test_long_steps_run_layer_by_layer_for_the_watchdog(tiny_models: dict[str, Path]) -> None:
+    engine = engine_of(tiny_models["Llama"])
+    steps = engine.runner._steps
+    times = itertools.count(0.0, LONGEST_S + 0.1)
+    steps._clock = lambda: next(times)
+    for first in (2, 3, 4):
+        run_to_end(engine, make_request(f"{first}", [first, 5, 6, 7], max_tokens=3, ignore_eos=True))
+    assert [size.tokens for size, recorded in steps._recordings.items() if recorded] == [1]
+    assert [size.tokens for size in steps._recordings] == [1]
 
 
 def test_kernels_that_cannot_record_run_every_step(tiny_models: dict[str, Path]) -> None:
