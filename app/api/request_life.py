@@ -10,7 +10,7 @@ from app.fleet.journal import AttemptNotes, Journal
 from app.routing.cost import TERMS
 
 MOST_PROMPTS, MOST_ATTEMPTS = 8, 16
-"""Of one request that are told, the first ones."""
+"""Prompts of a request, and attempts of a prompt, that an answer has at most: the first ones."""
 
 
 def life_of(record: RequestRecord, ingress: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class ReplicaWaiter:
         self._start_failure = start_failure
         self._any_replica = any_replica
         self._looking: asyncio.Task[None] | None = None
+        self._question: asyncio.Future[str] | None = None
         self._changed = asyncio.Event()
         self._waiting = 0
         self._task: asyncio.Task[None] | None = None
@@ -111,11 +112,20 @@ class ReplicaWaiter:
 
     async def _look(self, start_failure: Callable[[], Awaitable[str]]) -> None:
         while True:
-            failure = "" if self._any_replica() else await start_failure()
+            failure = "" if self._any_replica() else await self._answer(start_failure)
             self.failure = "" if self._any_replica() else failure
             if self.failure:
                 self._changed.set()
             await asyncio.sleep(LOOK_S)
+
+    async def _answer(self, start_failure: Callable[[], Awaitable[str]]) -> str:
+        """The answer of Serve; a question that is still open is not asked again.
+
+        One may hold a thread for a minute, and others need those threads.
+        """
+        if self._question is None or self._question.done():
+            self._question = asyncio.ensure_future(start_failure())
+        return await asyncio.shield(self._question)
 
 
 async def _keep_calling(handle: Any) -> None:

@@ -392,4 +392,11 @@ FLEET: list[Fault] = [
         ("app/fleet/test_scale_from_zero.py",),
         "a replica that cannot start fails requests that wait for others",
     ),
+    Fault(
+        "app/fleet/scale_from_zero.py",
+        "if self._question is None or self._question.done():",
+        "if True:",
+        ("app/fleet/test_scale_from_zero.py",),
+        "each request that waits holds another thread with the same question while Ray's head is gone",
+    ),
 ]

@@ -13,6 +13,7 @@ from loopback import LoopbackHandle, LoopbackResponse, expected_tokens, stepping
 from app.fleet import scale_from_zero
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import CannotStartError, UnavailableError
+from app.fleet.scale_from_zero import ReplicaWaiter
 
 
 class SleepingHandle(LoopbackHandle):
@@ -195,6 +196,27 @@ def test_who_waits_for_what_cannot_start_is_told_at_once_and_why(to_zero: bool) 
         handle.add()
         assert await waiting is not None
         await client.stop()
+
+    run(test)
+
+
+def test_a_question_that_is_still_open_is_not_asked_again() -> None:
+    async def test() -> None:
+        asked, answer = 0, asyncio.Event()
+
+        async def start_failure() -> str:
+            nonlocal asked
+            asked += 1
+            await answer.wait()
+            return "ConfigError: planted"
+
+        waiter = ReplicaWaiter(None, start_failure=start_failure)
+        for _ in range(3):
+            assert not await waiter.wait_until(lambda: False, 5.0)
+        assert (asked, waiter.failure) == (1, "")
+        answer.set()
+        assert not await waiter.wait_until(lambda: False, 5.0)
+        assert waiter.failure == "ConfigError: planted"
 
     run(test)
 
