@@ -37,7 +37,10 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 15
+VERSION = 16
+"""Raised with every change of a layout, of the metrics of engines or of what ``beat`` takes: of two releases, one
+would misread the other."""
+
 MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
