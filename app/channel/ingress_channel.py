@@ -72,7 +72,7 @@ class OwnerEvents(Protocol):
     def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         """The first frame has arrived; the replica is routable.
 
-        ``ended`` is the channel that broke before, if any: ``hello.resumed`` of its attempts go on on this one,
+        ``ended`` is the channel that broke before, if any: ``hello.resumed`` of its attempts continue here,
         the others are lost.
         """
 
@@ -110,7 +110,7 @@ class ChannelEvents(OwnerEvents, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
-    """A channel that has ended and whose attempts may go on on the next one; ``claims`` are these."""
+    """A channel that has ended and whose attempts may continue on the next one; ``claims`` are these."""
 
     route: Route
     reason: str
@@ -188,7 +188,7 @@ class IngressChannel:
         self._loop.call_soon_threadsafe(self._fail, epoch, reason, False)
 
     def resume(self, epoch: int, claims: Sequence[Claim]) -> None:
-        """The attempts of this epoch, which has ended, that are to go on on the next one."""
+        """The attempts of this epoch, which has ended, that are to continue on the next one."""
         self._loop.call_soon_threadsafe(self._resume, epoch, claims)
 
     def _start(self) -> None:

@@ -41,7 +41,7 @@ class Channels(Protocol):
         """The owner has failed to handle an event: the channel must end."""
 
     def resume(self, route: Route, claims: Sequence[Claim]) -> None:
-        """The channel has ended; these of its attempts are to go on on the next one."""
+        """The channel has ended; these of its attempts are to continue on the next one."""
 
 
 class Relay:

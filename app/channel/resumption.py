@@ -1,4 +1,4 @@
-"""Attempts that go on on another channel of the same ingress, from the tokens that have arrived there."""
+"""Attempts that continue on another channel of the same ingress, from the tokens that have arrived there."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
 VERSION = 16
-"""Raised with every change of a layout, of the metrics of engines or of what ``beat`` takes: of two releases, one
-would misread the other."""
+"""Raised with every change of a layout, of engines' metrics, or of what ``beat`` takes: a release that would
+misread another one refuses it."""
 
 MAX_MESSAGE_BYTES = 2000
 
