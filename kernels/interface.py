@@ -47,6 +47,11 @@ class HeadLayout:
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def qkv_dim(self) -> int:
+        """Columns of a fused row."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
@@ -258,7 +263,7 @@ class Kernels(ABC):
     ) -> Tensor:
         """Norm (if ``qk_norm``) and rotate queries and keys, write K and V to their slots, return the queries.
 
-        ``qkv`` is ``[T, (heads + 2 * kv_heads) * head_dim]`` and may be overwritten. ``cos_sin`` is float32
+        ``qkv`` is ``[T, layout.qkv_dim]`` and may be overwritten. ``cos_sin`` is float32
         ``[max_positions, 2, rotary_dim / 2]`` (cosines, then sines, with the scaling of the RoPE type applied).
         The first ``rotary_dim`` elements of a head are rotated in halves: element ``i`` pairs with
         ``i + rotary_dim / 2``. ``kv_layer`` is one layer's view, see :meth:`attention`. Returns

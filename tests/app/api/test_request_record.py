@@ -27,8 +27,9 @@ from engine.errors import ClientLimitError, InvalidRequestError
 
 
 def ended(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of the lines so far."""
-    return [getattr(record, FIELDS) for record in caplog.records if record.message == "request ended"]
+    """The fields of the lines so far; not of the audit log, which another test may have begun."""
+    lines = [record for record in caplog.records if record.name == "app.api.request_record"]
+    return [getattr(record, FIELDS) for record in lines if record.message == "request ended"]
 
 
 @pytest.fixture

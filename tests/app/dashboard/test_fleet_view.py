@@ -49,12 +49,12 @@ def test_rates_are_of_what_came_between_two_moments() -> None:
     assert (here["tokens_s"], new["tokens_s"]) == (20.0, 10.0)
     assert here["hit_share"] == 0.5
     assert here["blocks"] == [10, 20, 20, 50]
-    assert (here["pool"], here["host"], here["demand"]) == (100, [9, 16], 44.0)
+    assert (here["pool"], here["host"], here["demand"]) == (100, [9, 16], 42.8)
     assert starting == {"name": "starting", "state": "opening"}
     assert shown["fleet"] == {
         "ingresses": 1,
         "pool": 200,
-        "demand": 88.0,
+        "demand": 85.6,
         "tokens_s": 30.0,
         "prompt_tokens_s": 25.0,
         "live": 3,
