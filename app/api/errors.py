@@ -217,9 +217,9 @@ def _answer_to(error: Exception) -> ApiFault:
             retry_after_s=error.retry_after_s,
         )
     if isinstance(error, CannotStartError):
-        return ApiFault(
+        return ApiFault(  # the cause may name paths of the server
             503,
-            str(error),
+            "no engine replica of this model can start; the server's log and `serve status` say why",
             "service_unavailable_error",
             code="unavailable",
             retry_after_s=CANNOT_START_S,

@@ -113,7 +113,9 @@ class ReplicaWaiter:
     async def _look(self, start_failure: Callable[[], Awaitable[str]]) -> None:
         while True:
             failure = "" if self._any_replica() else await self._answer(start_failure)
-            self.failure = "" if self._any_replica() else failure
+            before, self.failure = self.failure, "" if self._any_replica() else failure
+            if self.failure not in ("", before):
+                logger.warning("no engine replica of this model can start: %s", self.failure)
             if self.failure:
                 self._changed.set()
             await asyncio.sleep(LOOK_S)

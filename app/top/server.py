@@ -117,11 +117,8 @@ class Server:
                 key, _, value = line.partition(": ")
                 if key == "event":
                     name = value
-                elif key == "data" and name == "history":
-                    yield History(json.loads(value))
-                elif key == "data" and name == "fleet":
-                    message = json.loads(value)
-                    yield Fleet(message["at"], message["models"])
+                elif key == "data" and name in ("history", "fleet"):
+                    yield _event(name, json.loads(value))
 
     def _refusal(self, answer: httpx.Response) -> str:
         if answer.status_code == 401:
@@ -131,6 +128,18 @@ class Server:
         if answer.status_code == 404:
             return f"{self.url} has no live page, so it is no server of Quire; trying again"
         return f"{self.url} refuses: {_said(answer)}; trying again"
+
+
+def _event(name: str, message: Any) -> Fleet | History:
+    """What an event says.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    try:
+        return History(dict(message)) if name == "history" else Fleet(message["at"], dict(message["models"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError("its events are those of another release") from error
 
 
 def _is_port(netloc: str) -> bool:

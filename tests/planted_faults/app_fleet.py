@@ -387,8 +387,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/scale_from_zero.py",
-        'self.failure = "" if self._any_replica() else failure',
-        "self.failure = await start_failure()",
+        'before, self.failure = self.failure, "" if self._any_replica() else failure',
+        "before, self.failure = self.failure, await start_failure()",
         ("app/fleet/test_scale_from_zero.py",),
         "a replica that cannot start fails requests that wait for others",
     ),

@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.api.api_server import ApiServer
 from app.api.authentication import Gate
-from app.api.errors import too_many_live
+from app.api.errors import CANNOT_START_S, fault_of, too_many_live
 from app.api.keys import KeyFile, digest_of
 from app.api.openai_service import OpenAIService
 from app.api.routes import make_api
 from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
-from app.fleet.generation import UnavailableError
+from app.fleet.generation import CannotStartError, UnavailableError
 
 NAMES = ("small", "Other/Large", "sleeper")
 ASKED: dict[str, dict[str, Any]] = {
@@ -233,3 +233,9 @@ def test_each_model_has_its_own_parser(api: ApiServer) -> None:
     small, large = (service._family() for service in api.services)
     assert type(small) is type(large)
     assert small.markers != large.markers
+
+
+def test_a_model_that_cannot_start_tells_clients_when_to_ask_again_and_no_path() -> None:
+    fault = fault_of(CannotStartError("ConfigError: /home/ann/model has no config.json"))
+    assert (fault.status, fault.retry_after_s, fault.retriable) == (503, CANNOT_START_S, False)
+    assert "ann" not in fault.message

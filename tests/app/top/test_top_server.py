@@ -48,6 +48,8 @@ def test_it_comes_back_after_every_kind_of_trouble(monkeypatch: pytest.MonkeyPat
             httpx.Response(200, text="hello"),
             stream(EVENTS),
             stream("event: fleet\ndata: {\n\n"),
+            stream('event: fleet\ndata: {"x":1}\n\n'),
+            stream("event: history\ndata: 5\n\n"),
             stream(EVENTS),
         )
     )
@@ -64,7 +66,7 @@ def test_it_comes_back_after_every_kind_of_trouble(monkeypatch: pytest.MonkeyPat
 
     server = Server("https://any:k@host:8443/quire/v1/", transport=httpx.MockTransport(answer))
     url = server.url
-    assert said(server, 11) == [
+    assert said(server, 13) == [
         Trouble(f"cannot reach {url}: Connection refused; trying again"),
         Trouble(f"{url} does not answer; trying again"),
         Trouble(f"{url} refuses the key: the API key is not valid; trying again"),
@@ -77,6 +79,7 @@ def test_it_comes_back_after_every_kind_of_trouble(monkeypatch: pytest.MonkeyPat
             f"{url} is no server of Quire: Expecting property name enclosed in double quotes: "
             "line 1 column 2 (char 1); trying again"
         ),
+        *[Trouble(f"{url} is no server of Quire: its events are those of another release; trying again")] * 2,
         History({"m": []}),
         Fleet(1.5, {"m": {}}),
     ]
