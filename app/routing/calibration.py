@@ -171,6 +171,8 @@ class Calibration:
         changed = self.steps.learn(load.running, load.kv_tokens, load.step_seconds)
         if load.running and load.step_seconds:
             history.learn_step(load.step_seconds, self.steps.seconds(load.running, load.kv_tokens))
+        elif not load.running:
+            history.forget()
         if load.block_size and load.block_size != self.block_size:
             self.block_size = load.block_size
             changed = True

@@ -18,6 +18,9 @@ STALLED_S = 3.0
 _SLOWNESS_STEP = 1 / 32
 """How much of the difference one report corrects."""
 
+_FORGETTING = 1 / 128
+"""How much of it one report of an idle engine takes away: half in 45 s."""
+
 
 class Route(NamedTuple):
     """An open channel: attempts live and die with exactly this one."""
@@ -77,6 +80,10 @@ class ReplicaHistory:
         """Take in one step time and what the model expects of the same step."""
         ratio = min(max(measured_s / max(expected_s, 1e-9), 0.1), 10.0)
         self.slowness += (ratio - self.slowness) * _SLOWNESS_STEP
+
+    def forget(self) -> None:
+        """It ran nothing: what made it slow may have ended, and without requests nobody would ever know."""
+        self.slowness += (1.0 - self.slowness) * _FORGETTING
 
 
 @dataclass(slots=True)

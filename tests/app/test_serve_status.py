@@ -70,7 +70,8 @@ def test_the_cause_is_the_last_line_with_an_error() -> None:
 def test_serve_still_has_the_call() -> None:
     from ray.serve._private.controller import ServeController
 
-    assert list(inspect.signature(ServeController.get_deployment_status).parameters) == [
+    parameters = list(inspect.signature(ServeController.get_deployment_status).parameters)
+    assert parameters[:3] == [  # Ray adds one where another test has switched its tracing on
         "self",
         "name",
         "app_name",

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from local_cluster import OPTIONS, BreakableCluster, paced_options
+from local_cluster import OPTIONS, BreakableCluster, deploy_evenly, paced_options
 from paced_model import save_paced
 
 
@@ -45,6 +45,13 @@ def paced(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster
     """The same deployment of ``paced_model``, with both replicas routable: for streams that get disturbed."""
     bare_cluster.ensure(**paced_options(paced_model))
     bare_cluster.settle(2)
+    return bare_cluster
+
+
+@pytest.fixture
+def evenly(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
+    """``paced``, with another routing."""
+    deploy_evenly(bare_cluster, paced_model)
     return bare_cluster
 
 

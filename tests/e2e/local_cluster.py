@@ -162,3 +162,9 @@ def kill_all(process: psutil.Popen) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
     process.wait(30)
+
+
+def deploy_evenly(cluster: BreakableCluster, model: Path) -> None:
+    """Each engine gets some of the streams, whatever the router remembers of what was done to the others."""
+    cluster.ensure(**paced_options(model), routing="least_tokens")
+    cluster.settle(2)

@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
     "scale_down_after_s": DOWN_AFTER_S,
     "startup_s": 30,
 }
-BUSY, TOKENS = 20, 80  # together more blocks than 75% of one pool
+BUSY, TOKENS = 32, 80  # together more blocks than 75% of one pool, wherever each is in its answer
 FEW = 2
 FEW_EVENTS_S = 0.1  # a step
 STARTED_S = 240.0
@@ -74,9 +74,13 @@ class Clients:
         self._pool.shutdown()
 
     async def _stream_all(self) -> None:
-        await asyncio.gather(*map(self._stream, self._texts))
+        await asyncio.gather(*map(self._stream, range(len(self._texts))))
 
-    async def _stream(self, text: str) -> None:
+    async def _stream(self, place: int) -> None:
+        text = self._texts[place]
+        # First answers of all lengths, or all streams would be short at the same time.
+        most = 1 + place * self._max_tokens // len(self._texts)
+        assert (await complete(self._url, text, most, instance=self._instance)).done
         while not self._stop.is_set():
             self.outcomes[text].append(
                 await complete(self._url, text, self._max_tokens, instance=self._instance)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from local_cluster import SOON_S, BreakableCluster, kill_all, paced_options
+from local_cluster import SOON_S, BreakableCluster, deploy_evenly, kill_all
 from ray.util import placement_group, remove_placement_group
 
 from loadtests.client import Outcome, complete, complete_all, vanish
@@ -26,19 +26,6 @@ SEVERAL = 4  # sequences of one request
 VANISHING = 250  # clients, 32 at once; loadtests.faults has a thousand
 MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
 LONG = 120  # tokens of a few streams; enough that a stopping replica is gone before they end
-
-
-def deploy_evenly(cluster: BreakableCluster, model: Path) -> None:
-    """Each engine gets some of the streams, whatever the router remembers of what was done to the others."""
-    cluster.ensure(**paced_options(model), routing="least_tokens")
-    cluster.settle(2)
-
-
-@pytest.fixture
-def evenly(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
-    """``paced``, with another routing."""
-    deploy_evenly(bare_cluster, paced_model)
-    return bare_cluster
 
 
 @pytest.fixture

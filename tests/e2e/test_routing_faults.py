@@ -47,11 +47,11 @@ class QuickFaults(RoutingFaults):
 
 
 @pytest.fixture
-def faults(paced: BreakableCluster) -> Iterator[RoutingFaults]:
-    yield QuickFaults(paced)
-    paced.cordon([], 0.0)
-    paced.scale(2)
-    wait_for(lambda: len(paced.ingresses()) == 1, SOON_S, "the second ingress is still there")
+def faults(evenly: BreakableCluster) -> Iterator[RoutingFaults]:
+    yield QuickFaults(evenly)
+    evenly.cordon([], 0.0)
+    evenly.scale(2)
+    wait_for(lambda: len(evenly.ingresses()) == 1, SOON_S, "the second ingress is still there")
 
 
 def test_a_cordoned_replica_gets_nothing_new_and_hands_its_streams_over(faults: RoutingFaults) -> None:

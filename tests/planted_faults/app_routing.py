@@ -158,4 +158,11 @@ ROUTING: list[Fault] = [
         _LEDGER,
         "an attempt that is booked again holds two bookings",
     ),
+    Fault(
+        "app/routing/calibration.py",
+        "        elif not load.running:\n            history.forget()\n",
+        "",
+        ("app/routing/test_calibration.py",),
+        "an engine that was slow once gets no requests, so nobody finds out that it is slow no longer",
+    ),
 ]

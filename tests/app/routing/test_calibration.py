@@ -104,9 +104,13 @@ def test_slowness_is_a_replicas_step_time_over_the_fleets() -> None:
             fleet.learn_report(replace(IDLE, running=4, kv_tokens=4000, step_seconds=seconds), history)
     assert slow.slowness / quick.slowness == pytest.approx(3.0, rel=0.05)
     before = slow.slowness
-    fleet.learn_report(replace(IDLE, running=0, step_seconds=9.0), slow)
     fleet.learn_report(replace(IDLE, running=4, step_seconds=0.0), slow)
-    assert slow.slowness == before, "nothing ran, or nobody knows how long it took"
+    assert slow.slowness == before, "nobody knows how long it took"
+    fleet.learn_report(replace(IDLE, running=0, step_seconds=9.0), slow)
+    assert slow.slowness == pytest.approx(before - (before - 1) / 128)
+    for _ in range(1000):
+        fleet.learn_report(replace(IDLE, running=0, step_seconds=9.0), slow)
+    assert slow.slowness == pytest.approx(1.0, abs=0.01), "else an idle engine that was slow once stays idle"
 
 
 def test_one_absurd_step_changes_little() -> None:
