@@ -299,7 +299,7 @@ class EngineClient:
             **self.status(),
             "cid": self._parts.channels.cid,
             "event_faults": self._parts.channels.relay.faults,
-            "call_faults": self._parts.channels.defects + self._parts.attempts.defects,
+            "call_faults": self._parts.channels.defects + self._parts.attempts.defects + self._waiter.defects,
             "channel_faults": dict(self._channel_faults),
             "moved": self._parts.drainer.moved,
             "routed": dict(self._parts.channels.fleet.routed),

@@ -42,6 +42,8 @@ class ReplicaWaiter:
     ) -> None:
         self.failure = ""
         """Why replicas cannot start, found while the last requests waited."""
+        self.defects = 0
+        """Wake-up calls that failed by a fault of the code."""
         self._handle = handle
         self._background = background or Background()
         self._start_failure = start_failure
@@ -92,7 +94,7 @@ class ReplicaWaiter:
         """While any request waits, keep a wake-up call in Serve's queue, and ask whether replicas can start."""
         self._waiting += 1
         if self._task is None and self._handle is not None:
-            self._task = self._background.start("wake-up call", _keep_calling(self._handle))
+            self._task = self._background.start("wake-up call", self._keep_calling(self._handle))
         if self._looking is None and self._start_failure is not None:
             self.failure = ""  # since the last request has left, Serve may have started one
             self._looking = self._background.start("failed starts", self._look(self._start_failure))
@@ -129,30 +131,31 @@ class ReplicaWaiter:
             self._question = asyncio.ensure_future(start_failure())
         return await asyncio.shield(self._question)
 
+    async def _keep_calling(self, handle: Any) -> None:
+        while True:
+            await self._call(handle)
+            await asyncio.sleep(RETRY_S)
 
-async def _keep_calling(handle: Any) -> None:
-    while True:
-        await _call(handle)
-        await asyncio.sleep(RETRY_S)
+    async def _call(self, handle: Any) -> None:
+        """Returns once a replica has answered or the call has failed; the next one then follows."""
+        try:
+            response = handle.options(_by_reference=False).wake.remote(wait=True)
+        except Exception as error:  # noqa: BLE001  (like any failure of the call below, it is counted)
+            self._failed("could not be sent", error)
+            return
+        answer = asyncio.ensure_future(answer_of(response))
+        try:
+            # Not awaited directly: Serve raises CancelledError for calls that nobody here has canceled.
+            await asyncio.wait((answer,))
+            failure = None if answer.cancelled() else answer.exception()
+            if failure is not None:
+                self._failed("failed", failure)
+        finally:
+            if not answer.done():
+                answer.cancel()
+                cancel_call(response)
 
-
-async def _call(handle: Any) -> None:
-    """Returns once a replica has answered or the call has failed."""
-    try:
-        response = handle.options(_by_reference=False).wake.remote(wait=True)
-    except Exception as error:
-        traceback = error if is_defect(error) else None
-        logger.warning("the wake-up call could not be sent: %s", describe(error), exc_info=traceback)
-        return
-    answer = asyncio.ensure_future(answer_of(response))
-    try:
-        # Not awaited directly: Serve raises CancelledError for calls that nobody here has canceled.
-        await asyncio.wait((answer,))
-        failure = None if answer.cancelled() else answer.exception()
-        if failure is not None:
-            shown = failure if is_defect(failure) else None
-            logger.warning("the wake-up call failed: %s", describe(failure), exc_info=shown)
-    finally:
-        if not answer.done():
-            answer.cancel()
-            cancel_call(response)
+    def _failed(self, how: str, error: BaseException) -> None:
+        defect = is_defect(error)
+        self.defects += defect
+        logger.warning("the wake-up call %s: %s", how, describe(error), exc_info=error if defect else None)

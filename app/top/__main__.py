@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 
+from app.config import CLIENT_KEY
 from app.top.server import Server
 
-URL, KEY = "QUIRE_URL", "QUIRE_API_KEY"
+URL = "QUIRE_URL"
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -17,12 +18,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m app.top",
         description="Show a server's fleet live: KV blocks, latency, queues, and the target with its reason.",
-        epilog=f"Other users of this machine can see --key; they cannot see {KEY} in the environment.",
+        epilog=f"Other users of this machine can see --key; they cannot see {CLIENT_KEY} in the environment.",
     )
     parser.add_argument(
         "url", nargs="?", default=os.environ.get(URL, DEFAULT_URL), help=f"default: {URL}, or {DEFAULT_URL}"
     )
-    parser.add_argument("--key", default=os.environ.get(KEY, ""), help=f"the API key; default: {KEY}")
+    parser.add_argument(
+        "--key", default=os.environ.get(CLIENT_KEY, ""), help=f"the API key; default: {CLIENT_KEY}"
+    )
     parsed = parser.parse_args(arguments)
     try:
         server = Server(parsed.url, parsed.key)

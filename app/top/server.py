@@ -11,6 +11,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 
+from app.config import CLIENT_KEY
+
 AGAIN_S = 2.0
 """Pause before a server that did not answer, or refused, is asked again."""
 
@@ -124,7 +126,7 @@ class Server:
         if answer.status_code == 401:
             if self.key:
                 return f"{self.url} refuses the key: {_said(answer)}; trying again"
-            return f"{self.url} needs a key: set QUIRE_API_KEY, or give --key; trying again"
+            return f"{self.url} needs a key: set {CLIENT_KEY}, or give --key; trying again"
         if answer.status_code == 404:
             return f"{self.url} has no live page, so it is no server of Quire; trying again"
         return f"{self.url} refuses: {_said(answer)}; trying again"

@@ -399,4 +399,11 @@ FLEET: list[Fault] = [
         ("app/fleet/test_scale_from_zero.py",),
         "each request that waits holds another thread with the same question while Ray's head is gone",
     ),
+    Fault(
+        "app/fleet/engine_client.py",
+        " + self._waiter.defects",
+        "",
+        ("app/fleet/test_scale_from_zero.py",),
+        "a defect in a wake-up call is in the log only",
+    ),
 ]

@@ -147,6 +147,21 @@ def test_who_waits_in_vain_is_told_so_and_health_says_it_until_a_replica_comes()
     run(test)
 
 
+@pytest.mark.parametrize(("error", "defects"), [(ConnectionError("planted"), 0), (ZeroDivisionError(), 1)])
+def test_a_defect_in_a_wake_up_call_is_counted_and_the_call_repeated(error: Exception, defects: int) -> None:
+    async def test() -> None:
+        handle, client = await sleeping()
+        handle.error = error
+        waiting = asyncio.ensure_future(collect(client, request([1])))
+        await until(lambda: len(handle.queued) == 1)
+        assert client.inspect()["call_faults"] == defects
+        waiting.cancel()
+        await until(lambda: not handle.queued)
+        await client.stop()
+
+    run(test)
+
+
 def test_what_waits_for_limits_wakes_too() -> None:
     async def test() -> None:
         handle, client = await sleeping()
