@@ -138,6 +138,10 @@ class Engine:
         """Whether any request is not finished."""
         return self.scheduler.has_work()
 
+    def prepare(self) -> bool:
+        """Do a few milliseconds of work that later steps would wait for; returns whether more of it is left."""
+        return self.runner.kv_cache.supply_pages(self.scheduler.state.pool.num_begun)
+
     def step(self) -> list[TokenDelta]:
         """Run one step and return what it made.
 

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 WARM_AFTER_S = 5.0
 """What only structured output needs is loaded this long after the rest, not to hold up the start, or later."""
 
+PREPARE_S = 0.01
+"""Pause of an idle engine after each few milliseconds in which it prepares for later requests."""
+
 _Result = TypeVar("_Result")
 
 
@@ -254,7 +257,7 @@ class EngineThread:
     def _ask(self, wanted: _Reset | _Snapshot) -> None:
         self._inbox.put(wanted)
         if self._closed.is_set():  # perhaps only since the caller checked: then the loop reads it no more
-            _refuse(self._receive(wait=False))
+            _refuse(self._receive())
 
     def _main(self) -> None:
         try:
@@ -278,7 +281,7 @@ class EngineThread:
             self._loaded.set()
             # No call may wait for an answer of a thread that has ended.
             self._closed.set()
-            _refuse([*self._snapshots, *self._pending, *self._receive(wait=False)])
+            _refuse([*self._snapshots, *self._pending, *self._receive()])
 
     def _warm_up(self, grammars: GrammarCompiler, every_s: float) -> None:
         """Once no request runs: the tokenizer's library keeps the interpreter's lock for 0.2 s."""
@@ -293,7 +296,7 @@ class EngineThread:
             added: list[str] = []
             self._turns += 1
             self._idle = not engine.has_work()
-            self._pending = self._receive(wait=self._idle)
+            self._pending = self._receive(self._wait(engine)) if self._idle else self._receive()
             self._idle = False
             while self._pending:
                 item = self._pending[0]
@@ -324,9 +327,16 @@ class EngineThread:
             self._answer(engine)
             self._on_outputs(StepOutputs(deltas, added, batch, self._load))
 
-    def _receive(self, wait: bool) -> deque[_Item]:
-        """All that is queued; at least one item if ``wait``."""
-        items = deque([self._inbox.get()] if wait else [])
+    def _wait(self, engine: Engine) -> _Item:
+        """The next item. Until it comes, the idle engine prepares for it."""
+        while engine.prepare():
+            with contextlib.suppress(Empty):
+                return self._inbox.get(timeout=PREPARE_S)
+        return self._inbox.get()
+
+    def _receive(self, *first: _Item) -> deque[_Item]:
+        """``first`` and all that is queued."""
+        items = deque(first)
         with contextlib.suppress(Empty):
             while True:
                 items.append(self._inbox.get_nowait())

@@ -51,6 +51,7 @@ class BlockPool:
         self._previous = [num_blocks, *range(num_blocks), num_blocks + 1]
         self._num_free = num_blocks
         self._num_cached = 0
+        self._num_begun = 0
         self._num_shared = 0
 
     @property
@@ -67,6 +68,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that :meth:`allocate` can hand out: free and cached."""
         return self._num_free + self._num_cached
+
+    @property
+    def num_begun(self) -> int:
+        """Blocks up to the last one that was ever handed out: what lies beyond has never been written."""
+        return self._num_begun
 
     @property
     def num_referenced(self) -> int:
@@ -127,6 +133,8 @@ class BlockPool:
             blocks.append(block)
             last = block
         blocks.sort()
+        if blocks:
+            self._num_begun = max(self._num_begun, blocks[-1] + 1)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:

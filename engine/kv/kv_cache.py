@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv.block_pool import InvariantError
+from engine.kv.page_supply import PageSupply
 from engine.kv.swap_stream import Pairs, SwapStream, pin
 from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
 from kernels import kv_pool_shape
+
+PAGES_AHEAD = 1 << 30
+"""Bytes of the pool, beyond what has been in use, whose pages an idle engine has supplied."""
 
 
 class KVCache:
@@ -46,8 +50,10 @@ class KVCache:
         # Zeros, so that padding never reads an old NaN.
         if device.type == "cpu":
             self.pool = _untouched_zeros(shape(num_blocks), dtype)
+            self._pages: PageSupply | None = PageSupply(self.pool.data_ptr(), self.pool.nbytes)
         else:
             self.pool = torch.zeros(shape(num_blocks), dtype=dtype, device=device)
+            self._pages = None
         self.host = _untouched_zeros(shape(host_blocks), dtype)
         self._stream: SwapStream | None = None
         # Takes its pages now: the first copy to each would wait for the system, ten times as long as it takes.
@@ -55,6 +61,16 @@ class KVCache:
         if device.type == "cuda" and host_blocks:
             pin(self.host, self, device)
             self._stream = SwapStream(device)
+
+    def supply_pages(self, num_begun: int) -> bool:
+        """Have a few of the pages supplied that are written soon; returns whether more of them are left.
+
+        ``num_begun`` blocks have been in use. A step that writes where no page is waits for the system. Any
+        thread may call this, one at a time.
+        """
+        if self._pages is None:
+            return False
+        return self._pages.extend(num_begun * (self.pool.nbytes // self.num_blocks) + PAGES_AHEAD)
 
     def transfer(self, transfers: Transfers, written: Collection[int] = ()) -> tuple[float, float]:
         """Carry out ``transfers``; return the seconds of swap-out and swap-in.

@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.kv.kv_cache import KVCache
 from engine.request import FinishReason, Request, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import SequenceState
@@ -332,6 +333,22 @@ def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
     outputs.thread.start()
     yield outputs
+    outputs.thread.stop()
+    assert not outputs.thread.is_alive()
+
+
+def test_an_idle_engine_has_pages_supplied_and_takes_requests_meanwhile(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(KVCache, "supply_pages", lambda self, begun: calls.put(begun) is None)  # never done
+    outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
+    outputs.thread.start()
+    assert calls.get(timeout=30) == 0
+    outputs.thread.submit(Request("a", [1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)))
+    outputs.until_finished("a")
+    while calls.get(timeout=30) == 0:
+        pass
     outputs.thread.stop()
     assert not outputs.thread.is_alive()
 

@@ -375,6 +375,13 @@ EXECUTION: list[Fault] = [
         "an abort of nothing stops the engine",
     ),
     Fault(
+        "engine/engine_thread.py",
+        "        while engine.prepare():\n",
+        "        while False:\n",
+        _ENGINE,
+        "prompts wait for the pages of their keys and values",
+    ),
+    Fault(
         "engine/scheduling/intake.py",
         "        total = check(request, self._limits)",
         "        total = len(request.token_ids) + (request.params.max_tokens or 1)",

@@ -141,6 +141,27 @@ KV: list[Fault] = [
     ),
     Fault(
         "engine/kv/kv_cache.py",
+        "num_begun * (self.pool.nbytes // self.num_blocks) + PAGES_AHEAD",
+        "PAGES_AHEAD",
+        _CACHE,
+        "the first gigabyte alone gets its pages ahead of use",
+    ),
+    Fault(
+        "engine/kv/page_supply.py",
+        "        size = min(size, self._size)\n",
+        "        size = self._size\n",
+        _CACHE,
+        "an idle engine takes the pages of its whole pool",
+    ),
+    Fault(
+        "engine/kv/block_pool.py",
+        "            self._num_begun = max(self._num_begun, blocks[-1] + 1)",
+        "            self._num_begun = blocks[-1] + 1",
+        _POOL,
+        "the blocks that have been used are those up to the last one handed out",
+    ),
+    Fault(
+        "engine/kv/kv_cache.py",
         "ordered[end] != (source + 1, destination + 1)",
         "ordered[end][0] != source + 1",
         _CACHE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,8 +14,10 @@ import torch
 from numbered_cache import MODEL, contents, numbered
 
 from engine.execution.calibration import CopyCost, steady_prefill_rate, swap_costs
+from engine.kv import kv_cache
 from engine.kv.block_pool import NO_BLOCK, InvariantError
 from engine.kv.kv_cache import KVCache
+from engine.kv.page_supply import SLICE, PageSupply
 from engine.kv.swap_stream import CopyClock
 from engine.kv.transfers import Transfers
 
@@ -40,6 +43,36 @@ def test_host_blocks_have_their_pages_from_the_start() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cache.host.fill_(1.0)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux supplies pages on demand")
+def test_pages_are_supplied_ahead_of_the_blocks_in_use_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each prompt waits until the system has found the memory for its keys and values."""
+    cache = KVCache(MODEL, 32_768, 16, torch.float32, CPU)
+    block_bytes = cache.pool.numel() * cache.pool.element_size() // 32_768
+    monkeypatch.setattr(kv_cache, "PAGES_AHEAD", 4096 * block_bytes)
+    cache.pool[5] = 5.0
+    for begun, supplied in ((0, 4096), (100, 4196), (30_000, 32_768)):
+        calls = 1
+        while cache.supply_pages(begun):
+            calls += 1
+        assert calls <= 32_768 * block_bytes // SLICE + 1
+        assert cache._pages is not None
+        assert cache._pages.supplied == supplied * block_bytes
+    assert (cache.pool[5] == 5.0).all()
+    pages = 32_768 * block_bytes // resource.getpagesize()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cache.pool.fill_(1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 10
+
+
+def test_a_system_without_that_call_supplies_pages_when_they_are_written() -> None:
+    memory = torch.zeros(8)
+    pages = PageSupply(memory.data_ptr(), memory.nbytes)
+    pages._advise = lambda start, length, advice: -1
+    assert not pages.extend(32)
+    assert not pages.extend(32)
+    assert pages.supplied == 0
 
 
 def test_nothing_to_transfer_takes_no_time() -> None:
