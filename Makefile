@@ -28,12 +28,15 @@ help:  ## Show the targets.
 
 $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Quire needs Python 3.11 or newer, but $(PYTHON) is {v.major}.{v.minor}; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
-	@echo "Setting up $(VENV) with $(CONSTRAINTS): 2.5 GB, a few minutes, once"
-	$(PYTHON) -m venv $(VENV)
-	@# torch first, from the index that its constraints name; then everything else needs no second index.
-	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools
-	$(PIP) -c constraints-gpu.txt --no-build-isolation -e '.[dev]'
-	@touch $(READY)
+	@# $(READY) holds what was set up: files that are merely newer, as after a checkout, change nothing.
+	@# torch comes first, from the index that its constraints name; then everything else needs no second index.
+	@if cat $^ | cmp -s - $(READY); then touch $(READY); exit; fi; \
+	if [ -e $(READY) ]; then echo "Updating $(VENV): what it needs has changed"; \
+	else echo "Setting up $(VENV) with $(CONSTRAINTS): 2.5 GB, a few minutes, once"; $(PYTHON) -m venv $(VENV); fi; \
+	set -x; \
+	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools; \
+	$(PIP) -c constraints-gpu.txt --no-build-isolation -e '.[dev]'; \
+	cat $^ > $(READY)
 
 .venv: $(READY)  ## Set up the environment (other targets do this automatically).
 

@@ -1,4 +1,4 @@
-"""The queries of the boards and alerts in ``deploy``, and what they name."""
+"""The queries of the boards and alerts in ``deploy`` and of Ray's own board, and what they name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
+
+WITHOUT_DATA = {
+    "ray_vllm_nixl_": "no engine sends KV to another: a request that moves is computed again",
+    "ray_vllm_kv_offload_": "KV on the host is that of preempted sequences, and serves no other request",
+    "ray_vllm_external_prefix_cache_": "there is no cache outside the engines",
+}
+"""Beginnings of the names that Ray's Serve LLM board asks for and that Quire does not have, with the reason."""
 
 
 def rules() -> list[dict[str, Any]]:
@@ -28,6 +35,18 @@ def board_queries() -> list[str]:
     """As Grafana would send them, with all models and a window that fits a test."""
     targets = [target["expr"] for panel in board()["panels"] for target in panel.get("targets", [])]
     return [expr.replace("$model", ".*").replace("$__rate_interval", "1m") for expr in targets]
+
+
+def ray_board_queries() -> list[str]:
+    """Of Ray's own Serve LLM board, those that can have data; with all choices and windows that fit a test."""
+    from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_serve_llm_grafana_dashboard
+
+    rows = json.loads(generate_serve_llm_grafana_dashboard()[0])["panels"]
+    panels = [panel for row in rows for panel in (row, *row.get("panels", ()))]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    queries = [query for query in queries if not any(name in query for name in WITHOUT_DATA)]
+    chosen = [re.sub(r"\$(?!interval)\w+", ".*", query).replace("$interval", "1m") for query in queries]
+    return [query.replace(":1m]", ":1s]") for query in chosen]  # a subquery looks at whole minutes
 
 
 def alert_queries() -> list[str]:

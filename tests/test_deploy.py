@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
-from monitoring import DEPLOY, alert_queries, board, board_queries, metrics_of, rules
+from monitoring import DEPLOY, alert_queries, board, board_queries, metrics_of, ray_board_queries, rules
 from ray.serve.schema import ServeDeploySchema
 
 from app import config
+from app.metrics.aliases import ALIASES
 from app.metrics.board import board as made_board
 from app.metrics.table import TABLE, Kind
 
@@ -35,6 +39,9 @@ PROMTOOL = shutil.which("promtool")
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 services = pytest.mark.parametrize("name", SERVICES)
+
+CRD = os.environ.get("KUBERAY_CRD", "")
+"""KubeRay's ``helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml``; it has the schema of pods, too."""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -63,6 +70,18 @@ def test_every_series_is_in_the_table(query: str) -> None:
         assert set(selected) <= SERIES[name]
         if len(named) == 1:
             assert set(grouped) <= SERIES[name]
+
+
+def test_rays_own_board_finds_its_names_and_prometheus_keeps_them() -> None:
+    """It reads them of each node, not of the server's ``/metrics``."""
+    ours = {f"ray_vllm_{alias.name}{suffix}" for alias in ALIASES for suffix in SUFFIXES[alias.kind]}
+    asked = {name for query in ray_board_queries() for name in re.findall(r"\bray_vllm_\w+", query)}
+    assert len(asked) > 20
+    assert asked <= ours
+    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (dropped,) = next(job for job in jobs if job["job_name"] == "ray")["metric_relabel_configs"]
+    assert dropped["action"] == "drop"
+    assert [name for name in asked if re.fullmatch(dropped["regex"], name)] == []
 
 
 def test_the_board_is_the_one_that_the_code_makes() -> None:
@@ -168,6 +187,32 @@ def test_what_serve_is_told_is_valid(name: str) -> None:
     assert application["import_path"] == other["applications"][0]["import_path"]
 
 
+def strict(schema: Any) -> Any:
+    """A CRD's schema as JSON schema, in which an unknown field is an error, as to ``kubectl apply``."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: strict(part) for name, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in schema:
+        made.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+    return made
+
+
+@pytest.mark.skipif(not CRD, reason="KUBERAY_CRD does not name KubeRay's definition of a RayService")
+def test_services_fit_kuberays_definition() -> None:
+    definition = yaml.load(Path(CRD).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # a megabyte
+    (version,) = (one for one in definition["spec"]["versions"] if one["name"] == "v1")
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = True  # Kubernetes' own
+    for name in SERVICES:
+        (document,) = documents(name)
+        errors = list(jsonschema.Draft202012Validator(schema).iter_errors(document))
+        assert [("/".join(map(str, error.path)), error.message[:200]) for error in errors] == [], name
+
+
 @services
 def test_streams_end_before_their_node_does(name: str) -> None:
     spec = ray_service(name)
@@ -241,6 +286,16 @@ def test_the_image_copies_what_is_there() -> None:
     for path in copied:
         assert (ROOT / path).exists(), path
         assert path not in (ROOT / ".dockerignore").read_text().split()
-    packages = re.findall(r'"(\w+)\*"', (ROOT / "pyproject.toml").read_text())
-    assert set(packages) <= set(copied)
-    assert "quire-haproxy" in (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    setuptools = project["tool"]["setuptools"]
+    packages = {pattern.removesuffix("*") for pattern in setuptools["packages"]["find"]["include"]}
+    assert packages <= set(copied)
+    assert {project["project"]["readme"], "pyproject.toml"} <= set(copied)
+    assert f"/usr/local/bin/{next(iter(project['project']['scripts']))}" in text
+    # What is no module comes along only by these patterns.
+    data = setuptools["package-data"]
+    for package in packages:
+        listed = {path for pattern in data.get(package, ()) for path in (ROOT / package).glob(pattern)}
+        files = {path for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc"}
+        left = {path for path in files - listed if path.suffix != ".py" and "reports" not in path.parts}
+        assert {path.name for path in left} <= {"setup.sh", "vllm.sh"}, "of experiments, which no wheel has"

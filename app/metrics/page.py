@@ -32,8 +32,9 @@ Two endpoints serve the same figures in Prometheus's text format:
 - **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
   Figures are up to 12 s old. The label `route` is called `path` there. Histograms are of type `gauge` there,
   because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. Figures by
-  key are not there: anyone who reaches the port may read it. The names of Ray's own Serve LLM board are there,
-  too. See [deployment](deployment.md#monitoring) for how to scrape it.
+  key are not there: anyone who reaches the port may read it. Ray's own Serve LLM board finds its names there:
+  all its panels have data but those of NIXL and of the KV offload, since no engine sends KV to another, and KV
+  on the host serves no other request. See [deployment](deployment.md#monitoring) for how to scrape it.
 
 `GET /dashboard` shows the fleet live, in a browser ([the live page](live_page.md)), `python -m app.top` in a
 terminal.

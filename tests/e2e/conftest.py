@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from paced_model import save_paced
 @pytest.fixture(scope="session")
 def bare_cluster() -> Iterator[BreakableCluster]:
     """Ray and Serve without an application."""
+    os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (instead of ten seconds until its figures are seen)
     cluster = BreakableCluster()
     try:
         cluster.start()

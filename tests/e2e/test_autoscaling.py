@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,15 +21,17 @@ import pytest
 import ray
 import yaml
 from local_cluster import SOON_S, BreakableCluster, paced_options
-from monitoring import DEPLOY, alert_queries, board_queries
+from monitoring import DEPLOY, alert_queries, board_queries, ray_board_queries
 from ray import serve
 from ray.serve.context import _get_global_client
 from scaled_toy import FIRST, Other, asked, broken, toy
 
 from app.launch import serving
 from app.launch.port_block import PortBlock
-from loadtests.client import Outcome, complete
+from app.metrics.fleet_figures import KEPT_S
+from loadtests.client import Client, Outcome, complete
 from loadtests.cluster import LocalCluster, wait_for
+from loadtests.locust_run import NAMES, scrape
 from loadtests.workloads import prompts
 
 DOWN_AFTER_S = 4.0
@@ -62,16 +64,20 @@ class Clients:
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1)
         self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        self.first: list[Outcome] = []
 
     def __enter__(self) -> Clients:
         self._running = self._pool.submit(asyncio.run, self._stream_all())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.stop()
+        self._pool.shutdown()
+
+    def stop(self) -> None:
         """Each ends its stream."""
         self._stop.set()
         self._running.result(timeout=STARTED_S)
-        self._pool.shutdown()
 
     async def _stream_all(self) -> None:
         await asyncio.gather(*map(self._stream, range(len(self._texts))))
@@ -80,7 +86,8 @@ class Clients:
         text = self._texts[place]
         # First answers of all lengths, or all streams would be short at the same time.
         most = 1 + place * self._max_tokens // len(self._texts)
-        assert (await complete(self._url, text, most, instance=self._instance)).done
+        self.first.append(await complete(self._url, text, most, instance=self._instance))
+        assert self.first[-1].done
         while not self._stop.is_set():
             self.outcomes[text].append(
                 await complete(self._url, text, self._max_tokens, instance=self._instance)
@@ -187,19 +194,61 @@ def the_last_one_goes_and_comes_back_for_the_first_request(scaled: BreakableClus
     shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)"
 )
 def test_prometheus_has_data_for_all_boards_and_alerts(scaled: BreakableCluster, tmp_path: Path) -> None:
+    """Ours and Ray's own; and it counts what the clients count."""
+    wait_for(lambda: len(scaled.ingress_pids()) == 1, SOON_S, "an old ingress is still there")
+    time.sleep(KEPT_S)  # for so long /metrics says what it was before
+    before = scrape(scaled.url)
+    with prometheus_of(scaled, tmp_path) as result, Clients(scaled, prompts(FEW), 16) as clients:
+        # The same prompt again: something is found cached.
+        again = [asyncio.run(one_more(scaled.url, scaled.instance)) for _ in range(2)]
+        # Nothing may hold the target at the moment.
+        ours = {query for query in board_queries() + alert_queries() if "quire_scaling_held" not in query}
+        unseen = {*ours, *ray_board_queries()}
+
+        def all_seen() -> bool:
+            unseen.difference_update({query for query in unseen if result(query)})
+            return not unseen
+
+        with contextlib.suppress(TimeoutError):
+            wait_for(all_seen, SOON_S, "some queries return nothing", 1.0)
+        assert not unseen
+        samples = result('count({job="quire"}) by (__name__)')
+        assert {sample["metric"]["__name__"] for sample in samples} >= {
+            "quire_scaling_target",
+            "vllm:num_requests_running",
+        }
+        clients.stop()
+        sent = [*again, *clients.first, *(one for many in clients.outcomes.values() for one in many)]
+        told = (len(sent), sum(one.usage["prompt_tokens"] for one in sent), sum(one.tokens for one in sent))
+
+        def counted() -> bool:
+            found = [result(f"sum({name})") for name, _ in NAMES]
+            since = [
+                float(one[0]["value"][1]) - before[name] for one, (_, name) in zip(found, NAMES, strict=True)
+            ]
+            return tuple(since) == told
+
+        wait_for(counted, SOON_S, "Prometheus has other counts than the clients")
+
+
+@contextlib.contextmanager
+def prometheus_of(cluster: BreakableCluster, folder: Path) -> Iterator[Callable[[str], list[Any]]]:
+    """What a query returns of a Prometheus that is configured as in ``deploy``, but for addresses and times."""
     text = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
-    (job,) = (job for job in text["scrape_configs"] if job["job_name"] == "quire")
-    job["static_configs"] = [{"targets": [f"127.0.0.1:{scaled.port}"]}]
-    text |= {"scrape_configs": [job], "rule_files": [str(DEPLOY / "prometheus/alerts.yml")]}
+    for job in text["scrape_configs"]:
+        job.pop("dns_sd_configs", None)
+        port = cluster.port if job["job_name"] == "quire" else cluster.metrics_port
+        job["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
+    text |= {"rule_files": [str(DEPLOY / "prometheus/alerts.yml")]}
     text["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(text))
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(text))
     ports = PortBlock()
     address = f"127.0.0.1:{ports.take()}"
     process = subprocess.Popen(
         [
             "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address={address}",
             "--log.level=error",
         ]
@@ -207,7 +256,7 @@ def test_prometheus_has_data_for_all_boards_and_alerts(scaled: BreakableCluster,
 
     def result(query: str) -> list[Any]:
         try:
-            answer = prometheus.get("/api/v1/query", params={"query": query})
+            answer = http.get("/api/v1/query", params={"query": query})
         except httpx.TransportError:
             return []
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it starts
@@ -216,27 +265,19 @@ def test_prometheus_has_data_for_all_boards_and_alerts(scaled: BreakableCluster,
         found: list[Any] = answer.json()["data"]["result"]
         return found
 
-    # Nothing may hold the target at the moment.
-    unseen = {query for query in board_queries() + alert_queries() if "quire_scaling_held" not in query}
-
-    def all_seen() -> bool:
-        unseen.difference_update({query for query in unseen if result(query)})
-        return not unseen
-
     try:
-        with Clients(scaled, prompts(FEW), 16), httpx.Client(base_url=f"http://{address}") as prometheus:
-            with contextlib.suppress(TimeoutError):
-                wait_for(all_seen, SOON_S, "some queries return nothing", 1.0)
-            assert not unseen
-            samples = result('count({job="quire"}) by (__name__)')
-            assert {sample["metric"]["__name__"] for sample in samples} >= {
-                "quire_scaling_target",
-                "vllm:num_requests_running",
-            }
+        with httpx.Client(base_url=f"http://{address}") as http:
+            yield result
     finally:
         process.kill()
         process.wait()
         ports.release()
+
+
+async def one_more(url: str, instance: str) -> Outcome:
+    """A completion that finds what the one before has left in the cache."""
+    async with Client(url, instance) as client:
+        return await client.stream("/v1/completions", 4, prompt=list(range(300, 364)), ignore_eos=True)
 
 
 async def both(url: str, instance: str) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,28 @@ def test_a_node_finds_at_once_that_its_agents_have_no_ports(started: Any, tmp_pa
     assert ports == {f"{name}_abc": "-1" for name in names}
 
 
-def test_the_names_are_those_of_this_ray() -> None:
+PRIVATE = {
+    (Node, "start_monitor"): "start_head_processes calls it; no option of ray.init leaves it out",
+    (Node, "start_api_server"): "likewise; with include_dashboard=False it starts a process for usage reports",
+    (Node, "start_raylet"): "before it, the node's _ray_params have dashboard_agent_listen_port",
+    (services, "start_ray_process"): "it starts each process of Ray's, of a command and a type",
+    (api, "_create_controller_and_proxy_refs"): "serve.start waits for the proxies that it returns",
+}
+"""What ``ray_processes`` replaces for a moment, and what it relies on; Ray 2.60 has no public way.
+
+When this test fails, Ray has changed: the server starts all the same, with a warning and some seconds later.
+Read the new function, then mend ``ray_processes``, or delete the part that Ray has an option for by now.
+"""
+
+
+def test_the_private_names_are_those_of_this_ray() -> None:
+    assert [name for owner, name in PRIVATE if not hasattr(owner, name)] == []
+    head = inspect.getsource(Node.start_head_processes)
+    assert "self.start_monitor()" in head
+    assert "self.start_api_server(" in head
+    assert hasattr(RayParams(), "dashboard_agent_listen_port")
+    assert list(inspect.signature(services.start_ray_process).parameters)[:2] == ["command", "process_type"]
+    assert "_create_controller_and_proxy_refs(" in inspect.getsource(api.serve_start)
     source = Path(services.__file__).read_text()
     assert all(f'"{part.partition("=")[0]}=' in source for part in COMMAND[1:5])
 

@@ -1,0 +1,73 @@
+"""What ``make .venv`` does: sets up once, and again only what has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NEEDED = ("pyproject.toml", "constraints.txt", "constraints-gpu.txt")
+PYTHON = """\
+#!/bin/sh
+# Notes what it was asked for; -m venv makes a folder with another one like it.
+echo "$*" >> "$LOG"
+case "$1 $2" in "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python";; esac
+case "$*" in *torch*) exit "${PIP_FAILS:-0}";; esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """With a Python that installs nothing."""
+    for name in ("Makefile", *NEEDED):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def make(checkout: Path, pip_fails: bool = False) -> tuple[str, int]:
+    """What ``make .venv`` says, and how often it called pip."""
+    log = checkout / "log"
+    log.write_text("")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", ".venv", f"PYTHON={checkout / 'python'}"],
+        cwd=checkout,
+        env={**environment, "LOG": str(log), "PIP_FAILS": str(int(pip_fails))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) is pip_fails, done.stderr
+    return done.stdout, log.read_text().count("-m pip install")
+
+
+def make_newer(path: Path) -> None:
+    """Than anything that make has written."""
+    os.utime(path, (time.time() + 1, time.time() + 1))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_environment_is_set_up_once_and_updated_when_what_it_needs_changes(checkout: Path) -> None:
+    said, calls = make(checkout, pip_fails=True)
+    assert (said.startswith("Setting up .venv with constraints"), calls) == (True, 1)
+    said, calls = make(checkout)  # again from the start
+    assert (said.startswith("Setting up .venv"), calls) == (True, 2)
+    assert make(checkout)[1] == 0
+    for name in NEEDED:  # as after a checkout of another branch and back
+        make_newer(checkout / name)
+    assert make(checkout)[1] == 0
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# other\n")
+    make_newer(checkout / "pyproject.toml")
+    said, calls = make(checkout, pip_fails=True)
+    assert (said, calls) == ("Updating .venv: what it needs has changed\n", 1)
+    said, calls = make(checkout)
+    assert (said, calls) == ("Updating .venv: what it needs has changed\n", 2)
+    assert make(checkout)[1] == 0
