@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -46,19 +46,23 @@ def build(args: dict[str, Any]) -> Application:
     return build_with(args, None)
 
 
-def build_with(args: dict[str, Any], replica_class: type | None) -> Application:
+def build_with(
+    args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int] | None = None
+) -> Application:
     """``build``, with another class for the engine replicas if given.
+
+    ``tries`` counts how often Serve has given up starting a model, by its name.
 
     Raises:
         DeployError: see ``build``.
     """
     try:
-        return _checked(args, replica_class)
+        return _checked(args, replica_class, tries or {})
     except ConfigError as error:
         raise DeployError(str(error)) from None
 
 
-def _checked(args: dict[str, Any], replica_class: type | None) -> Application:
+def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int]) -> Application:
     config.refuse_launch_options(args)
     options = config.load(args)
     check_router(options)
@@ -75,7 +79,7 @@ def _checked(args: dict[str, Any], replica_class: type | None) -> Application:
             "Serve's HAProxy lets requests run on whose clients have left, and idle connections lock others "
             "out; set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` prints (docs/deployment.md)"
         )
-    return assemble(options, replica_class, room)
+    return assemble(options, replica_class, room, tries)
 
 
 def check_router(options: AppConfig) -> None:
@@ -94,10 +98,15 @@ def check_router(options: AppConfig) -> None:
         ) from None
 
 
-def assemble(options: AppConfig, replica_class: type | None = None, room: bool = True) -> Application:
+def assemble(
+    options: AppConfig,
+    replica_class: type | None = None,
+    room: bool = True,
+    tries: Mapping[str, int] | None = None,
+) -> Application:
     """All deployments, bound; ``replica_class`` is ``EngineReplica`` unless given.
 
-    ``room``: whether nodes have the memory for one engine more.
+    ``room``: whether nodes have the memory for one engine more. ``tries``: see ``build_with``.
     """
     from app.ingress import Ingress, IngressReplica
 
@@ -123,6 +132,9 @@ def assemble(options: AppConfig, replica_class: type | None = None, room: bool =
                 ", here the only one" if model.options.scaling.upper_limit == 1 else "",
             )
         deployment = engine_deployment(model, replica_class, nodes, surge)
+        if tries and model.name in tries:
+            # Serve gives a deployment that it has given up another try only if something of it changes.
+            deployment = deployment.options(max_ongoing_requests=MAX_ONGOING + tries[model.name])
         engines[model.name] = deployment.bind(model)
     return ingress.bind(options, engines)
 

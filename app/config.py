@@ -156,6 +156,12 @@ class IngressOptions(Group):
     """Ingress: HTTP, routing, and overload control."""
 
     ingress_replicas: int = option(1, "Number of HTTP front ends", ge=1, le=MAX_REPLICAS)
+    replicas_per_ingress: int | None = option(
+        None,
+        "Each ingress opens channels to this many engines or a few more instead of all; see "
+        "[routing](routing.md#ingresses-with-a-part-of-the-fleet). `auto`: all",
+        ge=1,
+    )
     routing: Routing = option(
         "prefix",
         "How the ingress chooses an engine: `prefix` minimizes the estimated cost in seconds and counts "

@@ -176,8 +176,12 @@ class IngressReplica:
         self._background.check()
 
     async def figures(self) -> list[Process]:
-        """What this ingress has counted of each model, for the others; by Serve handle only."""
-        return [model.process() for model in self._models.values()]
+        """What this ingress has counted of each model, for the others; by Serve handle only.
+
+        With ``replicas_per_ingress`` also what engines have counted of which no other ingress tells.
+        """
+        engines = [process for model in self._models.values() for process in model.engine_processes()]
+        return [*(model.process() for model in self._models.values()), *engines]
 
     async def prefix_flow(self, model: str) -> list[PrefixGroup]:
         """Where this ingress sent prompts that begin alike, for the others; by Serve handle only."""

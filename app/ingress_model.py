@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ray import serve
+
 from app import config, serve_status
 from app.api.api_server import ApiServer
 from app.api.openai_service import OpenAIService
@@ -19,12 +21,13 @@ from app.fleet.engine_client import EngineClient
 from app.fleet.overload import OverloadControl
 from app.fleet.victim_feed import VictimFeed
 from app.launch.model_store import resolve
-from app.metrics.fleet_figures import ModelFigures
+from app.metrics.fleet_figures import ModelFigures, unpacked
 from app.metrics.ingress_figures import ingress_samples
 from app.metrics.samples import Process, Samples
 from app.metrics.scaling_figures import DecisionReader, scaling_samples
 from app.routing import fleet
 from app.routing.policies import Policy
+from app.routing.subset import Subset
 from app.routing.waiting import ExpectedWait
 from engine.models.identity import tokenizer_digest
 
@@ -35,9 +38,27 @@ def routing_policy(routing: config.Routing) -> Policy:
 
 
 def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
-    """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it."""
+    """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it.
+
+    Where it knows only some replicas, it takes the others to be like them.
+    """
     engines = fleet.get_fleet(engine.deployment_id.app_name, engine.deployment_id.name)
-    return lambda: engines.ledger.expected_wait(engines.eligible(engines.members))
+
+    def expected() -> ExpectedWait | None:
+        members = engines.members
+        wait = engines.ledger.expected_wait(engines.eligible(members))
+        others = len(engines.known) - len(members)
+        return wait if wait is None or not others else wait._replace(replicas=wait.replicas + others)
+
+    return expected
+
+
+def subset_of(options: config.IngressOptions) -> Subset | None:
+    """The part of the fleet that this Serve replica, an ingress, routes to; ``None``: all of it."""
+    size, ingresses = options.replicas_per_ingress, options.ingress_replicas
+    if size is None or ingresses == 1:
+        return None
+    return Subset(size, serve.get_replica_context().rank.rank, ingresses)
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,7 @@ class IngressModel:
             tracer=server.tracer,
             recent=server.recent,
         )
+        self._engines = fleet.get_fleet(of.app_name, of.name)
         self._decision = DecisionReader(of.app_name, of.name)
         self.figures = ModelFigures(
             model.name, self.process, lambda: self.client.engine_figures, self._scaling_samples
@@ -123,6 +145,7 @@ class IngressModel:
     async def apply(self, model: ServedModel) -> None:
         """Take over the live options of ``model``; the first time, connect to the engines."""
         options = model.options
+        self._engines.set_subset(subset_of(options.ingress))
         self.service.options = options.ingress
         self.service.engine_wait_s = options.replica_wait_s
         self.client.configure(options.replica_wait_s)
@@ -143,6 +166,11 @@ class IngressModel:
         failed = {"victims": victims, "decision": self._decision.faults.count}
         samples = ingress_samples(self.service.figures, self.client.inspect(), self.overload.inspect(), failed)
         return Process(self._ingress, samples, self.model.name)
+
+    def engine_processes(self) -> list[Process]:
+        """The figures of engines that this ingress tells others of, as not every ingress hears of each."""
+        figures, first = self.client.engine_figures, self._engines.is_first
+        return unpacked({self.model.name: {name: figures[name] for name in figures if first(name)}})
 
     def inspect(self) -> dict[str, Any]:
         """State for tests and debugging."""

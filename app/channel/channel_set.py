@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,11 @@ from app.channel.wire_resume import Claim
 from app.routing import fleet
 from app.routing.replica import Route
 from app.routing.requirement import Requirement
+
+WIDE_S = 60.0
+"""For so long after the last request that needed it a subset of replicas stays wider."""
+
+logger = logging.getLogger(__name__)
 
 
 class ChannelOwner(OwnerEvents, Protocol):
@@ -30,7 +36,8 @@ class ChannelSet:
     """Runs on the ingress's event loop; the channels themselves on ``loop``, by default the same.
 
     A replica that has left the members keeps its channel until no request runs there. Then the ingress closes
-    the channel. If it did not, Serve would wait for the open call until the replica's drain timeout.
+    the channel. If it did not, Serve would wait for the open call until the replica's drain timeout. One that
+    has only left the fleet's subset keeps its channel likewise, and its requests need not move.
     """
 
     def __init__(
@@ -52,6 +59,9 @@ class ChannelSet:
         self._channels: dict[str, IngressChannel] = {}
         self._past_defects = 0  # of channels that are no more
         self._leaving: dict[str, float] = {}  # since when
+        self._surplus: set[str] = set()  # no longer of the subset
+        self._times = 1  # the usual size of the subset
+        self._narrowing: asyncio.TimerHandle | None = None
         self._stopped = False
         self.fleet.listen(self._members_from_router)
 
@@ -77,6 +87,23 @@ class ChannelSet:
             if replica not in self._leaving
         )
 
+    def widen(self) -> None:
+        """No replica of the subset can run a request that waits: take as many again, for a while."""
+        members, known = len(self.fleet.members), len(self.fleet.known)
+        if members < known:
+            logger.info("none of %d replicas can run a request; taking more of all %d", members, known)
+            self._times *= 2
+            self.fleet.resize_subset(self._times)
+        elif self._times == 1:
+            return
+        if self._narrowing is not None:
+            self._narrowing.cancel()
+        self._narrowing = self._loop.call_later(WIDE_S, self._narrow)
+
+    def _narrow(self) -> None:
+        self._narrowing, self._times = None, 1
+        self.fleet.resize_subset(1)
+
     def routable(self, requirement: Requirement | None = None) -> bool:
         """Whether any replica can take a request, or one with this requirement, now."""
         return bool(self.fleet.ledger.routable(self.fleet.members, requirement))
@@ -92,7 +119,7 @@ class ChannelSet:
 
     @property
     def num_members(self) -> int:
-        """Replicas that are not leaving."""
+        """Replicas with a channel that are not leaving."""
         return len(self._channels) - len(self._leaving)
 
     def leaving(self) -> Mapping[str, float]:
@@ -104,10 +131,12 @@ class ChannelSet:
 
         ``replicas_in_use`` returns the replicas with a live attempt; it is called only if that matters.
         """
-        if not self._leaving:
+        closing = self._leaving.keys() | self._surplus
+        if not closing:
             return
-        for replica in self._leaving.keys() - set(replicas_in_use()):
-            del self._leaving[replica]
+        for replica in closing - set(replicas_in_use()):
+            self._leaving.pop(replica, None)
+            self._surplus.discard(replica)
             channel = self._channels.pop(replica)
             self._past_defects += channel.defects
             channel.stop()
@@ -120,6 +149,9 @@ class ChannelSet:
         channels = list(self._channels.values())
         self._channels.clear()
         self._leaving.clear()
+        self._surplus.clear()
+        if self._narrowing is not None:
+            self._narrowing.cancel()
         for channel in channels:
             channel.stop()
         for channel in channels:
@@ -173,7 +205,7 @@ class ChannelSet:
                 background=self._background,
             )
         now = self._loop.time()
-        self._leaving = {
-            replica: self._leaving.get(replica, now) for replica in self._channels.keys() - members
-        }
+        known = members | self.fleet.known
+        self._leaving = {replica: self._leaving.get(replica, now) for replica in self._channels.keys() - known}
+        self._surplus = set(self._channels.keys() - members - self._leaving.keys())
         self._owner.on_members()

@@ -99,7 +99,11 @@ class EngineClient:
         self._limits = LimitsRecord(unavailable_after_s)
         self._background = background or Background()
         self._waiter = ReplicaWaiter(
-            handle if to_zero else None, self._background, start_failure, lambda: self.status()["replicas"] > 0
+            handle if to_zero else None,
+            self._background,
+            start_failure,
+            lambda: self.status()["replicas"] > 0,
+            self._widen,
         )
         self._running: _Running | None = None
         self._own_thread = own_thread
@@ -245,7 +249,7 @@ class EngineClient:
             UnavailableError: there is none.
         """
         await self.start()
-        replicas = self._ledger.routable()
+        replicas = self._reachable()
         if not replicas:
             raise UnavailableError("no engine replica has an open channel; try again later")
         return await reset_prefix_caches(self._handle, replicas)
@@ -257,9 +261,14 @@ class EngineClient:
             UnavailableError: it has no open channel, or does not answer.
         """
         await self.start()
-        if replica not in self._ledger.routable():
+        if replica not in self._reachable():
             raise UnavailableError(f"no channel to a replica {replica!r} is open")
         return await ask_block_map(self._handle, replica)
+
+    def _reachable(self) -> set[str]:
+        """Replicas that can be called: routable ones, and those outside of this ingress's subset."""
+        engines = self._parts.channels.fleet
+        return {*self._ledger.routable(), *(engines.known - engines.members)}
 
     async def cordon(self, replicas: Collection[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """Send no new requests to exactly these replicas for ``lasts_s``, as long as others are routable.
@@ -465,8 +474,12 @@ class EngineClient:
         self._limits.keep(present)
         self._foreign.intersection_update(present)
 
+    def _widen(self) -> None:
+        if self._running is not None:
+            self._running.channels.widen()
+
     def _settle(self) -> None:
-        """Close channels of leaving replicas on which no request runs."""
+        """Close channels that are not needed any more and on which no request runs."""
         self._parts.channels.settle(self._replicas_in_use)
 
     def _why_unavailable(self) -> str:

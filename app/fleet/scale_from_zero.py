@@ -30,7 +30,8 @@ class ReplicaWaiter:
 
     ``handle`` is a Serve handle of the engine deployment; ``None`` if that never scales to zero.
     ``start_failure`` says why replicas cannot start, or returns an empty string. It is not asked
-    while there is ``any_replica``: requests then wait for something else.
+    while there is ``any_replica``: requests then wait for something else. ``still_waiting`` is called every
+    second while requests wait.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ReplicaWaiter:
         background: Background | None = None,
         start_failure: Callable[[], Awaitable[str]] | None = None,
         any_replica: Callable[[], bool] = lambda: False,
+        still_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure = ""
         """Why replicas cannot start, found while the last requests waited."""
@@ -48,6 +50,7 @@ class ReplicaWaiter:
         self._background = background or Background()
         self._start_failure = start_failure
         self._any_replica = any_replica
+        self._still_waiting = still_waiting
         self._looking: asyncio.Task[None] | None = None
         self._question: asyncio.Future[str] | None = None
         self._changed = asyncio.Event()
@@ -95,9 +98,9 @@ class ReplicaWaiter:
         self._waiting += 1
         if self._task is None and self._handle is not None:
             self._task = self._background.start("wake-up call", self._keep_calling(self._handle))
-        if self._looking is None and self._start_failure is not None:
+        if self._looking is None:
             self.failure = ""  # since the last request has left, Serve may have started one
-            self._looking = self._background.start("failed starts", self._look(self._start_failure))
+            self._looking = self._background.start("waiting requests", self._look())
         try:
             yield
         finally:
@@ -112,23 +115,26 @@ class ReplicaWaiter:
                 task.cancel()
         self._task = self._looking = None
 
-    async def _look(self, start_failure: Callable[[], Awaitable[str]]) -> None:
+    async def _look(self) -> None:
         while True:
-            failure = "" if self._any_replica() else await self._answer(start_failure)
+            failure = "" if self._any_replica() else await self._answer()
             before, self.failure = self.failure, "" if self._any_replica() else failure
             if self.failure not in ("", before):
                 logger.warning("no engine replica of this model can start: %s", self.failure)
             if self.failure:
                 self._changed.set()
             await asyncio.sleep(LOOK_S)
+            self._still_waiting()
 
-    async def _answer(self, start_failure: Callable[[], Awaitable[str]]) -> str:
+    async def _answer(self) -> str:
         """The answer of Serve; a question that is still open is not asked again.
 
         One may hold a thread for a minute, and others need those threads.
         """
+        if self._start_failure is None:
+            return ""
         if self._question is None or self._question.done():
-            self._question = asyncio.ensure_future(start_failure())
+            self._question = asyncio.ensure_future(self._start_failure())
         return await asyncio.shield(self._question)
 
     async def _keep_calling(self, handle: Any) -> None:

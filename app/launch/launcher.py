@@ -77,9 +77,10 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
             )
             say(f"  Ray's logs, until it stops: {instance.ray_folder}")
             say("  stop with Ctrl-C")
-        watch = ReplicaWatch(initial, say)
+        watch = ReplicaWatch(sum(model.options.scaling.initial_replicas for model in started), say)
         while not stop.wait(WATCH_EVERY_S):
             watch.update(server.ready())
+            server.attend()
         say("stopping (up to half a minute) ...")
     except KeyboardInterrupt:
         say("stopping (up to half a minute) ...")

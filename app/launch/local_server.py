@@ -23,9 +23,9 @@ from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, LaunchOptions, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
+from app.launch.model_starts import ModelStarts
 from app.launch.ray_processes import left_out, proxies_later, without_agents
 from app.launch.terminal import Progress, Say
-from app.serve_status import cannot_start, cause, has_died
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,11 @@ class LocalServer:
         self._instance = instance
         self.dashboard = ""
         self._proxies: list[Any] = []  # answers that have yet to come
+        self._args: Mapping[str, Any] = {}
+        self._models: Sequence[ServedModel] = ()
+        self._say: Say = print
+        self._starts: ModelStarts | None = None
+        self._tries: dict[str, int] = {}  # of models that Serve has given up
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
 
     @property
@@ -126,14 +131,14 @@ class LocalServer:
 
         The application is built here, with ``args``, from which ``models`` were made, and the instance's name:
         Serve would build it in a process that ends at once. ``say`` reports progress. Of several models those
-        that cannot start are named, and the others serve: they are returned.
+        that serve are returned once one does; :meth:`attend` sees to the others.
 
         Raises:
             ConfigError: the application, or every model, cannot start; the message says why.
         """
         from ray import serve
 
-        from app.application import INGRESS, build
+        from app.application import INGRESS
         from app.launch import placement
 
         nodes = placement.cluster_nodes()
@@ -141,42 +146,62 @@ class LocalServer:
         placement.check_cpus(models, nodes)
         if "models" in args:
             os.environ.pop(f"{ENV_PREFIX}MODELS", None)  # the path of a file, which has been read
-        application = build({**args, "instance": self._instance.name})
+        self._args, self._models, self._say = args, models, say
+        self._starts = starts = ModelStarts(models, INGRESS, say)
+        self._run()
+        progress = Progress(sum(model.options.scaling.initial_replicas for model in models), say)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not stop.wait(0.2):
+            found = serve.status().applications.get(serving.APP_NAME)
+            self._look(starts, found)
+            if starts.complete(time.monotonic()):
+                break
+            self._check_proxies()
+            if time.monotonic() > deadline:
+                status = str(found.status) if found is not None else ""
+                raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
+            progress.update(_counted(found, "RUNNING"), time.monotonic())
+        return list(starts.serving)
+
+    def _run(self) -> None:
+        """Deploy, or deploy again; waits for nothing."""
+        from ray import serve
+
+        from app.application import build_with
+
+        application = build_with({**self._args, "instance": self._instance.name}, None, self._tries)
         serve.run_many(
             [serve.RunTarget(application, serving.APP_NAME)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        progress = Progress(sum(model.options.scaling.initial_replicas for model in models), say)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        waiting, died = list(models), set[str]()
-        while not stop.wait(0.2):
-            found = serve.status().applications.get(serving.APP_NAME)
-            status = str(found.status) if found is not None else ""
-            if status.endswith(("DEPLOY_FAILED", "UNHEALTHY")):
-                deployments = found.deployments
-                failed = {name for name, deployment in deployments.items() if cannot_start(deployment)}
-                dead = {name for name, deployment in deployments.items() if has_died(deployment)}
-                late = [model for model in waiting if model.deployment in failed]
-                waiting = [model for model in waiting if model not in late]
-                if INGRESS in failed or not (waiting and (failed or dead)):
-                    raise ConfigError(f"the application cannot start: {_why(found, models)}")
-                for model in late:
-                    reason = cause([deployments[model.deployment].message])
-                    say(f"warning: {model.name} cannot start, the others can: {reason}")
-                for model in waiting:
-                    if model.deployment in dead - died:
-                        say(f"warning: an engine replica of {model.name} has died; Serve starts another")
-                died |= dead
-            if status.endswith(("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")):
-                health = _of_each(self._health(), models)
-                if all(_serves(model, health, found) for model in waiting):
-                    return waiting
-            self._check_proxies()
-            if time.monotonic() > deadline:
-                raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
-            progress.update(_counted(found, "RUNNING"), time.monotonic())
-        return waiting
+
+    def _look(self, starts: ModelStarts, application: Any) -> None:
+        health: dict[str, Mapping[str, Any]] = {}
+        status = str(application.status) if application is not None else ""
+        # Of several models one may serve long before the application is complete.
+        if self._models[0].one_of_several or status.endswith(("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")):
+            health = _of_each(self._health(), self._models)
+        starts.look(application, lambda model: _serves(model, health, application), time.monotonic())
+
+    def attend(self) -> None:
+        """See to models that did not serve at the start: tell of them, and try again those that cannot."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        starts = self._starts
+        if starts is None or not (starts.waiting or starts.failed):
+            return
+        if (application := self._application()) is not None:
+            self._look(starts, application)
+        if due := starts.due(time.monotonic()):
+            for model in due:
+                self._tries[model.name] = self._tries.get(model.name, 0) + 1
+            try:
+                self._run()
+            except (ConfigError, RayError, RayServeException) as error:
+                names = ", ".join(model.name for model in due)
+                self._say(f"warning: {names} cannot be tried again now: {_last_line(error)}")
 
     def _check_proxies(self) -> None:
         """Look at the proxies that have answered, for which Serve has not waited.
@@ -197,6 +222,11 @@ class LocalServer:
 
     def ready(self) -> int | None:
         """Number of running engine replicas; ``None`` if unknown, as while Serve's controller restarts."""
+        application = self._application()
+        return None if application is None else _counted(application, *LOADED)
+
+    def _application(self) -> Any:
+        """Serve's status of the application; ``None`` if unknown."""
         import ray
         from ray.exceptions import RayError
         from ray.serve.context import _get_global_client
@@ -209,8 +239,7 @@ class LocalServer:
             details = ServeInstanceDetails(**ray.get(asked, timeout=STATUS_TIMEOUT_S))
         except (RayError, RayServeException):
             return None
-        application = details._get_status().applications.get(serving.APP_NAME)
-        return None if application is None else _counted(application, *LOADED)
+        return details._get_status().applications.get(serving.APP_NAME)
 
     def proxy(self) -> str:
         """Which proxy serves, judged by what listens."""
@@ -294,14 +323,3 @@ def _counted(application: Any, *states: str, deployment: str | None = None) -> i
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
-
-
-def _why(application: Any, models: Sequence[ServedModel]) -> str:
-    """Why an application cannot start: the cause of each deployment that cannot, or else its own."""
-    names = {model.deployment: f"{model.name}: " for model in models if model.one_of_several}
-    failed = {
-        name: deployment for name, deployment in application.deployments.items() if cannot_start(deployment)
-    }
-    own = {name: deployment for name, deployment in failed.items() if name not in names} or failed
-    reasons = [f"{names.get(name, '')}{cause([deployment.message])}" for name, deployment in own.items()]
-    return "; ".join(reasons) or cause([application.message])

@@ -27,7 +27,8 @@ class ModelFigures(NamedTuple):
     """The sources of one model's figures at one ingress.
 
     ``own`` are this ingress's. ``engines`` has the last figures of each replica, which come over its channel:
-    each engine sends all ingresses the same. ``scaling`` asks for the policy's.
+    each engine sends all its ingresses the same. Of replicas without a channel to here other ingresses tell.
+    ``scaling`` asks for the policy's.
     """
 
     model: str
@@ -67,9 +68,9 @@ class FleetFigures:
         )
         own = [model.own() for model in models]
         packed = {model.model: dict(model.engines()) for model in models}
-        engines = await asyncio.to_thread(_unpacked, packed)
-        names = {process.name for process in own}
-        siblings = [process for process in others if process.name not in names]
+        engines = await asyncio.to_thread(unpacked, packed)
+        known = {(process.name, process.model) for process in [*own, *engines]}
+        siblings = [process for process in others if (process.name, process.model) not in known]
         decisions = [
             Process("", found, model.model) for model, found in zip(models, scaling, strict=True) if found
         ]
@@ -98,8 +99,8 @@ class FleetFigures:
             return text + found
 
 
-def _unpacked(engines: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Process]:
-    """0.1 ms each."""
+def unpacked(engines: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Process]:
+    """Of each model the engines' figures, as they come over channels; takes 0.1 ms for each engine."""
     return [
         Process(name, unpack(numbers), model)
         for model, replicas in engines.items()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
 from app.routing.requirement import Requirement
+from app.routing.subset import Subset
 from app.routing.timed_set import TimedSet
 from engine.errors import QuireError
 
@@ -30,6 +31,7 @@ class Fleet:
 
     ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
     They are called under the lock, so that they hear of each membership in its order, and must not call back.
+    An ingress with a ``subset`` routes to that part of the fleet: ``members`` are those, and ``known`` are all.
     ``cordon`` names members that get no new requests for a while, ``likely_victims`` those that autoscaling
     would stop next: they get no request that others could take nearly as well. ``routed`` counts the attempts
     that each member was chosen for; the router's thread counts.
@@ -42,26 +44,57 @@ class Fleet:
         self.likely_victims = TimedSet()
         self.routed: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._subset: Subset | None = None
+        self._times = 1  # the usual size of the subset
+        self._known: frozenset[str] = frozenset()
         self._members: frozenset[str] = frozenset()
         self._pinned: set[str] = set()
         self._listeners: list[Callable[[frozenset[str]], None]] = []
 
     @property
     def members(self) -> frozenset[str]:
-        """Replicas that may get new requests, open channel or not."""
+        """Replicas to which this process may send new requests, open channel or not."""
         return self._members
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Replicas that may get new requests, from whichever process."""
+        return self._known
 
     def set_members(self, members: frozenset[str]) -> None:
         """A new membership from the controller."""
         with self._lock:
-            self._members = members
+            self._known = members
             for gone in self.routed.keys() - members:
                 del self.routed[gone]
-            for listener in self._listeners:
-                listener(members)
+            self._choose()
+
+    def set_subset(self, subset: Subset | None) -> None:
+        """Route to this part of the fleet from now on; to all of it without one."""
+        with self._lock:
+            self._subset, self._times = subset, 1
+            self._choose()
+
+    def resize_subset(self, times: int) -> None:
+        """Make the subset so many times as large as usual."""
+        with self._lock:
+            if times != self._times:
+                self._times = times
+                self._choose()
+
+    def _choose(self) -> None:
+        self._members = self._known if self._subset is None else self._subset.of(self._known, self._times)
+        for listener in self._listeners:
+            listener(self._members)
+
+    def is_first(self, replica: str) -> bool:
+        """Whether this process tells others of the replica: each is told of by one, where not all know it."""
+        return self._subset is not None and self._subset.is_first(replica)
 
     def eligible(self, names: Collection[str], requirement: Requirement | None = None) -> Collection[str]:
-        """The ``names`` that may get a new request: cordoned ones only if no other can run it."""
+        """The ``names`` that may get a new request: members, and cordoned ones only if no other can run it."""
+        if self._subset is not None:
+            names = self._members.intersection(names)
         cordoned = self.cordon.names()
         if not cordoned:
             return names

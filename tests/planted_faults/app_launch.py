@@ -7,6 +7,7 @@ from tests.planted_faults.fault import Fault
 _HAPROXY = ("app/launch/test_haproxy.py",)
 _PORTS = ("app/launch/test_port_block.py",)
 _INSTANCE = ("app/launch/test_instance.py",)
+_STARTS = ("app/launch/test_model_starts.py",)
 _LAUNCHER = ("app/launch/test_launcher.py",)
 
 LAUNCH: list[Fault] = [
@@ -121,6 +122,27 @@ LAUNCH: list[Fault] = [
         "return controller, proxies",
         ("app/launch/test_ray_processes.py",),
         "engines do not load until Serve's proxies have started",
+    ),
+    Fault(
+        "app/launch/model_starts.py",
+        "            self._tries[model.name].told_from = now + SETTLE_S\n",
+        "",
+        _STARTS,
+        "a new try of a model is given up for the failure of the one before",
+    ),
+    Fault(
+        "app/launch/model_starts.py",
+        "        one.pause_s = min(2 * one.pause_s, MAX_RETRY_S)\n",
+        "",
+        _STARTS,
+        "a model that cannot start is tried every minute for ever",
+    ),
+    Fault(
+        "app/launch/model_starts.py",
+        "(self.waiting and now - self._first < LATER_S)",
+        "self.waiting",
+        _STARTS,
+        "a model that takes long to start keeps the launcher from saying that others serve",
     ),
     Fault(
         "app/launch/local_server.py",

@@ -78,7 +78,7 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/metrics/fleet_figures.py",
-        "[process for process in others if process.name not in names]",
+        "[process for process in others if (process.name, process.model) not in known]",
         "list(others)",
         _FIGURES,
         "the ingress that is asked counts twice",
@@ -225,7 +225,7 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/fleet/engine_client.py",
-        "        if replica not in self._ledger.routable():\n"
+        "        if replica not in self._reachable():\n"
         '            raise UnavailableError(f"no channel to a replica {replica!r} is open")\n',
         "",
         ("app/fleet/test_engine_client_sequences.py",),

@@ -8,6 +8,8 @@ _INDEX = ("app/routing/test_kv_index.py", "app/routing/test_kv_index_model.py")
 _CLAIMS = ("app/routing/test_claim_tree.py", "app/routing/test_claims.py", *_INDEX)
 _CORDON = ("app/routing/test_cordon.py",)
 _COST = ("app/routing/test_cost.py", "app/routing/test_choice.py")
+_SUBSET = ("app/routing/test_subset.py",)
+_SUBSET_CLIENT = ("app/fleet/test_subset_of_replicas.py",)
 _LEDGER = ("app/routing/test_ledger.py", "app/routing/test_ledger_index.py")
 
 ROUTING: list[Fault] = [
@@ -164,5 +166,54 @@ ROUTING: list[Fault] = [
         "",
         ("app/routing/test_calibration.py",),
         "an engine that was slow once gets no requests, so nobody finds out that it is slow no longer",
+    ),
+    Fault(
+        "app/routing/subset.py",
+        "times * max(self.size * self._ingresses / len(replicas), COVER)",
+        "times * self.size * self._ingresses / len(replicas)",
+        _SUBSET,
+        "a replica that is in the subset of no ingress gets no requests",
+    ),
+    Fault(
+        "app/routing/subset.py",
+        "if key < limit or at < size",
+        "if key < limit",
+        _SUBSET,
+        "an ingress may have no replica at all",
+    ),
+    Fault(
+        "app/routing/fleet.py",
+        "            names = self._members.intersection(names)\n",
+        "            pass\n",
+        _SUBSET,
+        "replicas that have left the subset go on getting requests",
+    ),
+    Fault(
+        "app/channel/channel_set.py",
+        "        closing = self._leaving.keys() | self._surplus\n",
+        "        closing = self._leaving.keys()\n",
+        _SUBSET_CLIENT,
+        "channels of a subset that was wider stay open",
+    ),
+    Fault(
+        "app/channel/channel_set.py",
+        "        known = members | self.fleet.known\n",
+        "        known = members\n",
+        _SUBSET_CLIENT,
+        "requests move because a subset becomes smaller",
+    ),
+    Fault(
+        "app/channel/channel_set.py",
+        "        self._narrowing = self._loop.call_later(WIDE_S, self._narrow)\n",
+        "        pass\n",
+        _SUBSET_CLIENT,
+        "a subset that was once too small stays wide for ever",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "        return {*self._ledger.routable(), *(engines.known - engines.members)}\n",
+        "        return set(self._ledger.routable())\n",
+        _SUBSET_CLIENT,
+        "replicas outside an ingress's subset keep their prefixes when all caches are emptied",
     ),
 ]

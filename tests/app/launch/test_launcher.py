@@ -402,6 +402,9 @@ def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
 TRIGGERS = {"DEPLOY_FAILED": "REPLICA_STARTUP_FAILED", "DIED": "HEALTH_CHECK_FAILED"}
 
 
+CANNOT = "warning: b cannot start, the others can: ValueError: no memory for engine-b; the next try is in 60 s"
+
+
 def status_of(**deployments: str) -> SimpleNamespace:
     """An application in Serve's words: of each deployment its status; one that is healthy has a replica."""
     found = {
@@ -425,7 +428,7 @@ def status_of(**deployments: str) -> SimpleNamespace:
 def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: SimpleNamespace) -> list[str]:
     """What the launcher says while the application goes through ``course``; model a serves from the start."""
     statuses = iter(course)
-    monkeypatch.setattr("app.application.build", lambda args: args)
+    monkeypatch.setattr("app.application.build_with", lambda args, replica_class, tries: args)
     monkeypatch.setattr("app.launch.placement.cluster_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
     monkeypatch.setattr("ray.serve.status", lambda: next(statuses))
@@ -448,7 +451,7 @@ def test_a_model_that_cannot_start_is_named_and_the_others_serve(
     failed = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
     said = deploy_two(monkeypatch, instance, starting, half, failed)
     (warning,) = [line for line in said if "warning" in line]
-    assert warning == "warning: b cannot start, the others can: ValueError: no memory for engine-b"
+    assert warning == CANNOT
 
 
 def test_without_any_model_that_can_start_the_launcher_ends(
@@ -493,7 +496,7 @@ def test_an_engine_that_dies_meanwhile_is_not_taken_for_one_that_cannot_start(
     said = deploy_two(monkeypatch, instance, died, died, both, back)
     assert [line for line in said if "warning" in line] == [
         "warning: an engine replica of a has died; Serve starts another",
-        "warning: b cannot start, the others can: ValueError: no memory for engine-b",
+        CANNOT,
     ]
 
 

@@ -1,0 +1,125 @@
+"""Which models of a server that starts answer, which cannot start, and when those are tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.config import ServedModel
+from app.launch.terminal import Say
+from app.serve_status import cannot_start, cause, has_died
+from engine.errors import ConfigError
+
+LATER_S = 5.0
+"""How long the announcement waits for further models once one answers."""
+
+RETRY_S, MAX_RETRY_S = 60.0, 960.0
+"""Pause before a model that cannot start is tried again; it doubles with each try up to the second one."""
+
+SETTLE_S = 5.0
+"""For so long after a new try Serve may still tell of the one before."""
+
+
+@dataclass(slots=True)
+class _Try:
+    """The pause after the next failure, and when Serve tells of this try and no other."""
+
+    pause_s: float = RETRY_S
+    told_from: float = 0.0
+    due: float = float("inf")
+
+
+class ModelStarts:
+    """One for each start of a server; ``look`` at what Serve and ``/health`` say again and again.
+
+    Each of ``models`` is in one of ``serving``, ``waiting`` and ``failed``. Times are of any clock, in seconds.
+    """
+
+    def __init__(self, models: Sequence[ServedModel], ingress: str, say: Say) -> None:
+        """``ingress`` is the name of the ingress deployment."""
+        self.waiting = list(models)
+        self.serving: list[ServedModel] = []
+        self.failed: list[ServedModel] = []
+        self._all = list(models)
+        self._ingress = ingress
+        self._say = say
+        self._tries = {model.name: _Try() for model in models}
+        self._died: set[str] = set()
+        self._first = 0.0  # when a model was first seen to answer
+        self._announced = False
+
+    def look(self, application: Any, serves: Callable[[ServedModel], bool], now: float) -> None:
+        """Take in the ``application``'s status in Serve, and which models answer.
+
+        Raises:
+            ConfigError: none answers, and the ingress, or every model, cannot start; the message says why.
+        """
+        deployments = application.deployments if application is not None else {}
+        failed = {name for name, deployment in deployments.items() if cannot_start(deployment)}
+        dead = {name for name, deployment in deployments.items() if has_died(deployment)}
+        late = [
+            model
+            for model in self.waiting
+            if model.deployment in failed and now >= self._tries[model.name].told_from
+        ]
+        waiting = [model for model in self.waiting if model not in late]
+        ended = str(application.status).endswith(("DEPLOY_FAILED", "UNHEALTHY")) if application else False
+        hopeless = self._ingress in failed or not (waiting and (failed or dead))
+        if ended and hopeless and not self.serving:
+            raise ConfigError(f"the application cannot start: {_why(application, self._all)}")
+        for model in late:
+            self._fail(model, cause([deployments[model.deployment].message]), now)
+        for model in waiting:
+            if model.deployment in dead - self._died:
+                self._say(f"warning: an engine replica of {model.name} has died; Serve starts another")
+            if serves(model):
+                self._begin(model, now)
+        self._died |= dead
+
+    def complete(self, now: float) -> bool:
+        """Whether it is time to announce those that serve: all that can, or some for ``LATER_S``."""
+        if not self.serving or (self.waiting and now - self._first < LATER_S):
+            return False
+        self._announced = True
+        return True
+
+    def due(self, now: float) -> list[ServedModel]:
+        """The models that are to be tried again now; they wait from now on."""
+        due = [model for model in self.failed if now >= self._tries[model.name].due]
+        for model in due:
+            self._tries[model.name].told_from = now + SETTLE_S
+            self.failed.remove(model)
+            self.waiting.append(model)
+        return due
+
+    def _begin(self, model: ServedModel, now: float) -> None:
+        if not self.serving:
+            self._first = now
+        self.waiting.remove(model)
+        self.serving.append(model)
+        self._tries[model.name] = _Try()
+        if self._announced:
+            self._say(f"{model.name} serves, too")
+
+    def _fail(self, model: ServedModel, reason: str, now: float) -> None:
+        one = self._tries[model.name]
+        self._say(
+            f"warning: {model.name} cannot start, the others can: {reason}; "
+            f"the next try is in {one.pause_s:g} s"
+        )
+        one.due = now + one.pause_s
+        one.pause_s = min(2 * one.pause_s, MAX_RETRY_S)
+        self.waiting.remove(model)
+        self.failed.append(model)
+
+
+def _why(application: Any, models: Sequence[ServedModel]) -> str:
+    """Why an application cannot start: the cause of each deployment that cannot, or else its own."""
+    names = {model.deployment: f"{model.name}: " for model in models if model.one_of_several}
+    failed = {
+        name: deployment for name, deployment in application.deployments.items() if cannot_start(deployment)
+    }
+    own = {name: deployment for name, deployment in failed.items() if name not in names} or failed
+    reasons = [f"{names.get(name, '')}{cause([deployment.message])}" for name, deployment in own.items()]
+    return "; ".join(reasons) or cause([application.message])
