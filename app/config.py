@@ -192,7 +192,8 @@ class IngressOptions(Group):
         2**19,
         "Return 400 for requests whose whole response could have more log probabilities of output tokens than "
         "this: prompts times sequences times `max_tokens` times one more than the alternatives. Without "
-        "`max_tokens` the output ends there; streams have no limit",
+        "`max_tokens` the output ends there; streams have no limit, but those of Responses a quarter of this, "
+        "since their last events repeat them",
         live=True,
         ge=1,
     )

@@ -59,8 +59,10 @@ def _azure(path: Path, file: TextIO) -> Iterator[Record]:
     reader = csv.reader(file)
     try:
         header = tuple(cell.strip() for cell in next(reader, ()))
+        found, wanted = ",".join(header)[:80], ",".join(HEADER)
+        if not found:
+            raise TraceError(f"{path}: line 1: it is empty but must be {wanted!r} or a JSON object")
         if header != HEADER:
-            found, wanted = ",".join(header)[:80], ",".join(HEADER)
             raise TraceError(f"{path}: line 1: the header is {found!r} but must be {wanted!r}")
         for row in filter(None, reader):
             where = f"{path}: line {reader.line_num}"

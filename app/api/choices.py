@@ -44,6 +44,8 @@ class GenerationJob:
     """The text of each prompt, if the choices begin with it."""
     journals: list[Journal] = field(default_factory=list)
     """What happens to each prompt, from the moment that its choices are asked for."""
+    repeats: int = 0
+    """How often the last events of a stream have the whole response."""
     continues: bool = False
     """Whether the output continues the prompt's text: its first space is kept."""
 

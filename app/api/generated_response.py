@@ -87,13 +87,15 @@ class ResponseMaker:
         with record.running():
             async with aclosing(self._text_deltas(job, record)) as arriving:
                 async for delta in arriving:
-                    of_prompt = None if delta.details is None else delta.details.prompt_logprobs
-                    if of_prompt is None:
+                    if delta.details is None:
                         yield reply.delta(delta, record.usage)
-                    else:
-                        write = partial(reply.delta, delta, record.usage)
-                        yield await self._written(len(of_prompt), write)
-        yield reply.end(record.usage)
+                        continue
+                    described = len(delta.details.prompt_logprobs or ())
+                    if job.repeats and delta.call is not None and delta.call.name:
+                        described += delta.num_tokens  # what was text until now has ended
+                    yield await self._written(described, partial(reply.delta, delta, record.usage))
+        described = record.usage.completion_tokens if job.detailed and job.repeats else 0
+        yield await self._written(described, partial(reply.end, record.usage))
 
     async def _written(self, described: int, write: Callable[[], bytes]) -> bytes:
         """What ``write`` returns; from a thread if it describes many tokens."""

@@ -25,7 +25,7 @@ from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.reply import Reply
 from app.api.request_record import RequestRecord
 from app.api.request_trace import RequestTracer
-from app.api.responses.reply import ResponsesReply
+from app.api.responses.reply import REPEATS, ResponsesReply
 from app.api.responses.request import ResponsesRequest
 from app.api.server_state import ModelState
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
@@ -139,8 +139,11 @@ class OpenAIService:
         caller: Caller,
         reply_to: Callable[[GenerationJob], Reply] | None = None,
         route: str = "chat",
+        repeats: int = 0,
     ) -> ASGIApp:
         """Answer a chat; without ``reply_to``, as ``POST /v1/chat/completions`` does.
+
+        ``repeats`` says how often the last events of a stream have the whole response.
 
         Raises as :meth:`completions` does.
         """
@@ -162,6 +165,7 @@ class OpenAIService:
                 caller,
                 parser_of,
                 family.markers,
+                repeats=repeats,
                 continues=request.template.continue_final_message,
             )
             permit.add_tokens(job.prompt_tokens, self.options)
@@ -179,7 +183,7 @@ class OpenAIService:
             report = TokenReport(job, self._tokenizer.decoder) if job.detailed else None
             return ResponsesReply(caller.request_id, self.model, request.echo, report)
 
-        return await self.chat(request.chat, caller, reply_to, "responses")
+        return await self.chat(request.chat, caller, reply_to, "responses", REPEATS)
 
     async def messages(self, request: ChatRequest, caller: Caller) -> ASGIApp:
         """Answer ``POST /v1/messages``; raises as :meth:`completions` does."""

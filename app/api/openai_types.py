@@ -40,7 +40,8 @@ KNOWN = frozenset({
     *FORM_FIELDS, *output_options.FIELDS,
     # Hints without effect on the answer:
     "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls",
-    "reasoning_effort", "verbosity",
+    "reasoning_effort", "verbosity", "prediction", "prompt_cache_options", "prompt_cache_retention",
+    "store",  # nothing is stored
 })
 # fmt: on
 OFF: dict[str, Callable[[Any], bool]] = {
@@ -52,7 +53,9 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "functions": lambda v: v == [],
     "function_call": lambda v: v in ("none", "auto"),
     "modalities": lambda v: v == ["text"],
-    "store": lambda v: v is False,
+    "audio": lambda v: v == {},
+    "moderation": lambda v: v == {},
+    "web_search_options": lambda v: v is False,
     "spaces_between_special_tokens": lambda v: v is True,
     "add_generation_prompt": lambda v: v is True,
     "continue_final_message": lambda v: v is False,

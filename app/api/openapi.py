@@ -152,9 +152,9 @@ RESPONSES_PARAMETERS: dict[str, Schema] = {
     "max_output_tokens": _integer(1),
     "tools": _list(_OBJECT, 0, tool_use.MAX_TOOLS, "Functions."),
     "text": _described(_OBJECT, "`format`: text, json_object, or json_schema."),
-    "store": _described({"const": False}, "Nothing is stored."),
-    "truncation": {"const": "disabled"},
-    "include": _list({"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}),
+    "store": _described(_BOOLEAN, "Nothing is stored."),
+    "truncation": _described({"enum": ["disabled", "auto"]}, "`auto`: as much of the prompt's end as fits."),
+    "include": _described(_list(_STRING), "`message.output_text.logprobs`; other known values have no effect."),
     "top_logprobs": _described(
         {"type": "integer"}, f"With `message.output_text.logprobs` in `include`: up to {MAX_LOGPROBS}."
     ),

@@ -40,16 +40,17 @@ def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> Gener
     """The job, whose whole response has at most ``most`` log probabilities of output tokens.
 
     Where the request does not say how many tokens it wants, it gets as many as fit. A stream is sent as it
-    comes, so that it may have any number.
+    comes, so that it may have any number, unless its last events repeat them.
 
     Raises:
         InvalidRequestError: it asks for more.
     """
     params = job.options.params
-    if params.logprobs is None or job.options.stream:
+    times = job.repeats if job.options.stream else 1
+    if params.logprobs is None or not times:
         return job
     sequences = len(job.prompts) * params.width
-    fit = most // (sequences * (params.logprobs + 1))
+    fit = most // (sequences * (params.logprobs + 1) * times)
     room = limits.max_tokens - max(map(len, job.prompts))
     wanted = params.max_tokens
     if (room if wanted is None else wanted) <= fit:
@@ -57,10 +58,11 @@ def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> Gener
     if wanted is None and fit:
         return replace(job, options=replace(job.options, params=replace(params, max_tokens=fit)))
     tokens = room if wanted is None else wanted
+    other = "" if job.repeats else ", or set stream to true"
     raise InvalidRequestError(
         f"{sequences} sequences of up to {shown(tokens)} tokens with {params.logprobs} alternatives each are "
         f"{shown(sequences * tokens * (params.logprobs + 1))} log probabilities, but one response has at most "
-        f"{most} (max_response_logprobs); ask for fewer tokens, choices or alternatives, or set stream to true",
+        f"{most // times} (max_response_logprobs); ask for fewer tokens, choices or alternatives{other}",
         "logprobs",
     )
 

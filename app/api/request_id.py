@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 HEADER = "x-request-id"
 """HAProxy sets it where the client did not; Serve returns it with every response."""
 
-_WELL_FORMED = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
+_WELL_FORMED = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:+/=@-]{1,128}")  # "." and ".." are steps of a path
 
 
 def request_id_of(headers: Headers) -> str:

@@ -53,8 +53,9 @@ def test_each_request_comes_so_many_times_a_little_later(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "line 1: the header is ''"),
         ("a,b\n1,2\n", "line 1: the header is 'a,b'"),
+        ("", "line 1: it is empty but must be"),
+        ("\n" + HEADER, "line 1: it is empty but must be"),
         (HEADER, "line 2: no request"),
         (HEADER + "now,1,1\n", "line 2: TIMESTAMP is 'now'"),
         (AZURE + "2023-11-16 18:15:46,1,nan\n", "line 4: GeneratedTokens is 'nan'"),

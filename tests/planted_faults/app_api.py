@@ -125,6 +125,20 @@ API: list[Fault] = [
         "64 choices together return log probabilities without limit",
     ),
     Fault(
+        "app/api/prompt_limits.py",
+        "    times = job.repeats if job.options.stream else 1\n",
+        "    times = 0 if job.options.stream else 1\n",
+        ("app/api/test_prompt_limits.py",),
+        "the last events of a stream of Responses repeat log probabilities without limit",
+    ),
+    Fault(
+        "app/api/request_id.py",
+        r"(?!\.{1,2}$)",
+        "",
+        ("app/api/test_request_id.py",),
+        "a request whose ID is a step of a path cannot be looked at",
+    ),
+    Fault(
         "app/api/authentication.py",
         "        if ring is not self._ring:",
         "        if False:",

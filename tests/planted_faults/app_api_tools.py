@@ -11,8 +11,16 @@ _CHAT = ("app/api/test_chat_tools.py",)
 _RESPONSES = ("app/api/responses/test_responses_route.py",)
 _MESSAGES = ("app/api/messages/test_messages_route.py",)
 _OPENAPI = ("app/api/test_openapi.py",)
+_OPTIONS = ("app/api/test_client_options.py",)
 
 TOOLS: list[Fault] = [
+    Fault(
+        "app/api/tools/tool_use.py",
+        "return tuple(tool for tool in tools if tool.name in named), value",
+        "return tools, value",
+        _OPTIONS,
+        "the model is told of tools that it may not call",
+    ),
     Fault(
         "app/api/tools/answer_text.py",
         "keep = len(self.text) if self.ended else _beginning(self.text, marker, self.at)",
@@ -113,10 +121,10 @@ TOOLS: list[Fault] = [
     ),
     Fault(
         "app/api/responses/request.py",
-        '    if fields.get("store", False) is not False:',
-        "    if False:",
-        _RESPONSES,
-        "a client believes that its response is stored",
+        '        "store": False,',
+        '        "store": fields.get("store", False),',
+        _OPTIONS,
+        "a response says that it is stored",
     ),
     Fault(
         "app/api/responses/reply.py",

@@ -16,19 +16,21 @@ SAME = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "ca
 
 OWN = (
     "messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "metadata", "thinking",
-    "output_config", "service_tier", "cache_control", "inference_geo", "speed",
+    "output_config", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id",
 )  # fmt: skip
 
 REFUSED = {
     "mcp_servers": "this server calls no other servers; give tools",
     "container": "not supported; leave it out",
     "context_management": "not supported; leave it out",
+    "diagnostics": "not supported; leave it out",
 }
 """Fields with the reason why they are refused."""
 
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """Fields of this route by those of the chat route that they become."""
 
+THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
@@ -66,8 +68,8 @@ def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:
     if metadata.get("user_id") is not None:
         chat["user"] = text(metadata["user_id"], "metadata.user_id")
     if "thinking" in fields:
-        thinking = one_of(fields["thinking"], "thinking", ("enabled", "disabled", "adaptive"))["type"]
-        if thinking != "adaptive":
+        thinking = one_of(fields["thinking"], "thinking", THINKING)["type"]
+        if thinking in ("enabled", "disabled"):
             chat["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
     form = _format(fields.get("output_config", {}))
     if form is not None:

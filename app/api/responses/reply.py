@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.answers import Answer, Block
+from app.api.answers import Answer
 from app.api.choices import TextDelta
 from app.api.errors import ApiFault
 from app.api.logprobs import TokenReport
 from app.api.sse_event import named_event
 from app.api.usage import Usage
+
+REPEATS = 4
+"""The ends of a text, of its part, of its item and of the response: each has all log probabilities."""
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {
@@ -31,7 +35,8 @@ class ResponsesReply:
         self, request_id: str, model: str, echo: dict[str, Any], report: TokenReport | None = None
     ) -> None:
         self._report = report
-        self._told = 0  # details of the last block that are sent
+        self._described: defaultdict[int, int] = defaultdict(int)  # details of each text that have entries
+        self._entries: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._id = request_id
         self._model = model
         self._echo = echo
@@ -52,7 +57,6 @@ class ResponsesReply:
         known = len(blocks)
         piece = self._answer.add(delta)
         if len(blocks) > known:
-            self._told = 0
             if known:
                 events += self._done(known - 1)
             events += self._added(known)
@@ -111,7 +115,7 @@ class ResponsesReply:
         if block.kind == "call":
             called = {"call_id": block.id, "name": block.name, "arguments": block.text if begun else ""}
             return {**item, "type": "function_call", **called}
-        content = [self._part(block)] if begun else []
+        content = [self._part(index)] if begun else []
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
@@ -129,8 +133,8 @@ class ResponsesReply:
         block = self._answer.blocks[index]
         more: dict[str, Any] = {}
         if block.kind == "text":
-            more = {"logprobs": self._logprobs(block, self._told)}
-            self._told = len(block.details)
+            told = len(self._entries[index])
+            more = {"logprobs": self._logprobs(index)[told:]}
         return self._event(_DELTAS[block.kind], **self._where(index), delta=piece, **more)
 
     def _done(self, index: int) -> list[bytes]:
@@ -140,23 +144,28 @@ class ResponsesReply:
             kind = "response.function_call_arguments.done"
             events = [self._event(kind, **where, name=block.name, arguments=block.text)]
         else:
-            more: dict[str, Any] = {"logprobs": self._logprobs(block)} if block.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": self._logprobs(index)} if block.kind == "text" else {}
             done = _DELTAS[block.kind].removesuffix("delta") + "done"
             events = [
                 self._event(done, **where, text=block.text, **more),
-                self._event("response.content_part.done", **where, part=self._part(block)),
+                self._event("response.content_part.done", **where, part=self._part(index)),
             ]
         item = self._item(index, "completed")
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
-    def _part(self, block: Block) -> dict[str, Any]:
-        return _part(block.kind, block.text, self._logprobs(block) if block.kind == "text" else [])
+    def _part(self, index: int) -> dict[str, Any]:
+        block = self._answer.blocks[index]
+        return _part(block.kind, block.text, self._logprobs(index) if block.kind == "text" else [])
 
-    def _logprobs(self, block: Block, first: int = 0) -> list[dict[str, Any]]:
-        """Entries for the tokens of a text, from the details at ``first`` on."""
-        if self._report is None:
-            return []
-        return [entry for details in block.details[first:] for entry in self._report.of_tokens(details)]
+    def _logprobs(self, index: int) -> list[dict[str, Any]]:
+        """Entries for the tokens of a text, each made once."""
+        entries = self._entries[index]
+        if self._report is not None:
+            details = self._answer.blocks[index].details
+            for one in details[self._described[index] :]:
+                entries += self._report.of_tokens(one)
+            self._described[index] = len(details)
+        return entries
 
     def _where(self, index: int) -> dict[str, Any]:
         where = {"item_id": self._item_id(index), "output_index": index}

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.api.chat_messages import joined_text, listed
 from app.api.errors import show
-from app.api.json_fields import integer, known_fields, one_of, text, wrong
+from app.api.json_fields import boolean, integer, known_fields, one_of, text, wrong
 from app.api.openai_types import ChatRequest, GenerationOptions
 from app.api.translation import chat_request
 from engine.errors import InvalidRequestError
@@ -24,22 +24,32 @@ SAME = (
 OWN = (
     "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "reasoning", "truncation",
     "store", "include", "stream_options", "max_tool_calls", "top_logprobs", "prompt_cache_retention",
+    "prompt_cache_options",
 )  # fmt: skip
 
+_NOT_LATER = "this server stores no responses, so it cannot answer later"
 _STATELESS = "this server stores no responses; send the whole conversation in input"
 REFUSED = {
     "previous_response_id": _STATELESS,
     "conversation": _STATELESS,
-    "background": "this server stores no responses, so it cannot answer later",
+    "background": _NOT_LATER,
+    "background_options": _NOT_LATER,
     "prompt": "this server stores no prompts; use instructions and input",
     "moderation": "not supported; leave it out",
+    "access_programs": "not supported; leave it out",
+    "image": "not supported; leave it out",
     "context_management": "not supported; leave it out",
 }
 """Fields with the reason why they are refused."""
 
 _LOGPROBS = "message.output_text.logprobs"
-_ENCRYPTED = "reasoning.encrypted_content"
-"""Has no effect: reasoning comes as text, and may be sent back as it came."""
+_NEVER_THERE = frozenset({
+    "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+})  # fmt: skip
+"""Other values of ``include``: what they name, this server's output never has. Reasoning comes as text, and may
+be sent back as it came."""
 
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of this route by those of the chat route that they become."""
@@ -66,19 +76,12 @@ class ResponsesRequest:
 def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
     """Check ``body``; raises ``InvalidRequestError`` that names the field and what it must be."""
     fields = known_fields(body, (*SAME, *OWN), REFUSED)
-    if fields.get("store", False) is not False:
-        raise InvalidRequestError(
-            f"store is {show(fields['store'])} but this server stores no responses; leave it out, or false",
-            "store",
-            "unsupported_parameter",
-        )
-    if fields.get("truncation", "disabled") != "disabled":
-        raise InvalidRequestError(
-            f"truncation is {show(fields['truncation'])} but only 'disabled' is supported",
-            "truncation",
-            "unsupported_parameter",
-        )
+    boolean(fields, "store")
+    if (truncation := fields.get("truncation", "disabled")) not in ("auto", "disabled"):
+        raise wrong("truncation", truncation, "'auto' or 'disabled'")
     chat: dict[str, Any] = {name: fields[name] for name in SAME if name in fields}
+    if truncation == "auto":
+        chat["truncate_prompt_tokens"] = -1
     chat["messages"] = _messages(fields)
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = integer(fields, "max_output_tokens", 1)
@@ -115,7 +118,7 @@ def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
         "tools": fields.get("tools", []),
         "top_logprobs": fields.get("top_logprobs", 0),
         "top_p": fields.get("top_p", 1.0),
-        "truncation": "disabled",
+        "truncation": fields.get("truncation", "disabled"),
         "user": fields.get("user"),
     }
 
@@ -125,12 +128,9 @@ def _add_logprobs(chat: dict[str, Any], fields: dict[str, Any]) -> None:
     if not isinstance(include, list):
         raise wrong("include", include, "a list of strings")
     for name in include:
-        if name not in (_LOGPROBS, _ENCRYPTED):
+        if not isinstance(name, str) or name not in {_LOGPROBS, *_NEVER_THERE}:
             raise InvalidRequestError(
-                f"include has {show(name)} but only {_LOGPROBS!r} is supported; what other values name, this "
-                "server's output never has",
-                "include",
-                "unsupported_parameter",
+                f"include has {show(name)}, which is not known", "include", "unknown_parameter"
             )
     chat["logprobs"] = _LOGPROBS in include
     if "top_logprobs" in fields:
@@ -224,6 +224,11 @@ def _tools(tools: object) -> list[dict[str, Any]]:
 def _tool_choice(choice: object) -> object:
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        listed = choice.get("tools")
+        if isinstance(listed, list):
+            listed = [_tool_choice(entry) for entry in listed]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
     one_of(choice, "tool_choice", ("function",))
     return {"type": "function", "function": {"name": choice.get("name")}}
 

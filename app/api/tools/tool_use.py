@@ -74,7 +74,10 @@ def parse_tool_use(fields: dict[str, Any]) -> ToolUse:
     """
     tools = _tools(fields.get("tools", []))
     parallel = boolean({"parallel_tool_calls": True, **fields}, "parallel_tool_calls")
-    choice, named = _choice(fields.get("tool_choice", "auto" if tools else "none"), tools)
+    wanted = fields.get("tool_choice", "auto" if tools else "none")
+    if isinstance(wanted, dict) and wanted.get("type") == "allowed_tools":
+        tools, wanted = _allowed(wanted.get("allowed_tools"), tools)
+    choice, named = _choice(wanted, tools)
     if choice == "none":
         return NO_TOOLS
     chars = sum(len(json.dumps(tool.to_dict(), ensure_ascii=False)) for tool in tools)
@@ -177,6 +180,21 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(key): _changed(entry, change) for key, entry in value.items()}
     return value
+
+
+def _allowed(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
+    """Those of ``tools`` that ``allowed_tools`` names, of which alone the model is told, and the choice."""
+    name = "tool_choice.allowed_tools"
+    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
+        must_be = "an object with tools and the mode 'auto' or 'required'"
+        raise wrong(name, value.get("mode") if isinstance(value, dict) else value, must_be, "tool_choice")
+    listed = value.get("tools")
+    if not isinstance(listed, list) or not listed:
+        raise wrong(f"{name}.tools", listed, "a list of at least 1 tool", "tool_choice")
+    if not all(isinstance(entry, dict) for entry in listed):
+        raise wrong(f"{name}.tools", listed, "a list of objects that name tools", "tool_choice")
+    named = {_choice(entry, tools)[1] for entry in listed}
+    return tuple(tool for tool in tools if tool.name in named), value["mode"]
 
 
 def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[Choice, str]:

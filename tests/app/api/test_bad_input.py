@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from local_server import COUNT, MODEL, POOL, LocalServer, is_idle, wait_until
 
 from app.api.request_body import MAX_BODY_BYTES
+from clients.neighbors import malformed
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 COMPLETIONS = "/v1/completions"
@@ -281,6 +283,13 @@ def check_error(
 )
 def test_malformed_bodies(http: httpx.Client, content: bytes) -> None:
     check_error(http.post(COMPLETIONS, content=content), 400, None, "invalid_json", ["body"])
+
+
+def test_random_bodies_are_answered(http: httpx.Client) -> None:
+    draw = random.Random(0)
+    for route, body in [malformed(draw) for _ in range(150)]:
+        status = http.post(route, content=body, headers={"content-type": "application/json"}).status_code
+        assert 200 <= status < 500, (route, body[:500])
 
 
 def test_a_body_that_is_too_large_is_refused_with_and_without_its_length(http: httpx.Client) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.api.caller import Caller
@@ -45,6 +47,11 @@ def test_the_log_probabilities_of_all_output_tokens_have_a_limit(fields: dict[st
         within_logprobs(asked, LIMITS, most - 1)
     streamed = job([[1], [2]], **{**fields, "best_of": None}, stream=True)
     assert within_logprobs(streamed, LIMITS, 1) is streamed
+    repeated = replace(streamed, repeats=4)
+    if "best_of" not in fields:
+        assert within_logprobs(repeated, LIMITS, 4 * most) is repeated
+        with pytest.raises(InvalidRequestError, match=f"at most {most - 1} .*alternatives$"):
+            within_logprobs(repeated, LIMITS, 4 * most - 1)
     unscored = job([[1], [2]], **{**fields, "logprobs": None})
     assert within_logprobs(unscored, LIMITS, 1) is unscored
 
