@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,13 @@ from leftovers import give_back, loggers_restored
 
 from app.launch.model_store import resolve
 
+# Torch's own threads wait for each other in a loop: where several workers share the cores, each takes those of
+# others. The kernels under test have threads of their own. Torch reads this on its import, here or in a child.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+gc.disable()  # until all modules are imported: there is no garbage worth seeking
+
 # Examples take as long as a busy machine lets them.
 hypothesis.settings.register_profile("quire", deadline=None)
 hypothesis.settings.load_profile("quire")
@@ -20,8 +28,9 @@ hypothesis.settings.load_profile("quire")
 END_TO_END = Path(__file__).parent / "e2e"
 DEPLOYMENTS = (
     "deployed",
-    "evenly",
     "paced",
+    "growing",
+    "larger",
     "pressed",
     "small",
     "restartable",
@@ -34,6 +43,9 @@ DEPLOYMENTS = (
 SECOND_RAY = {"test_autoscaling.py", "test_deploys.py", "test_routing_faults.py", "test_unlike_replicas.py"}
 """Files that take about half of the time of all: two workers, each with a Ray of its own, share them."""
 
+SERVER = "server"
+"""Group of the tests that use the fixture of that name."""
+
 MUCH = 1_500_000_000
 """Bytes of this process from which on what the tests before have left is given back."""
 
@@ -43,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """With ``--dist loadgroup``, one worker runs a whole file, and two all end-to-end tests, each on one Ray.
 
     These come first, whatever the order of the others: they take the longest. Among them, those that need
-    the same deployment come together, so that there are few.
+    the same deployment come together, so that there are few. Next come those of a server in the process: only
+    one worker starts it.
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
@@ -57,24 +70,30 @@ def pytest_collection_finish() -> None:
     """What all modules have imported stays: no collection of garbage need walk over its millions of objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def end_to_end(item: pytest.Item) -> bool:
     """Whether a test needs Ray."""
-    return END_TO_END in item.path.parents
+    return item.path.parent == END_TO_END
+
+
+def needs_server(item: pytest.Item) -> bool:
+    """Whether a test talks to a server in its process, which takes seconds to load."""
+    return "server" in getattr(item, "fixturenames", ())
 
 
 def group(item: pytest.Item) -> str:
     """Tests of the same group run on the same worker."""
     if end_to_end(item):
         return "second Ray" if item.path.name in SECOND_RAY else "first Ray"
-    return str(item.path)
+    return SERVER if needs_server(item) else str(item.path)
 
 
 def turn(item: pytest.Item) -> int:
     """Lower ones come first."""
     if not end_to_end(item):
-        return len(DEPLOYMENTS)
+        return len(DEPLOYMENTS) + (not needs_server(item))
     used = getattr(item, "fixturenames", ())
     return max((place for place, name in enumerate(DEPLOYMENTS) if name in used), default=0)
 

@@ -9,11 +9,18 @@ import httpx
 import pytest
 from engine_stats import SCALING
 from local_server import CONTEXT, MODEL, POOL, LocalServer, serve_locally
+from small_model import save_small
 
 from app.metrics.engine_figures import engine_samples
 from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.samples import pack
 from engine.config import EngineConfig
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
+    """A random model that computes little, for tests that need much text but no sense in it."""
+    return save_small(tmp_path_factory.mktemp("small"), bundled_model, 1, 8192, eos_token_id=2)
 
 
 @pytest.fixture(scope="session")

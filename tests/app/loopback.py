@@ -332,13 +332,13 @@ class LoopbackHandle:
 
 
 @contextlib.asynccontextmanager
-async def stepping(handle: LoopbackHandle) -> AsyncIterator[None]:
+async def stepping(handle: LoopbackHandle, every_s: float = 0.001) -> AsyncIterator[None]:
     """Engines that step by themselves."""
 
     async def steps() -> None:
         while True:
             handle.step()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(every_s)
 
     task = asyncio.get_running_loop().create_task(steps())
     try:

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from local_cluster import OPTIONS, BreakableCluster, deploy_evenly, paced_options
+from local_cluster import OPTIONS, BreakableCluster, deploy_evenly
 from paced_model import save_paced
 
 
@@ -44,15 +44,10 @@ def paced_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -
 
 @pytest.fixture
 def paced(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
-    """The same deployment of ``paced_model``, with both replicas routable: for streams that get disturbed."""
-    bare_cluster.ensure(**paced_options(paced_model))
-    bare_cluster.settle(2)
-    return bare_cluster
+    """The same deployment of ``paced_model``, with both replicas routable: for streams that get disturbed.
 
-
-@pytest.fixture
-def evenly(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
-    """``paced``, with another routing."""
+    Each engine gets some of them.
+    """
     deploy_evenly(bare_cluster, paced_model)
     return bare_cluster
 

@@ -65,6 +65,17 @@ class BreakableCluster(LocalCluster):
 
     def __init__(self) -> None:
         super().__init__("breakable_application:build", [Path(__file__).parent])
+        self._wanted = 0  # engine replicas, as Serve was last told
+
+    def deploy(self, **options: Any) -> None:
+        """See ``LocalCluster.deploy``."""
+        self._wanted = options.get("engine_replicas", 2)
+        super().deploy(**options)
+
+    def scale(self, replicas: int | None = None, ingresses: int = 1) -> None:
+        """See ``LocalCluster.scale``; by default there stay as many engine replicas."""
+        self._wanted = self._wanted if replicas is None else replicas
+        super().scale(self._wanted, ingresses)
 
     def ensure(self, **options: Any) -> None:
         """Deploy, unless exactly that is deployed already."""
@@ -72,7 +83,9 @@ class BreakableCluster(LocalCluster):
             self.deploy(**options)
 
     def settle(self, replicas: int) -> None:
-        """Until exactly this many are routable and no other is still stopping, whatever the test before did."""
+        """Have exactly this many, all routable, and no other that is still stopping, whatever was before."""
+        if self._wanted != replicas:
+            self.scale(replicas)
         self.wait_routable(replicas)
         wait_for(lambda: len(self.engine_pids()) == replicas, SOON_S, "a replica is still stopping", 0.2)
 
@@ -164,7 +177,11 @@ def kill_all(process: psutil.Popen) -> None:
     process.wait(30)
 
 
+EVENLY = {"routing": "least_tokens"}
+"""Each engine gets some of the streams, whatever the router remembers of what was done to the others."""
+
+
 def deploy_evenly(cluster: BreakableCluster, model: Path) -> None:
-    """Each engine gets some of the streams, whatever the router remembers of what was done to the others."""
-    cluster.ensure(**paced_options(model), routing="least_tokens")
+    """The paced ``model`` on two replicas."""
+    cluster.ensure(**paced_options(model), **EVENLY)
     cluster.settle(2)

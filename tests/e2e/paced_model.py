@@ -6,7 +6,6 @@ Streams then last as long as a test needs, without taking the processor from the
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from engine.request import TokenDelta
 
 CONTEXT = 4096
-STEP_S, ROW_S, SLOW_S = 0.005, 0.004, 0.5
+STEP_S, ROW_S, SLOW_S = 0.005, 0.001, 0.5
 """Of a step; of each row in it besides, as routing spreads streams only if they cost something; and if slow."""
 PACE = "paced"
 """In the model's folder: its steps take ``STEP_S`` and ``ROW_S`` for each row, or longer."""
@@ -26,18 +25,12 @@ SLOW = "slow"
 """As long as it is in the model's folder, it says the seconds instead of ``STEP_S``: streams outlast what they
 should."""
 
-_MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "manifest.json")
-
 
 def save_paced(folder: Path, tokenizer: Path, seed: int) -> Path:
     """Save the model with the tokenizer of the folder ``tokenizer``; returns ``folder``."""
-    from model_checkpoints import save_tiny  # loads transformers, which no replica should
+    from small_model import save_small  # loads transformers, which no replica should
 
-    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
-    save_tiny(folder, "Llama", seed, vocab_size=49152, max_position_embeddings=CONTEXT, **sizes)
-    for file in tokenizer.iterdir():
-        if file.name not in _MODEL_FILES:
-            shutil.copy(file, folder)
+    save_small(folder, tokenizer, seed, CONTEXT)
     (folder / PACE).touch()
     return folder
 

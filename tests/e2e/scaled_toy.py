@@ -78,11 +78,3 @@ def broken(path: str, **options: Any) -> Application:
         )
         .bind(path)
     )
-
-
-@serve.deployment(ray_actor_options={"num_cpus": 0})
-class Other:
-    """Any other application."""
-
-    async def answer(self) -> int:
-        return 42

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from local_cluster import SOON_S, BreakableCluster, paced_options
+from local_cluster import SOON_S, BreakableCluster, deploy_evenly
 
 from loadtests.client import Client, Outcome
 from loadtests.cluster import wait_for
@@ -85,8 +85,7 @@ def check(load: Load, said: list[str]) -> None:
 @pytest.fixture(scope="module")
 def said(bare_cluster: BreakableCluster, paced_model: Path) -> list[str]:
     """What each stream says when nothing happens."""
-    bare_cluster.ensure(**paced_options(paced_model))
-    bare_cluster.settle(2)
+    deploy_evenly(bare_cluster, paced_model)
     load = asyncio.run(under_load(bare_cluster, lambda: None))
     texts = [outcomes[0].text for outcomes in load.streams]
     assert len(set(texts)) > STREAMS // 2

@@ -13,6 +13,7 @@ import pytest
 import ray
 from local_cluster import SOON_S, BreakableCluster, deploy_evenly, kill_all
 from ray.util import placement_group, remove_placement_group
+from side_by_side import SEVERAL, texts_of_several
 
 from loadtests.client import Outcome, complete, complete_all, vanish
 from loadtests.cluster import gone, wait_for
@@ -22,15 +23,14 @@ STREAMS = 16
 TOKENS = 64
 FRAMES = 2  # of an engine, after which its streams are under way
 FEW = 6
-SEVERAL = 4  # sequences of one request
 VANISHING = 250  # clients, 32 at once; loadtests.faults has a thousand
 MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
 LONG = 120  # tokens of a few streams; enough that a stopping replica is gone before they end
 
 
 @pytest.fixture
-def cluster(evenly: BreakableCluster) -> BreakableCluster:
-    return evenly
+def cluster(paced: BreakableCluster) -> BreakableCluster:
+    return paced
 
 
 async def complete_at(cluster: BreakableCluster, text: str, tokens: int, **how: Any) -> Outcome:
@@ -108,24 +108,6 @@ def wait_under_way(cluster: BreakableCluster, count: int) -> None:
     )
 
 
-async def several(cluster: BreakableCluster) -> dict[int, str]:
-    """The texts of all sequences of one request, streamed side by side; each ends well, once."""
-    how = {"n": SEVERAL, "temperature": 1.0, "seed": 42}
-    outcome = await complete_at(cluster, "Once upon a time", TOKENS, **how)
-    assert outcome.errors == []
-    assert outcome.done
-    texts = dict.fromkeys(range(SEVERAL), "")
-    ended: list[int] = []
-    for choice in outcome.choices:
-        assert choice["index"] not in ended, "nothing comes after the end"
-        texts[choice["index"]] += choice["text"]
-        if choice["finish_reason"] is not None:
-            assert choice["finish_reason"] == "length"
-            ended.append(choice["index"])
-    assert sorted(ended) == sorted(texts)
-    return texts
-
-
 def test_many_clients_vanish(cluster: BreakableCluster) -> None:
     before = cluster.channels()
     asyncio.run(vanish(cluster.url, VANISHING, seed=7, instance=cluster.instance))
@@ -136,21 +118,17 @@ def test_many_clients_vanish(cluster: BreakableCluster) -> None:
     wait_for(lambda: cluster.connections() == 0, SOON_S, "connections are left")
 
 
-@pytest.mark.parametrize("how", ["killed", "broken inside"])
-def test_engine_dies_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome], how: str) -> None:
+def test_engine_dies_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     """They go on elsewhere, and so do all sequences of a request for several."""
 
-    async def disturbed() -> tuple[list[Outcome], dict[int, str], int]:
+    async def disturbed() -> tuple[list[Outcome], list[str], int]:
         with cluster.slow_steps():
-            together = asyncio.ensure_future(several(cluster))
+            together = asyncio.ensure_future(texts_of_several(cluster, TOKENS))
             victim = await asyncio.to_thread(wait_for, runs_several, SOON_S, "the sequences do not run")
 
             def die() -> None:
                 assert not together.done()
-                if how == "killed":
-                    cluster.kill(victim["pid"])
-                else:
-                    cluster.break_engine(victim["replica"])
+                cluster.kill(victim["pid"])
 
             outcomes = await while_streaming(cluster, die, beside=1)
             return outcomes, await together, victim["pid"]
@@ -158,8 +136,8 @@ def test_engine_dies_amid_streams(cluster: BreakableCluster, undisturbed: list[O
     def runs_several() -> dict[str, Any] | None:
         return next((state for state in cluster.inspect() if state["running"] == SEVERAL), None)
 
-    texts = asyncio.run(several(cluster))
-    assert len(set(texts.values())) == SEVERAL
+    texts = asyncio.run(texts_of_several(cluster, TOKENS))
+    assert len(set(texts)) == SEVERAL
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     outcomes, together, died = asyncio.run(disturbed())
     check_same(outcomes, undisturbed)
@@ -169,41 +147,52 @@ def test_engine_dies_amid_streams(cluster: BreakableCluster, undisturbed: list[O
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
-def test_node_killed_amid_streams(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
-    """Of two nodes one is switched off: its streams go on on the other, and so does its engine.
+def test_a_replica_stops_and_a_node_dies_amid_streams(
+    cluster: BreakableCluster, undisturbed: list[Outcome]
+) -> None:
+    """In one go, as the second begins with the one replica that the first leaves."""
+    a_stopping_replica_hands_its_streams_over(cluster, undisturbed)
+    streams_of_a_node_that_is_killed_go_on(cluster, undisturbed)
 
-    The third replica, which nobody needs any more, then stops.
-    """
-    taken = placement_group([{"CPU": 6}])  # all that the first node has left, so a third engine fits the second
+
+def a_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
+    before = cluster.engine_pids()
+    still_running = []
+
+    def stop_one() -> None:
+        cluster.scale(1)
+        wait_for(lambda: len(cluster.inspect()) == 1, SOON_S, "no replica was told to stop")
+        (left,) = (state["pid"] for state in cluster.inspect())
+        (stopped,) = (pid for pid in before if pid != left)
+        wait_for(lambda: gone(stopped), SOON_S, "the replica is still there")
+        still_running.extend(state["live_requests"] for state in cluster.inspect())
+
+    outcomes = asyncio.run(while_streaming(cluster, stop_one, FEW, LONG))
+    check_same(outcomes, undisturbed)
+    assert still_running == [FEW], "the replica waited for its streams"
+
+
+def streams_of_a_node_that_is_killed_go_on(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
+    """Of two nodes one is switched off: its streams go on on the other, and so does its engine."""
+    taken = placement_group(
+        [{"CPU": 7}]
+    )  # all that the first node has left, so the next engine fits the second
     try:
         with cluster.second_node() as node:
             ray.get(taken.ready(), timeout=SOON_S)
-            cluster.scale(3)
-            cluster.wait_routable(3)
+            cluster.scale(2)
+            cluster.wait_routable(2)
             on_second = {child.pid for child in node.children(recursive=True)}
-            there = [state["pid"] for state in cluster.inspect() if state["pid"] in on_second]
-            assert len(there) == 1
+            (there,) = (state["pid"] for state in cluster.inspect() if state["pid"] in on_second)
             remove_placement_group(taken)
             outcomes = asyncio.run(while_streaming(cluster, lambda: kill_all(node)))
             check_same(outcomes, undisturbed)
-            assert gone(there[0])
-            wait_for(lambda: len(cluster.engine_pids()) == 3, SOON_S, "no engine has come in its place")
-            cluster.wait_routable(3, timeout_s=SOON_S)
+            assert gone(there)
+            wait_for(lambda: len(cluster.engine_pids()) == 2, SOON_S, "no engine has come in its place")
+            cluster.wait_routable(2, timeout_s=SOON_S)
             wait_for(cluster.idle, SOON_S, "requests or blocks are left")
-            an_idle_replica_stops_at_once(cluster)
     finally:
         remove_placement_group(taken)
-        cluster.scale(2)
-
-
-def an_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
-    before = cluster.engine_pids()
-    cluster.scale(2)
-    wait_for(lambda: len(cluster.inspect()) == 2, SOON_S, "no replica was told to stop")
-    left = {state["pid"] for state in cluster.inspect()}
-    (stopped,) = (pid for pid in before if pid not in left)
-    wait_for(lambda: gone(stopped), SOON_S, "the idle replica is still there")
-    assert asyncio.run(complete_at(cluster, "Hello", 4)).done
 
 
 def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
@@ -309,23 +298,3 @@ def channels_outlive_their_first_client(cluster: BreakableCluster) -> None:
 def test_garbage_is_not_sought_in_what_an_engine_has_loaded(cluster: BreakableCluster) -> None:
     """It would stop every stream for a tenth of a second."""
     assert all(state["frozen_objects"] > 100_000 for state in cluster.inspect())
-
-
-def test_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
-    before = cluster.engine_pids()
-    still_running = []
-
-    def stop_one() -> None:
-        cluster.scale(1)
-        wait_for(lambda: len(cluster.inspect()) == 1, SOON_S, "no replica was told to stop")
-        (left,) = (state["pid"] for state in cluster.inspect())
-        (stopped,) = (pid for pid in before if pid != left)
-        wait_for(lambda: gone(stopped), SOON_S, "the replica is still there")
-        still_running.extend(state["live_requests"] for state in cluster.inspect())
-
-    try:
-        outcomes = asyncio.run(while_streaming(cluster, stop_one, FEW, LONG))
-    finally:
-        cluster.scale(2)
-    check_same(outcomes, undisturbed)
-    assert still_running == [FEW], "the replica waited for its streams"

@@ -7,7 +7,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
-import anthropic
 import httpx
 import openai
 import pydantic
@@ -202,6 +201,8 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
 def test_tools_responses_and_anthropics_messages_pass_the_proxy(
     cluster: LocalCluster, sdk: openai.OpenAI
 ) -> None:
+    import anthropic  # takes a second and a half: not in every worker
+
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     tool: Any = {"type": "function", "function": {"name": "light", "parameters": schema}}
     asked: Any = {"model": MODEL, "messages": CAPITAL, "tools": [tool], "tool_choice": "required"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from local_cluster import SHORT_OF_MEMORY, SOON_S, BreakableCluster, paced_options
+from local_cluster import EVENLY, SHORT_OF_MEMORY, SOON_S, BreakableCluster, deploy_evenly, paced_options
 
 from engine.scheduling.recovery import Recovery
 from loadtests.client import Outcome, complete_all
@@ -55,9 +55,7 @@ assert SHORT_OF_MEMORY["num_blocks"] == blocks_needed(STREAMS, TOKENS) // 4
 @pytest.fixture(scope="module")
 def said(bare_cluster: BreakableCluster, paced_model: Path) -> list[str]:
     """What the streams say on two engines whose pools have room for all."""
-    if bare_cluster.options.get("model") != str(paced_model):
-        bare_cluster.deploy(**paced_options(paced_model))
-    bare_cluster.settle(2)
+    deploy_evenly(bare_cluster, paced_model)
     with_room = press(bare_cluster, PROMPTS, TOKENS)
     assert with_room.preemptions == 0
     assert len(set(with_room.texts)) > STREAMS // 2  # greedy, so that some may end up alike
@@ -67,7 +65,7 @@ def said(bare_cluster: BreakableCluster, paced_model: Path) -> list[str]:
 @pytest.fixture
 def pressed(said: list[str], bare_cluster: BreakableCluster, paced_model: Path) -> Pressed:
     """The same of one engine with little memory, once ``said`` is known."""
-    bare_cluster.redeploy_one({**paced_options(paced_model), **SHORT_OF_MEMORY})
+    bare_cluster.redeploy_one({**paced_options(paced_model), **EVENLY, **SHORT_OF_MEMORY})
     return press(bare_cluster, PROMPTS, TOKENS)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from local_cluster import SHORT_OF_MEMORY, SOON_S, BreakableCluster, paced_options
+from local_cluster import EVENLY, SHORT_OF_MEMORY, SOON_S, BreakableCluster, paced_options
+from prometheus_client.parser import text_string_to_metric_families
+from ray.serve.context import _get_global_client
 
+from app.launch import serving
 from loadtests.client import MODEL
 from loadtests.cluster import wait_for
 from loadtests.workloads import prompts
@@ -18,6 +21,7 @@ from loadtests.workloads import prompts
 CLIENTS, TOKENS = 40, 32
 REFUSED = 12  # are enough
 OPTIONS = {**SHORT_OF_MEMORY, "max_wait_s": 1.0}  # room for five requests at once
+FIGURES = ("quire_refused_requests_total", "quire_expected_wait_seconds")
 
 
 class Answer(NamedTuple):
@@ -31,7 +35,7 @@ class Answer(NamedTuple):
 @pytest.fixture(scope="module")
 def small(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
     """One engine that holds little, that of the memory tests if these came before."""
-    bare_cluster.redeploy_one({**paced_options(paced_model), **OPTIONS})
+    bare_cluster.redeploy_one({**paced_options(paced_model), **EVENLY, **OPTIONS})
     wait_for(lambda: len(bare_cluster.ingresses()) == 1, SOON_S, "an ingress that refuses nothing is left")
     return bare_cluster
 
@@ -67,6 +71,28 @@ async def flood(url: str) -> list[Answer]:
     return answers
 
 
+def ingress_name(cluster: BreakableCluster) -> str:
+    """Serve's, of the only ingress replica that answers."""
+    (pid,) = (state["pid"] for state in cluster.ingresses())
+    deployments = _get_global_client().get_serve_details()["applications"][serving.APP_NAME]["deployments"]
+    (name,) = (one["replica_id"] for one in deployments["ingress"]["replicas"] if one["pid"] == pid)
+    return str(name)
+
+
+def figures(address: str, ingress: str) -> dict[str, float]:
+    """What a page of metrics says of one ingress: its refusals for overload, and the wait that it expects."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(address, timeout=10).text):
+        for sample in family.samples:
+            name, labels = sample.name.removeprefix("ray_"), sample.labels
+            if name in FIGURES and labels["replica"].split("#")[-1] == ingress:
+                assert labels["model_name"] == MODEL
+                if labels.get("reason", "overloaded") == "overloaded":
+                    assert name not in found
+                    found[name] = sample.value
+    return found
+
+
 def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> None:
     answers = asyncio.run(flood(small.url))
     refused = [answer for answer in answers if answer.status != 200]
@@ -89,11 +115,12 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
     again = httpx.post(f"{small.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=60)
     assert again.status_code == 200
 
-    def published() -> bool:
-        text = httpx.get(f"http://127.0.0.1:{small.metrics_port}/metrics", timeout=10).text
-        totals = re.findall(r"^ray_quire_refused_requests_total\{.*overloaded.*\} (\S+)$", text, re.MULTILINE)
-        waits = re.findall(r"^ray_quire_expected_wait_seconds\{.*\} (\S+)$", text, re.MULTILINE)
-        # Those of ingresses that have gone may still be there.
-        return len(refused) in map(float, totals) and 0.0 in map(float, waits)
+    # Ray still has those of ingresses that have gone, too.
+    expected = dict(zip(FIGURES, (len(refused), 0.0), strict=True))
+    ingress = ingress_name(small)
 
-    wait_for(published, SOON_S, "the metrics do not say so")
+    def published(address: str) -> bool:
+        return figures(address, ingress) == expected
+
+    for address in (f"{small.url}/metrics", f"http://127.0.0.1:{small.metrics_port}/metrics"):
+        wait_for(partial(published, address), SOON_S, f"{address} does not say so", 0.5)

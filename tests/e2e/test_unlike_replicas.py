@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from breakable_application import POISON, POOLS, give_pools_back
-from local_cluster import OPTIONS, SOON_S, BreakableCluster, paced_options
+from local_cluster import EVENLY, OPTIONS, SOON_S, BreakableCluster, paced_options
 from paced_model import CONTEXT, save_paced, slow_steps
+from side_by_side import SEVERAL, texts_of_several
 
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
 from loadtests.client import Client, Outcome
@@ -18,7 +18,7 @@ from loadtests.cluster import gone, wait_for
 
 FLEET, NEIGHBORS = 3, 16
 STREAMS = 5
-SHORT, LONG = 6, 200  # tokens
+SHORT, SOME, LONG = 6, 100, 200  # tokens
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,11 @@ def fingerprint(model: Path, dtype: str = "torch.float32") -> str:
 
 
 @pytest.fixture
-def larger(paced: BreakableCluster) -> Iterator[BreakableCluster]:
+def larger(bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
     """A replica for each engine that the poison kills, and one that stays."""
-    paced.scale(FLEET)
-    try:
-        paced.wait_routable(FLEET)
-        yield paced
-    finally:
-        paced.scale(2)
+    bare_cluster.ensure(**paced_options(paced_model), **EVENLY)
+    bare_cluster.settle(FLEET)
+    return bare_cluster
 
 
 async def streams(cluster: BreakableCluster, count: int, tokens: int) -> list[Outcome]:
@@ -56,28 +53,47 @@ async def streams(cluster: BreakableCluster, count: int, tokens: int) -> list[Ou
 def test_a_poisonous_request_kills_two_engines_and_no_neighbor(
     larger: BreakableCluster,
 ) -> None:
+    """Nor of the neighbors' several sequences. All that is left of the fleet is idle in the end."""
     cluster = larger
-    undisturbed = asyncio.run(streams(cluster, NEIGHBORS, LONG))
-    before = cluster.engine_pids()
 
-    async def poisoned() -> tuple[list[Outcome], Outcome]:
+    async def neighbors() -> tuple[list[Outcome], list[str]]:
+        return await asyncio.gather(streams(cluster, NEIGHBORS, SOME), texts_of_several(cluster, SOME))
+
+    undisturbed, texts = asyncio.run(neighbors())
+    before = cluster.engine_pids()
+    count = NEIGHBORS + SEVERAL
+
+    async def poisoned() -> tuple[list[Outcome], list[str], Outcome]:
         with cluster.slow_steps() as go_on:
-            neighbors = asyncio.ensure_future(streams(cluster, NEIGHBORS, LONG))
-            busy = lambda: sum(state["running"] for state in cluster.inspect()) == NEIGHBORS  # noqa: E731
+            beside = asyncio.ensure_future(neighbors())
+            busy = lambda: sum(state["running"] for state in cluster.inspect()) == count  # noqa: E731
             await asyncio.to_thread(wait_for, busy, SOON_S, "not all neighbors run")
             async with Client(cluster.url, cluster.instance) as client:
-                poison = await client.complete([POISON, 20, 30], LONG)
-            assert not neighbors.done(), "they ended too soon to be disturbed"
+                poison = await client.complete([POISON, 20, 30], SOME)
+            assert not beside.done(), "they ended too soon to be disturbed"
             go_on()
-            return await neighbors, poison
+            return *await beside, poison
 
-    neighbors, poison = asyncio.run(poisoned())
+    outcomes, together, poison = asyncio.run(poisoned())
     assert [error["code"] for error in poison.errors] == ["engine_died"]
-    assert [(one.fault, one.text) for one in neighbors] == [("", one.text) for one in undisturbed]
+    assert [(one.fault, one.text) for one in outcomes] == [("", one.text) for one in undisturbed]
+    assert together == texts
     wait_for(lambda: sum(map(gone, before)) == 2, SOON_S, "Serve keeps replicas without an engine")
     cluster.wait_routable(FLEET)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     assert sum(map(gone, before)) == 2
+    an_idle_replica_stops_at_once(cluster)
+
+
+def an_idle_replica_stops_at_once(cluster: BreakableCluster) -> None:
+    before = cluster.engine_pids()
+    cluster.scale(FLEET - 1)
+    wait_for(lambda: len(cluster.inspect()) == FLEET - 1, SOON_S, "no replica was told to stop")
+    left = {state["pid"] for state in cluster.inspect()}
+    (stopped,) = (pid for pid in before if pid not in left)
+    wait_for(lambda: gone(stopped), SOON_S, "the idle replica is still there")
+    (outcome,) = asyncio.run(streams(cluster, 1, 4))
+    assert outcome.complete
 
 
 @pytest.fixture

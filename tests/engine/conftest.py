@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logit_bits import SAMPLING, Alone, Bits, run
 from model_checkpoints import save_tiny
 from tiny_engines import EOS, TINY_MODELS, tiny_engine_config
 
@@ -31,3 +32,23 @@ def make_engine(tiny_models: dict[str, Path]) -> Callable[..., Engine]:
         return Engine(tiny_engine_config(tiny_models[model], **options))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def known_alone() -> dict[tuple[str, int], tuple[list[int], Bits]]:
+    """What ``alone`` has computed, by model and seed."""
+    return {}
+
+
+@pytest.fixture
+def alone(
+    make_engine: Callable[..., Engine], known_alone: dict[tuple[str, int], tuple[list[int], Bits]]
+) -> Alone:
+    """Tokens and logits of the target run alone; each is computed once, for all tests that compare with it."""
+
+    def compute(model: str, seed: int = SAMPLING["seed"]) -> tuple[list[int], Bits]:
+        if (model, seed) not in known_alone:
+            known_alone[model, seed] = run(make_engine(model), seed=seed)
+        return known_alone[model, seed]
+
+    return compute

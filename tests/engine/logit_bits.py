@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,8 @@ class Row:
 
 
 Bits = dict[tuple[str, int, int], Row]  # by request, sequence and position of the token that was sampled
+Alone = Callable[..., tuple[list[int], Bits]]
+"""Of a model's name: the target's tokens and logits, cold, in one chunk, without company."""
 
 
 def target(name: str = "target", prompt: list[int] = PROMPT, **params: Any) -> Request:
@@ -56,10 +59,10 @@ def record(engine: Engine, *names: str) -> Bits:
     return seen
 
 
-def run(engine: Engine, *others: Request, prompt: list[int] = PROMPT) -> tuple[list[int], Bits]:
-    """The target's tokens and logits in company of ``others``, which are older."""
+def run(engine: Engine, *others: Request, **params: Any) -> tuple[list[int], Bits]:
+    """The target's tokens and logits in company of ``others``, which are older; ``params`` are the target's."""
     seen = record(engine, "target")
-    tokens = made(run_to_end(engine, *others, target(prompt=prompt))["target"])
+    tokens = made(run_to_end(engine, *others, target(**params))["target"])
     return tokens, seen
 
 

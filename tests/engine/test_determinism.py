@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from leftovers import give_back
-from logit_bits import PROMPT, TOKENS, Bits, assert_same, others, record, run, run_interrupted, target
+from logit_bits import PROMPT, TOKENS, Alone, Bits, assert_same, others, record, run, run_interrupted, target
 from model_checkpoints import save_tiny
 from tiny_engines import TINY_MODELS, made, make_request, run_to_end, tiny_engine_config
 
@@ -36,13 +36,8 @@ MakeEngine = Callable[..., Engine]
 families = pytest.mark.parametrize("model", TINY_MODELS)
 
 
-@pytest.fixture
-def alone(make_engine: MakeEngine) -> Callable[[str], tuple[list[int], Bits]]:
-    return lambda model: run(make_engine(model))
-
-
 @families
-def test_warm(model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]) -> None:
+def test_warm(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     engine = make_engine(model)
     run_to_end(engine, make_request("first", PROMPT, max_tokens=2))
     seen = record(engine, "target")
@@ -53,25 +48,19 @@ def test_warm(model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[
 
 @families
 @pytest.mark.parametrize("budget", [1, 3, 7, 16, 36])
-def test_chunked(
-    model: str, budget: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_chunked(model: str, budget: int, make_engine: MakeEngine, alone: Alone) -> None:
     assert_same(run(make_engine(model, token_budget=budget)), alone(model))
 
 
 @families
 @pytest.mark.parametrize("rows", [2, 3, 4, 8, 33, 64])
-def test_among_others(
-    model: str, rows: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_among_others(model: str, rows: int, make_engine: MakeEngine, alone: Alone) -> None:
     engine = make_engine(model, num_blocks=1024, token_budget=256, max_num_seqs=64, check_invariants=False)
     assert_same(run(engine, *others(rows - 1)), alone(model))
 
 
 @families
-def test_two_threads(
-    model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_two_threads(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     before = torch.get_num_threads()
     try:
         assert_same(
@@ -84,17 +73,13 @@ def test_two_threads(
 
 @families
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_other_block_sizes(
-    model: str, block_size: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_other_block_sizes(model: str, block_size: int, make_engine: MakeEngine, alone: Alone) -> None:
     engine = make_engine(model, block_size=block_size, num_blocks=512, check_invariants=False)
     assert_same(run(engine, *others(5)), alone(model))
 
 
 @families
-def test_after_preemption(
-    model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_after_preemption(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     engine = make_engine(model, num_blocks=13)
     seen = record(engine, "target")
     tokens = made(run_interrupted(engine, target(), urgent=37))
@@ -104,9 +89,7 @@ def test_after_preemption(
 
 
 @pytest.mark.parametrize("model", [model for model in TINY_MODELS if model != "Mistral"])
-def test_after_the_blocks_ran_out(
-    model: str, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_after_the_blocks_ran_out(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     """Not of the Mistral model: what its requests need shrinks as they go on."""
     engine = make_engine(model, num_blocks=23)
     seen = record(engine, "target")
@@ -117,9 +100,7 @@ def test_after_the_blocks_ran_out(
 
 @families
 @pytest.mark.parametrize("after", [1, 5, TOKENS - 1])
-def test_moved_to_another_replica(
-    model: str, after: int, make_engine: MakeEngine, alone: Callable[[str], tuple[list[int], Bits]]
-) -> None:
+def test_moved_to_another_replica(model: str, after: int, make_engine: MakeEngine, alone: Alone) -> None:
     tokens, bits = alone(model)
     engine = make_engine(model, token_budget=16)
     seen = record(engine, "target")

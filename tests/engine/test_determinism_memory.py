@@ -14,6 +14,7 @@ import pytest
 from logit_bits import (
     PROMPT,
     TOKENS,
+    Alone,
     assert_plain,
     assert_same,
     record,
@@ -87,7 +88,7 @@ def left_nothing(engine: Engine) -> bool:
 
 
 @families
-def test_after_swap(model: str, make_engine: MakeEngine) -> None:
+def test_after_swap(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     engine = memory_engine(make_engine, model, Recovery.SWAP, num_blocks=13, prefix_caching=False)
     plans = keep_plans(engine)
     seen = record(engine, "target")
@@ -96,7 +97,7 @@ def test_after_swap(model: str, make_engine: MakeEngine) -> None:
     assert recovered_only_by(engine, Recovery.SWAP)
     out, back = (sum(len(getattr(plan.transfers, kind)) for plan in plans) for kind in ("swap_out", "swap_in"))
     assert out == back > 2
-    assert_same((tokens, seen), run(make_engine(model)))
+    assert_same((tokens, seen), alone(model))
     assert left_nothing(engine)
 
 
@@ -112,33 +113,31 @@ def test_after_many_swaps_among_others(model: str, make_engine: MakeEngine) -> N
     assert left_nothing(engine)
 
 
-def assert_sequences_as_alone(
-    model: str, make_engine: MakeEngine, deltas: list[TokenDelta], seen: dict[Any, Any]
-) -> None:
+def assert_sequences_as_alone(model: str, alone: Alone, deltas: list[TokenDelta], seen: dict[Any, Any]) -> None:
     """Each sequence is the request that draws with the sequence's seed; the first row is that of all."""
     assert len(seen) == 1 + SEQUENCES * (TOKENS - 1)
     for number, tokens in enumerate(by_sequence(deltas)):
-        engine = make_engine(model)
-        bits = record(engine, "target")
-        one = target(seed=sequence_seed(5, number))
-        assert made(run_to_end(engine, one)["target"]) == tokens
+        expected, bits = alone(model, sequence_seed(5, number))
+        assert expected == tokens
         for (name, _, position), row in bits.items():
             sequence = number if position > len(PROMPT) else 0
             assert same_bits(seen[name, sequence, position], row), (number, position)
 
 
 @families
-def test_forked_sequences(model: str, make_engine: MakeEngine) -> None:
+def test_forked_sequences(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     engine = make_engine(model)
     seen = record(engine, "target")
     deltas = run_to_end(engine, target(n=SEQUENCES))["target"]
     assert engine.stats().scheduler.copied_blocks == SEQUENCES - 1  # of the prompt's last block, not full
-    assert_sequences_as_alone(model, make_engine, deltas, seen)
+    assert_sequences_as_alone(model, alone, deltas, seen)
 
 
 @families
 @recoveries
-def test_forked_sequences_after_preemption(model: str, recovery: Recovery, make_engine: MakeEngine) -> None:
+def test_forked_sequences_after_preemption(
+    model: str, recovery: Recovery, make_engine: MakeEngine, alone: Alone
+) -> None:
     engine = memory_engine(make_engine, model, recovery, num_blocks=ROOM, token_budget=96)
     plans = keep_plans(engine)
     seen = record(engine, "target")
@@ -148,7 +147,7 @@ def test_forked_sequences_after_preemption(model: str, recovery: Recovery, make_
         swapped = [swap for plan in plans for swap in plan.swaps if swap.blocks_out]
         assert len(swapped) > 1
         assert any(swap.blocks_out < swap.decision.blocks for swap in swapped), "siblings share host blocks"
-    assert_sequences_as_alone(model, make_engine, deltas, seen)
+    assert_sequences_as_alone(model, alone, deltas, seen)
     assert left_nothing(engine)
 
 
@@ -180,17 +179,16 @@ def test_beams_after_preemption(model: str, recovery: Recovery, make_engine: Mak
 
 
 @families
-def test_a_prompt_that_another_request_is_computing(model: str, make_engine: MakeEngine) -> None:
+def test_a_prompt_that_another_request_is_computing(model: str, make_engine: MakeEngine, alone: Alone) -> None:
     engine = make_engine(model, token_budget=16)
     plans = keep_plans(engine)
     seen = record(engine, "first", "target")
     deltas = run_to_end(engine, target("first"), target())
     assert deltas["target"][0].cached_tokens == 36
     assert sum(plan.num_tokens for plan in plans) == 37 + 1 + 2 * (TOKENS - 1)
-    alone = run(make_engine(model))
     for name in ("first", "target"):
         own = {("target", *key[1:]): row for key, row in seen.items() if key[0] == name}
-        assert_same((made(deltas[name]), own), alone)
+        assert_same((made(deltas[name]), own), alone(model))
 
 
 def test_behind_a_sliding_window(make_engine: MakeEngine) -> None:

@@ -59,12 +59,12 @@ ASK: Any = {
 
 
 @pytest.fixture(scope="module")
-def server(bundled_model: Path) -> Iterator[LocalServer]:
-    """The bundled model with memory for many calls at once."""
+def server(small_model: Path) -> Iterator[LocalServer]:
+    """A model that says anything, with memory for many calls at once."""
     config = EngineConfig(
-        model=str(bundled_model), dtype="float32", num_blocks=512, max_model_len=CONTEXT, num_threads=1
+        model=str(small_model), dtype="float32", num_blocks=512, max_model_len=CONTEXT, num_threads=1
     )
-    with serve_locally(bundled_model, config, MODEL) as server:
+    with serve_locally(small_model, config, MODEL) as server:
         yield server
 
 

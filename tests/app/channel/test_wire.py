@@ -260,7 +260,7 @@ SAMPLE_SUBMISSION = wire.pack_submission(
 )
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     whole=st.sampled_from([SAMPLE_FRAME, SAMPLE_HELLO, SAMPLE_SUBMISSION, b"", bytes([wire.VERSION])]),
     edits=st.lists(EDITS, min_size=1, max_size=4),

@@ -25,6 +25,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
 
 POISON = 999
+STEP_S, LONG = 0.004, 200  # tokens; a step is slow, so that few of them last until two engines have died
 
 Death = Callable[[LoopbackHandle, LoopbackReplica], Coroutine[Any, Any, None]]
 
@@ -85,7 +86,7 @@ async def fragile(handle: LoopbackHandle, death: Death, after: int = 0) -> Async
             await asyncio.sleep(0.001)
 
     watching = asyncio.ensure_future(watch())
-    async with stepping(handle):
+    async with stepping(handle, STEP_S):
         yield died
     watching.cancel()
 
@@ -94,13 +95,13 @@ async def neighbors_of_poison(
     handle: LoopbackHandle, client: EngineClient, death: Death, after: int = 0, count: int = 16
 ) -> list[str]:
     """Run a poisonous request amid others, which must all complete; returns the engines that died."""
-    jobs = [asyncio.ensure_future(collect(client, request([index], 800))) for index in range(count)]
+    jobs = [asyncio.ensure_future(collect(client, request([index], LONG))) for index in range(count)]
     async with fragile(handle, death, after) as died:
         await until(lambda: sum(len(replica.engine.live) for replica in handle.replicas.values()) == count)
         await asyncio.sleep(0.05)
         with pytest.raises(EngineDeathsError, match="2 engines died while they ran this request"):
-            await collect(client, request([POISON], 800, "poison"))
-        assert await asyncio.gather(*jobs) == [expected_tokens([index], 800) for index in range(count)]
+            await collect(client, request([POISON], LONG, "poison"))
+        assert await asyncio.gather(*jobs) == [expected_tokens([index], LONG) for index in range(count)]
         await until(lambda: quiet(handle, client))
     return died
 

@@ -28,7 +28,7 @@ from app.routing.policies import (
 from app.routing.replica import ReplicaView, name_key
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=150, deadline=None)
 @given(CASES)
 def test_the_chosen_one_costs_least_but_for_a_margin(case: Case) -> None:
     views, held, request, fleet = case
@@ -48,7 +48,7 @@ def test_the_chosen_one_costs_least_but_for_a_margin(case: Case) -> None:
     assert chosen <= min(((views[at].booked_tokens, views[at].bookings) for at in within), default=chosen)
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(CASES, st.sampled_from(list(Policy)), st.data())
 def test_the_order_of_the_views_does_not_matter(case: Case, policy: Policy, data: st.DataObject) -> None:
     views, held, request, fleet = case
@@ -60,7 +60,7 @@ def test_the_order_of_the_views_does_not_matter(case: Case, policy: Policy, data
     assert views[order[second.place]].replica == views[first.place].replica
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(CASES, st.sampled_from(list(Policy)))
 def test_a_decision_changes_nothing_and_is_the_same_again(case: Case, policy: Policy) -> None:
     views, held, request, fleet = case
@@ -71,7 +71,7 @@ def test_a_decision_changes_nothing_and_is_the_same_again(case: Case, policy: Po
     assert after == before
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(CASES)
 def test_one_that_is_worse_in_all_is_not_chosen(case: Case) -> None:
     views, held, request, fleet = case
@@ -87,7 +87,7 @@ def test_one_that_is_worse_in_all_is_not_chosen(case: Case) -> None:
     assert decision.place != 0
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(CASES, st.sampled_from([0.5, 60.0]))
 def test_what_makes_all_wait_alike_changes_nothing(case: Case, more: float) -> None:
     views, held, request, fleet = case
@@ -110,7 +110,7 @@ def test_all_of_a_view_is_final() -> None:
 # ---- reasons
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(CASES)
 def test_the_reason_is_the_term_that_saves_most(case: Case) -> None:
     views, held, request, fleet = case

@@ -261,7 +261,7 @@ def test_any_weight_of_streaming_will_do(weight: float, monkeypatch: pytest.Monk
     assert (price(replace(IDLE, running=30)) > price(IDLE)) is (weight > 0.0)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(REPLICAS, REQUESTS, FLEETS, st.integers(0, 300), st.integers(1, 100))
 def test_a_longer_prefix_never_costs_more(
     state: ReplicaState, request: RoutingRequest, fleet: Calibration, cached: int, more: int
@@ -273,7 +273,7 @@ def test_a_longer_prefix_never_costs_more(
     assert less <= most
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(
     LOADS,
     TOTALS,
@@ -314,7 +314,7 @@ def test_more_load_never_costs_less(
     assert less <= most * (1 + 1e-12)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.lists(REPLICAS, min_size=1, max_size=6), REQUESTS, FLEETS, st.data())
 def test_a_replica_costs_the_same_whoever_is_beside_it_and_in_any_order(
     states: list[ReplicaState], request: RoutingRequest, fleet: Calibration, data: st.DataObject
@@ -330,7 +330,7 @@ def test_a_replica_costs_the_same_whoever_is_beside_it_and_in_any_order(
     ]
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(REPLICAS, REQUESTS, FLEETS, st.floats(0, 1e6), st.floats(0, 1e4))
 def test_time_moves_all_costs_alike(
     state: ReplicaState, request: RoutingRequest, fleet: Calibration, start: float, later: float
@@ -343,7 +343,7 @@ def test_time_moves_all_costs_alike(
     assert now == pytest.approx(then, rel=1e-9, abs=1e-6)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(REPLICAS, REQUESTS, FLEETS, st.floats(0, 1e6))
 def test_a_backlog_adds_its_own_seconds_whatever_the_rest(
     state: ReplicaState, request: RoutingRequest, fleet: Calibration, seconds: float
@@ -383,7 +383,7 @@ def test_saturated_replica_loses_even_its_own_sessions() -> None:
     assert price(merely_full, 225) < price(cold) < price(saturated, 225)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(BROKEN_LOADS, TOTALS, REQUESTS, FLEETS, st.floats(0, 1), st.floats(0, 1e9))
 def test_no_report_makes_a_cost_that_is_not_a_number(
     load: LoadReport,

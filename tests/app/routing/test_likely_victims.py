@@ -27,7 +27,7 @@ VICTIM = frozenset({"r0"})
 COSTS = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1.0 + EXTRA_SHARE + EXTRA_S])
 
 
-@settings(derandomize=True, max_examples=500, deadline=None)
+@settings(derandomize=True, max_examples=250, deadline=None)
 @given(
     st.lists(st.tuples(COSTS, st.booleans()), min_size=1, max_size=8),
     st.sampled_from([0.0, EXTRA_S, 250.0]),
@@ -49,7 +49,7 @@ def test_those_that_stay_are_taken_within_the_margin_and_only_there(
         assert places == [place for place in near_enough if costs[place] <= best + tie]
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=150, deadline=None)
 @given(CASES, st.sets(st.integers(0, 7)))
 def test_a_choice_is_never_much_worse_than_the_best(case: Case, victims: set[int]) -> None:
     views, held, request, fleet = case
@@ -67,7 +67,7 @@ def test_a_choice_is_never_much_worse_than_the_best(case: Case, victims: set[int
         assert chosen == usual, "then it is the one that would be chosen anyway"
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from([0, 100, 1000, 1200, 1600, 50_000]), min_size=1, max_size=6), st.integers(0, 63)
 )

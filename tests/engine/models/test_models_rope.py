@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from model_checkpoints import MAX_POSITION, ROPES, tiny_config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.models.config import parse_model_config
 from engine.models.rope import rope_table
@@ -43,6 +42,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def their_table(config: Any, positions: torch.Tensor) -> Any:
+    """Cosines and sines."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # imports take over a second
+
+    return LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), positions)
+
+
 @pytest.mark.parametrize("head_dim", [12, 64])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_transformers(name: str, head_dim: int) -> None:
@@ -52,7 +58,7 @@ def test_equals_transformers(name: str, head_dim: int) -> None:
     assert table.shape == (config.max_position_embeddings, 2, head_dim // 2)
     assert table.dtype == torch.float32
     positions = torch.arange(MAX_POSITION)[None]
-    cos, sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1, dtype=torch.float32), positions)
+    cos, sin = their_table(theirs, positions)
     torch.testing.assert_close(table[:MAX_POSITION, 0], cos[0, :, : head_dim // 2], atol=1e-6, rtol=0)
     torch.testing.assert_close(table[:MAX_POSITION, 1], sin[0, :, : head_dim // 2], atol=1e-6, rtol=0)
 
@@ -80,7 +86,7 @@ def test_far_positions_agree() -> None:
     theirs = tiny_config("Llama", rope_parameters=rope, max_position_embeddings=131072)
     table = rope_table(parse_model_config({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]}))
     positions = torch.tensor([[8191, 65536, 131071]])
-    cos, sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1, dtype=torch.float32), positions)
+    cos, sin = their_table(theirs, positions)
     half = table.shape[-1]
     torch.testing.assert_close(table[positions[0], 0], cos[0, :, :half], atol=1e-6, rtol=0)
     torch.testing.assert_close(table[positions[0], 1], sin[0, :, :half], atol=1e-6, rtol=0)

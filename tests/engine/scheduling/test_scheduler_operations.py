@@ -6,10 +6,12 @@ recover either way, are aborted or fail in every state, move in from elsewhere, 
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 from scheduler_operations import CASES, Case, Driver
 
-from engine.request import FinishReason
+from engine.request import FinishReason, TokenDelta
 from engine.scheduling.sequence import SequenceState
 
 OPERATIONS = 2_000  # of each case below: more than 100,000 in all
@@ -36,8 +38,11 @@ def test_random_operations(case: Case, seed: int) -> None:
     assert stats.host_blocks_used == 0
     assert stats.recovery.pending == 0
     assert sum(stats.finished.values()) == len(simulation.ended)
+    ends_of: dict[str, list[TokenDelta]] = defaultdict(list)
+    for key, delta in simulation.ended.items():
+        ends_of[key.split("#")[0]].append(delta)
     for name, request in driver.requests.items():
-        ends = [delta for key, delta in simulation.ended.items() if key.split("#")[0] == name]
+        ends = ends_of[name]
         reasons = {delta.finish_reason for delta in ends}
         if reasons <= {FinishReason.STOP, FinishReason.LENGTH}:
             started = request.outputs.count(None) if request.outputs else 0

@@ -6,9 +6,8 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 from local_server import MODEL, LocalServer
@@ -19,6 +18,9 @@ from app.api.keys import KeyFile, digest_of
 from app.api.messages.request import parse_messages_request
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import anthropic  # takes a second and a half, which only the worker that runs this file should spend
 
 CAPITAL: Any = {
     "model": MODEL,
@@ -37,6 +39,8 @@ HELLO = {"role": "user", "content": "a"}
 
 @pytest.fixture
 def sdk(server: LocalServer) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -70,6 +74,8 @@ def test_events_come_in_anthropics_order(sdk: anthropic.Anthropic) -> None:
 
 
 def test_the_asynchronous_client_gets_the_same(server: LocalServer) -> None:
+    import anthropic
+
     async def ask() -> Any:
         client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none")
         async with client, client.messages.stream(**CAPITAL) as stream:
@@ -237,6 +243,8 @@ def test_what_cannot_be_is_refused_by_name(field: str, value: Any, words: str) -
 def test_errors_have_anthropics_shape(
     server: LocalServer, sdk: anthropic.Anthropic, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as bad:
         sdk.messages.create(**{**CAPITAL, "messages": []})
     message = "messages is a list of 0 but must be a list of at least 1"
@@ -264,6 +272,8 @@ def test_errors_have_anthropics_shape(
 def test_an_error_after_the_first_event_is_one(
     server: LocalServer, sdk: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import anthropic
+
     async def generate(request: GenerateRequest) -> Any:
         yield Delta((504,), None, 0, 0)
         raise GenerationError("broken")
@@ -274,6 +284,8 @@ def test_an_error_after_the_first_event_is_one(
 
 
 def test_the_sdks_header_is_a_key(server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import anthropic
+
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('right')}}}\n")
     monkeypatch.setattr(server.api, "gate", Gate(KeyFile(str(path), {})))
