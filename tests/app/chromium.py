@@ -48,6 +48,7 @@ class Tab:
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
+        self.send("Emulation.setScrollbarsHidden", hidden=True)  # a picture of the whole page has none
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 

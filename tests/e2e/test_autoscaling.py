@@ -28,7 +28,9 @@ from scaled_toy import FIRST, asked, broken, toy
 
 from app.launch import serving
 from app.launch.port_block import PortBlock
+from app.metrics.aliases import ALIASES
 from app.metrics.fleet_figures import KEPT_S
+from app.metrics.table import TABLE, Kind
 from loadtests.client import Client, Outcome, complete
 from loadtests.cluster import SLOW_POLL_S, LocalCluster, wait_for
 from loadtests.locust_run import NAMES, scrape
@@ -219,10 +221,13 @@ def test_prometheus_has_data_for_all_boards_and_alerts(scaled: BreakableCluster,
             wait_for(all_seen, SOON_S, "some queries return nothing", 1.0)
         assert not unseen
         samples = result('count({job="quire"}) by (__name__)')
-        assert {sample["metric"]["__name__"] for sample in samples} >= {
-            "quire_scaling_target",
-            "vllm:num_requests_running",
+        found = {sample["metric"]["__name__"] for sample in samples}
+        ends = {Kind.GAUGE: "", Kind.COUNTER: "_total", Kind.HISTOGRAM: "_bucket"}
+        table = {
+            one.full_name + ends[one.kind] for one in TABLE if not one.by_key and one.name != "scaling_held"
         }
+        others = {f"vllm:{alias.name}{ends[alias.kind]}" for alias in ALIASES}
+        assert (table | others) - found == set()
         clients.stop()
         sent = [*again, *clients.first, *(one for many in clients.outcomes.values() for one in many)]
         told = (len(sent), sum(one.usage["prompt_tokens"] for one in sent), sum(one.tokens for one in sent))

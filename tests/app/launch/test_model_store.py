@@ -6,15 +6,20 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from huggingface_hub import constants
 
 from app.launch import model_store
 from app.launch.model_store import is_ready, main, pull, resolve
 from engine.errors import ConfigError
 from engine.models.folders import BUNDLED_NAME, bundled_folder
+
+WANTED = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 @pytest.fixture
@@ -68,6 +73,70 @@ def test_hub_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         "error: model quire-tests/no-such-model is not in the hub's cache and the hub cannot be reached; "
         "set model to a folder"
     ]
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """One model on the hub, and the files that were fetched of it."""
+
+    FILES: ClassVar[dict[str, bytes]] = {
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+        "tokenizer.json": b"tokens",
+        "pytorch_model.bin": b"code",  # as of pickles
+        "original/model.safetensors": b"again",
+    }
+    SHA = "0" * 40
+    fetched: ClassVar[Counter[str]] = Counter()
+
+    def do_HEAD(self) -> None:
+        self.answer(self.FILES[self.path.partition(f"/resolve/{self.SHA}/")[2]], body=False)
+
+    def do_GET(self) -> None:
+        name = self.path.partition(f"/resolve/{self.SHA}/")[2]
+        if name:
+            self.fetched[name] += 1
+            self.answer(self.FILES[name])
+        else:
+            tree = [
+                {"type": "file", "path": file, "size": len(data), "oid": file}
+                for file, data in self.FILES.items()
+            ]
+            whole: Any = tree if "/tree/" in self.path else {"id": "org/model", "sha": self.SHA}
+            self.answer(json.dumps(whole).encode())
+
+    def answer(self, data: bytes, body: bool = True) -> None:
+        self.send_response(200)
+        for header in (("content-length", len(data)), ("etag", f'"{hash(data)}"'), ("x-repo-commit", self.SHA)):
+            self.send_header(header[0], str(header[1]))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_each_node_fetches_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in safetensors, configuration and tokenizer, once; nodes are caches here."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(FakeHub, "fetched", Counter())
+    try:
+        for node in ("first", "second", "first"):
+            monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / node))
+            folder = resolve("org/model")
+            assert tmp_path / node in folder.parents
+            assert sorted(path.name for path in folder.iterdir()) == WANTED
+            assert (folder / "model.safetensors").read_bytes() == b"weights"
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert FakeHub.fetched == dict.fromkeys(WANTED, 2)
 
 
 def test_wrong_bytes_are_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
