@@ -145,7 +145,7 @@ class Outcome:
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         tpot = (self.last - self.first) / max(tokens - 1, 1)
         row = {"at": began, "ttft": self.first - self.began, "tpot": tpot, "output": tokens, "user": user}
-        return {**row, "prompt": self.usage["prompt_tokens"], "cached": cached}
+        return {**row, "prompt": self.usage["prompt_tokens"], "cached": cached, "took": self.ended - self.began}
 
     @property
     def gaps(self) -> list[float]:

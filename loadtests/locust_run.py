@@ -38,6 +38,8 @@ NAMES = (
     ("quire_request_prompt_tokens_count", "requests"),
     ("quire_request_prompt_tokens_sum", "prompt tokens"),
     ("quire_request_output_tokens_sum", "output tokens"),
+    ("quire_request_seconds_sum", "seconds of requests"),
+    ("quire_time_per_output_token_seconds_sum", "seconds a token"),
 )
 
 
@@ -140,9 +142,9 @@ def run_trace(url: str, arguments: argparse.Namespace) -> Replayed:
 def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], *own: Figure) -> list[Figure]:
     """What the run is judged by: clients' figures, how far the server is off, and the runner's ``own``."""
     said = {name: samples[-1][name] - samples[0][name] for _, name in NAMES}
-    total = {name: sum(one[name] for one in records) for name in ("prompt", "output", "cached")}
+    total = {name: sum(one[name] for one in records) for name in ("prompt", "output", "cached", "took", "tpot")}
     took = samples[-1]["at"] - samples[0]["at"]
-    pairs = (("requests", len(records)), ("prompt tokens", total["prompt"]), ("output tokens", total["output"]))
+    pairs = zip(said, (len(records), *(total[of] for of in ("prompt", "output", "took", "tpot"))), strict=True)
     return [
         Figure("requests", len(records), bar=1),
         *own,
@@ -153,7 +155,7 @@ def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], *
         ),
         Figure("TPOT, median", quantile([1e3 * one["tpot"] for one in records], 0.5), " ms"),
         Figure("cached share of prompts", 100 * total["cached"] / max(total["prompt"], 1), "%"),
-        *(most(f"{n}: the server off by", 100 * abs(said[n] / max(v, 1) - 1), 2, "%") for n, v in pairs),
+        *(most(f"{n}: the server off by", 100 * abs(said[n] / max(v, 1e-9) - 1), 2, "%") for n, v in pairs),
     ]
 
 

@@ -2,9 +2,10 @@
 
 ``python -m tests.observation_cost`` (three minutes): clients stream chats with five system prompts from two
 engines of one thread. By turns nobody looks, three live pages are open, one of them with an opened replica, and
-``/metrics`` is read once a second. What an event of a stream takes more of the ingress's processor time is
-compared with what it takes of all processes' while nobody looks. What the server counts cannot be turned off:
-its parts run in this process, as often as the server runs them, and are compared with the same.
+``/metrics`` is read once a second. What the ingress takes more for an event of a stream, times the events of a
+second, is a share of the machine's processor time, and so of the throughput of one that does nothing else.
+What the server counts cannot be turned off: its parts run in this process, as often as the server runs them,
+and are compared with the processor time of all processes of the server.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from tests.app.engine_stats import SCALING, STATS
 
 OPTIONS = ["engine_replicas=2", "threads=1", "prefix_words=true", "kv_memory=64MB"]
 CLIENTS, TOKENS = 10, 64
+CORES = psutil.cpu_count() or 1
 SETTLE_S = 1.0  # a page asks for more at its beginning
-BAR = 1.0  # % of the processor time, which is the throughput of a busy machine
+BAR = 1.0  # %
 
 
 class Spent(NamedTuple):
@@ -199,10 +201,14 @@ def main() -> None:
     with application(OPTIONS) as (server, url, _):
         found = asyncio.run(measure(server, url, arguments.rounds, arguments.seconds))
     alone = Spent.of_all(found["nobody looks"])
-    of_event = alone.everything / alone.events
+    per_s = alone.events / alone.seconds
     figures = [
-        Figure("nobody looks: events of streams", alone.events / alone.seconds, "/s"),
-        Figure("nobody looks: processor time of an event, all processes", 1e3 * of_event, " ms"),
+        Figure("nobody looks: events of streams", per_s, "/s"),
+        Figure(
+            "nobody looks: processor time of an event, all processes",
+            1e3 * alone.everything / alone.events,
+            " ms",
+        ),
         Figure(
             "nobody looks: processor time of an event, the ingress", 1e3 * alone.ingress / alone.events, " ms"
         ),
@@ -211,13 +217,14 @@ def main() -> None:
         if name != "nobody looks":
             # Of each round, as other work on the machine makes all of them dearer at once.
             more = [
-                100 * (there.ingress / there.events - without.ingress / without.events) / of_event
+                100 * (there.ingress / there.events - without.ingress / without.events) * per_s / CORES
                 for there, without in zip(rounds, found["nobody looks"], strict=True)
             ]
             error = stdev(more) / len(more) ** 0.5
-            figures += [most(f"{name}: more processor time", mean(more), BAR, "%"), Figure("  ±", error, "%")]
+            figures.append(most(f"{name}: of the machine's processor time", mean(more), BAR, "%"))
+            figures.append(Figure(f"{name}: standard error", error, "%"))
     costs = counting()
-    often = {"event": alone.events / alone.seconds, "request": alone.requests / alone.seconds, "engine": 2.0}
+    often = {"event": per_s, "request": alone.requests / alone.seconds, "engine": 2.0}
     share = sum(costs[name] * often[name] for name in costs) * alone.seconds / alone.everything
     figures += [
         Figure("counting an event", 1e6 * costs["event"], " µs"),

@@ -28,7 +28,8 @@ Two endpoints serve the same figures in Prometheus's text format:
   engine. Each replica appears once, so `sum` without `by (replica)` counts nothing twice; an ingress of several
   models counts for each, and a refusal before the model was known for the first. An engine sends its
   figures to each ingress once a second, with its tokens; the ingress that is asked asks the others. One that
-  does not answer within 2 s is left out of that scrape. Answers are repeated for 1 s.
+  does not answer within 2 s is left out of that scrape. The only ingress looks for others every 5 s. Answers
+  are repeated for 1 s. [What it costs](live_page.md#what-it-costs).
 - **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
   Figures are up to 12 s old. The label `route` is called `path` there. Histograms are of type `gauge` there,
   because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. Figures by

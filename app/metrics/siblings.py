@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 from ray import serve
@@ -15,16 +18,21 @@ from app.metrics.samples import Process
 WITHIN_S = 2.0
 """An ingress that does not answer for so long is left out."""
 
+ALONE_S = 5.0
+"""The only ingress looks for others so often: to ask itself through Serve costs milliseconds each time."""
+
 logger = logging.getLogger(__name__)
 
 
 class Siblings:
     """Belongs to one ingress; calls every replica of its deployment, itself included."""
 
-    def __init__(self, app: str) -> None:
+    def __init__(self, app: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.faults = FaultCounter("cannot ask the other ingresses", logger)
         self._app = app
         self._handle: Any = None
+        self._clock = clock
+        self._alone_until = -math.inf
 
     async def processes(self) -> list[Process]:
         """The figures of those that answer in time; none if Serve cannot tell who there is. Never raises."""
@@ -32,7 +40,12 @@ class Siblings:
         return [process for answer in answers for process in answer if isinstance(process, Process)]
 
     async def ask(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of each; return the answers that come in time and are no errors. Never raises."""
+        """Call a method of each; return the answers that come in time and are no errors. Never raises.
+
+        The only ingress gets none: what it knows itself is all.
+        """
+        if self._clock() < self._alone_until:
+            return []
         loop = asyncio.get_running_loop()
         # In an empty context: Serve must not take the calls for children of the request that asks.
         return await loop.create_task(self._ask(method, arguments), context=contextvars.Context())
@@ -47,4 +60,6 @@ class Siblings:
         except Exception:  # noqa: BLE001  (Serve raises many kinds; what this ingress itself knows remains)
             self.faults.add()
             return []
+        if len(answers) == 1:
+            self._alone_until = self._clock() + ALONE_S
         return [answer for answer in answers if isinstance(answer, list)]  # and no error

@@ -21,6 +21,10 @@ quire_request_prompt_tokens_count{model="b"} 2
 quire_request_prompt_tokens_sum{model="b"} 30.5
 quire_request_output_tokens_count{model="a"} 3
 quire_request_output_tokens_sum{model="a"} 64
+quire_request_seconds_bucket{model="a",le="5.0"} 3
+quire_request_seconds_count{model="a"} 3
+quire_request_seconds_sum{model="a"} 7
+quire_time_per_output_token_seconds_sum{model="a"} 0.25
 quire_replicas{ingress="x",state="open"} 2
 quire_replicas{ingress="y",state="open"} 3
 quire_replicas{ingress="y",state="closed"} 7
@@ -52,6 +56,8 @@ def test_labels_are_added_up_and_replicas_are_the_most_that_an_ingress_sees(
         "requests": 5.0,
         "prompt tokens": 150.5,
         "output tokens": 64.0,
+        "seconds of requests": 7.0,
+        "seconds a token": 0.25,
     }
     assert asked == [{}]
 
@@ -59,7 +65,7 @@ def test_labels_are_added_up_and_replicas_are_the_most_that_an_ingress_sees(
 def test_a_server_that_has_counted_nothing_yet_reads_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     asked = served(monkeypatch, "")
-    zeros = dict.fromkeys(("replicas", "requests", "prompt tokens", "output tokens"), 0.0)
+    zeros = dict.fromkeys(("replicas", *(name for _, name in locust_run.NAMES)), 0.0)
     assert locust_run.scrape(URL) == {"at": 1000.0, **zeros}
     assert asked == [{"authorization": "Bearer secret"}]
 
@@ -70,12 +76,16 @@ def test_metrics_that_are_refused_are_no_zeros(monkeypatch: pytest.MonkeyPatch) 
         locust_run.scrape(URL)
 
 
-def sample(at: float, requests: float, prompt: float, output: float) -> dict[str, float]:
-    return {"at": at, "replicas": 1, "requests": requests, "prompt tokens": prompt, "output tokens": output}
+def sample(
+    at: float, requests: float, prompt: float, output: float, took: float = 0.0, tpot: float = 0.0
+) -> dict[str, float]:
+    names = (name for _, name in locust_run.NAMES)
+    return {"at": at, "replicas": 1, **dict(zip(names, (requests, prompt, output, took, tpot), strict=True))}
 
 
 def record(ttft: float, tpot: float, prompt: int, cached: int, output: int) -> dict[str, Any]:
-    return {"at": 0.0, "ttft": ttft, "tpot": tpot, "prompt": prompt, "cached": cached, "output": output}
+    row = {"at": 0.0, "ttft": ttft, "tpot": tpot, "prompt": prompt, "cached": cached, "output": output}
+    return {**row, "took": 10 * ttft}
 
 
 EXIT = most("exit", 0)
@@ -87,7 +97,8 @@ def by_name(figures: list[Figure]) -> dict[str, tuple[float, bool]]:
 
 
 def test_figures_are_those_of_the_clients_and_what_the_server_counted_since_the_start() -> None:
-    samples = [sample(10.0, 5, 1000, 500), sample(12.0, 6, 1100, 520), sample(14.0, 8, 1198, 542)]
+    first, last = sample(10.0, 5, 1000, 500, 7.0, 0.1), sample(14.0, 8, 1198, 542, 12.97, 0.163)
+    samples = [first, sample(12.0, 6, 1100, 520), last]
     assert by_name(locust_run.figures_of(RECORDS, samples, EXIT)) == {
         "requests": (3, True),
         "exit": (0, True),
@@ -99,6 +110,8 @@ def test_figures_are_those_of_the_clients_and_what_the_server_counted_since_the_
         "requests: the server off by": (0.0, True),
         "prompt tokens: the server off by": (1.0, True),
         "output tokens: the server off by": (5.0, False),
+        "seconds of requests: the server off by": (0.5, True),
+        "seconds a token: the server off by": (5.0, False),
     }
 
 

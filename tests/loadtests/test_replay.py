@@ -139,7 +139,15 @@ def test_a_record_has_what_the_report_shows() -> None:
     row = outcome.record("trace")
     at = row.pop("at")
     assert at == pytest.approx(time.time() - (time.perf_counter() - 1.0), abs=1.0)
-    assert row == {"ttft": 1.0, "tpot": 0.5, "output": 3, "user": "trace", "prompt": 10, "cached": 4}
+    assert row == {
+        "ttft": 1.0,
+        "tpot": 0.5,
+        "output": 3,
+        "user": "trace",
+        "prompt": 10,
+        "cached": 4,
+        "took": 3.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,10 +174,10 @@ def test_a_replay_writes_the_report_and_fails_where_a_request_did(
     usage = {"prompt_tokens": 1000, "completion_tokens": 5}
     whole.events = [{"choices": [{"finish_reason": "length"}]}, {"choices": [], "usage": usage}]
     whole.times = [whole.began + 0.1, whole.began + 0.2]
-    zeros = dict.fromkeys(("requests", "prompt tokens", "output tokens"), 0.0)
+    zeros = dict.fromkeys((name for _, name in locust_run.NAMES), 0.0)
     samples = [
         {"at": 1.0, "replicas": 1.0, **zeros},
-        {"at": 2.0, "replicas": 1.0, "requests": 1.0, "prompt tokens": 1000.0, "output tokens": 5.0},
+        {"at": 2.0, "replicas": 1.0, **zeros, "requests": 1.0, "prompt tokens": 1000.0, "output tokens": 5.0},
     ]
 
     async def ran(*_: Any) -> replay.Replayed:

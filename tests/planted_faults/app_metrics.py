@@ -19,7 +19,16 @@ _CHOICE = ("app/routing/test_choice.py",)
 
 _TRACE = ("app/api/test_request_trace.py",)
 
+_SIBLINGS = ("app/metrics/test_siblings.py",)
+
 METRICS: list[Fault] = [
+    Fault(
+        "app/metrics/siblings.py",
+        "if len(answers) == 1:",
+        "if answers:",
+        _SIBLINGS,
+        "an ingress with others does not ask them",
+    ),
     Fault(
         "app/api/request_trace.py",
         "first_step = attempt.began if attempt.tokens_before else arrived",
