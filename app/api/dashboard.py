@@ -78,7 +78,7 @@ async def blocks(request: Request) -> Response:
         raise admin_only(limits.key.id)
     service = server.choose(request.query_params.get("model"), None)
     replica = request.query_params.get("replica", "")
-    if replica not in service.channel_states():
+    if not service.has_replica(replica):
         raise ApiError(404, f"the model {service.model!r} has no replica {shown(replica)}", "replica")
     found = await server.block_maps.get(service.model, replica)
     answer = {"each": found.each, "device": digits(found.device), "host": digits(found.host)}

@@ -104,6 +104,10 @@ class OpenAIService:
         states: dict[str, str] = self._engines.status().get("channels", {})
         return states
 
+    def has_replica(self, replica: str) -> bool:
+        """Whether the fleet has a replica of this name, with a channel to here or only to other ingresses."""
+        return replica in self.channel_states() or replica in self._engines.status().get("elsewhere", ())
+
     def prefix_flow(self) -> list[PrefixGroup]:
         """Where this ingress sent prompts that begin alike."""
         return self._engines.flow.groups(self._tokenizer.words_of)

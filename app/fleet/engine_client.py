@@ -267,8 +267,11 @@ class EngineClient:
 
     def _reachable(self) -> set[str]:
         """Replicas that can be called: routable ones, and those outside of this ingress's subset."""
+        return {*self._ledger.routable(), *self._elsewhere()}
+
+    def _elsewhere(self) -> frozenset[str]:
         engines = self._parts.channels.fleet
-        return {*self._ledger.routable(), *(engines.known - engines.members)}
+        return engines.known - engines.members
 
     async def cordon(self, replicas: Collection[str], lasts_s: float, after_s: float = DRAIN_AFTER_S) -> None:
         """Send no new requests to exactly these replicas for ``lasts_s``, as long as others are routable.
@@ -297,6 +300,7 @@ class EngineClient:
             "resubmissions_waiting": self._parts.attempts.budget.waiting,
             "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
             "foreign": sorted(self._foreign),
+            "elsewhere": sorted(self._elsewhere()),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }
 

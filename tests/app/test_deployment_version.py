@@ -169,3 +169,18 @@ def test_the_order_of_the_models_concerns_the_ingress() -> None:
     """The first is for requests that name none."""
     one, other = as_serve_gets_them(models=["a", "b"]), as_serve_gets_them(models=["b", "a"])
     assert restarted(one, other) == {"ingress"}
+
+
+def test_another_try_of_a_model_changes_its_deployment_and_restarts_nothing() -> None:
+    options = config.load({**FIXED, "models": {"a": {}, "b": {}}}, {})
+    first, again = (
+        {one.name: one._deployment_config for one in build_app(made, name="quire").deployments}
+        for made in (
+            application.assemble(options, Replica),
+            application.assemble(options, Replica, tries={"b": 1}),
+        )
+    )
+    assert {name for name in first if dict(first[name]) != dict(again[name])} == {"engine-b"}
+    assert {name: one.version for name, one in first.items()} == {
+        name: one.version for name, one in again.items()
+    }

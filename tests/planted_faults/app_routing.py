@@ -211,7 +211,7 @@ ROUTING: list[Fault] = [
     ),
     Fault(
         "app/fleet/engine_client.py",
-        "        return {*self._ledger.routable(), *(engines.known - engines.members)}\n",
+        "        return {*self._ledger.routable(), *self._elsewhere()}\n",
         "        return set(self._ledger.routable())\n",
         _SUBSET_CLIENT,
         "replicas outside an ingress's subset keep their prefixes when all caches are emptied",

@@ -47,6 +47,8 @@ def test_requests_go_to_the_subset_and_calls_to_all() -> None:
             assert await asyncio.gather(*asked) == [expected_tokens([number, 5], 30) for number in range(40)]
         used = {name for name, replica in handle.replicas.items() if replica.engine.submitted}
         assert used == with_channels(handle) == part
+        status = client.status()
+        assert (status["channels"].keys(), {*status["elsewhere"]}) == (part, handle.replicas.keys() - part)
         (other, *_) = set(handle.replicas) - part
         assert (await client.block_map(other)).each == 1
         reset = await client.reset_prefix_cache()

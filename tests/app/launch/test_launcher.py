@@ -23,6 +23,7 @@ from app import __main__ as command
 from app import config
 from app.launch import launcher, local_server, preflight, serving, terminal
 from app.launch.instance import Instance
+from app.launch.model_starts import RETRY_S, SETTLE_S, ModelStarts
 from engine.errors import ConfigError
 from engine.kv.pool_size import PoolSize
 
@@ -452,6 +453,40 @@ def test_a_model_that_cannot_start_is_named_and_the_others_serve(
     said = deploy_two(monkeypatch, instance, starting, half, failed)
     (warning,) = [line for line in said if "warning" in line]
     assert warning == CANNOT
+
+
+def test_a_model_that_cannot_start_is_deployed_again_by_itself(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    said: list[str] = []
+    tried: list[dict[str, int]] = []
+    now = [100.0]
+    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    server._models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
+    server._say, server._starts = said.append, ModelStarts(server._models, "ingress", said.append)
+    failed = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
+    monkeypatch.setattr(server, "_application", lambda: failed.applications[serving.APP_NAME])
+    monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}}})
+    monkeypatch.setattr(local_server, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
+
+    def build(args: object, replica_class: None, tries: dict[str, int]) -> None:
+        tried.append(dict(tries))
+        if len(tried) == 2:
+            raise ConfigError("the folder of b is gone")
+
+    monkeypatch.setattr("app.application.build_with", build)
+    server.attend()
+    assert (said, tried) == ([CANNOT], [])
+    now[0] += RETRY_S
+    server.attend()
+    assert tried == [{"b": 1}]
+    now[0] += SETTLE_S
+    server.attend()
+    now[0] += 2 * RETRY_S
+    server.attend()
+    assert tried == [{"b": 1}, {"b": 2}]
+    assert said[2:] == ["warning: b cannot be tried again now: ConfigError: the folder of b is gone"]
 
 
 def test_without_any_model_that_can_start_the_launcher_ends(
