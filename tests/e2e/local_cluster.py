@@ -47,9 +47,14 @@ SHORT_OF_MEMORY: dict[str, Any] = {
 """Of one engine that holds little, instead of those above."""
 
 
+BUDGET = 256
+"""Tokens of a step: a long prompt takes many of them."""
+
+
 def paced_options(model: Path) -> dict[str, Any]:
     """The same for the folder ``model``, which holds a paced model."""
-    return {**OPTIONS, "model": str(model), "served_model_name": MODEL, "max_model_len": CONTEXT}
+    own = {"model": str(model), "served_model_name": MODEL, "max_model_len": CONTEXT, "token_budget": BUDGET}
+    return {**OPTIONS, **own}
 
 
 SOON_S = 150.0
@@ -151,6 +156,10 @@ class BreakableCluster(LocalCluster):
             finally:
                 kill_all(node)
                 ports.release()
+
+    def logs(self) -> list[Path]:
+        """What the processes of the replicas have written."""
+        return list(Path(self._instance.ray_folder).glob("session_latest/logs/worker-*.err"))
 
     def break_engine(self, replica: str) -> None:
         """Make the loop of a replica's engine raise."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import ray
-from local_cluster import SOON_S, BreakableCluster, deploy_evenly, kill_all
+from local_cluster import BUDGET, SOON_S, BreakableCluster, deploy_evenly, kill_all
 from ray.util import placement_group, remove_placement_group
 from side_by_side import SEVERAL, texts_of_several
 
-from loadtests.client import Outcome, complete, complete_all, vanish
+from loadtests.client import Client, Outcome, complete, complete_all, vanish
 from loadtests.cluster import gone, wait_for
 from loadtests.workloads import prompts
 
@@ -25,6 +25,9 @@ FRAMES = 2  # of an engine, after which its streams are under way
 FEW = 6
 VANISHING = 250  # clients, 32 at once; loadtests.faults has a thousand
 MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
+STEP_S = 0.1  # of an engine whose steps are counted
+LONG_PROMPT = 15 * BUDGET  # tokens
+CROWD, CROWD_PROMPT = 8, 4 * BUDGET  # prompts of one request of many, and their tokens
 LONG = 120  # tokens of a few streams; enough that a stopping replica is gone before they end
 
 
@@ -298,3 +301,59 @@ def channels_outlive_their_first_client(cluster: BreakableCluster) -> None:
 def test_garbage_is_not_sought_in_what_an_engine_has_loaded(cluster: BreakableCluster) -> None:
     """It would stop every stream for a tenth of a second."""
     assert all(state["frozen_objects"] > 100_000 for state in cluster.inspect())
+
+
+def test_a_long_prompt_and_a_flood_of_one_client_delay_no_other(cluster: BreakableCluster) -> None:
+    """All on one engine, as the other one takes nothing new."""
+
+    def prompt(first: int, length: int) -> list[int]:
+        return [first, *range(1000, 1000 + length - 1)]
+
+    async def running(count: int) -> None:
+        live = lambda: sum(state["live_requests"] for state in cluster.inspect()) == count  # noqa: E731
+        await asyncio.to_thread(wait_for, live, SOON_S, "not all requests have arrived")
+
+    async def beside_a_long_prompt(client: Client) -> tuple[Outcome, Outcome]:
+        with cluster.slow_steps(STEP_S) as go_on:
+            long = asyncio.ensure_future(client.complete(prompt(1, LONG_PROMPT), 2))
+            await running(1)
+            short = await client.complete(prompt(2, 16), 2)
+            go_on()
+            return short, await long
+
+    def of_another_tenant() -> float:
+        """When its answer had come."""
+        with cluster.http(headers={"x-tenant": "other"}) as http:
+            http.post("/v1/completions", json={"prompt": prompt(3, 200), "max_tokens": 4}).raise_for_status()
+        return time.perf_counter()
+
+    async def beside_a_flood(client: Client) -> tuple[float, list[Outcome]]:
+        with cluster.slow_steps(STEP_S) as go_on:
+            many = [[prompt(10 + CROWD * half + n, CROWD_PROMPT) for n in range(CROWD)] for half in range(2)]
+            flood = asyncio.gather(*(client.stream("/v1/completions", 2, prompt=texts) for texts in many))
+            await running(2 * CROWD)
+            answered = await asyncio.to_thread(of_another_tenant)
+            go_on()
+            return answered, await flood
+
+    async def everything() -> None:
+        async with Client(cluster.url, cluster.instance) as client:
+            short, long = await beside_a_long_prompt(client)
+            assert (short.fault, long.fault) == ("", "")
+            assert short.last < long.first, "it waited for all of the long prompt"
+            answered, flood = await beside_a_flood(client)
+        assert [outcome.fault for outcome in flood] == ["", ""]
+        later = [
+            choice["index"]
+            for outcome in flood
+            for at, event in zip(outcome.times, outcome.events, strict=True)
+            for choice in event.get("choices", ())
+            if at > answered and choice["finish_reason"]
+        ]
+        assert len(later) >= CROWD, "it waited for half of the flood, which came before it"
+
+    cluster.cordon([cluster.inspect()[0]["replica"]], SOON_S)
+    try:
+        asyncio.run(everything())
+    finally:
+        cluster.cordon([], 0.0)

@@ -11,7 +11,7 @@ import pytest
 from local_cluster import EVENLY, SHORT_OF_MEMORY, SOON_S, BreakableCluster, deploy_evenly, paced_options
 
 from engine.scheduling.recovery import Recovery
-from loadtests.client import Outcome, complete_all
+from loadtests.client import Client, Outcome, complete_all
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.workloads import prompts
 
@@ -19,6 +19,7 @@ STREAMS, TOKENS = 16, 48
 PROMPTS = prompts(STREAMS, seed=3)
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 16  # the most of any prompt
+STEP_S = 0.1  # while requests take blocks from each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,36 @@ def test_all_streams_end_with_the_same_tokens(
     assert pressed.recoveries["swap"] > 0
     (state,) = bare_cluster.inspect()
     assert (state["swapped"], state["host_blocks_used"]) == (0, 0)
+
+
+def test_a_better_request_takes_the_blocks_that_the_sequences_of_another_share(
+    bare_cluster: BreakableCluster, pressed: Pressed
+) -> None:
+    """Each of these blocks has several references, all of the victim."""
+    cluster = bare_cluster
+    several = {"n": 4, "temperature": 1.0, "seed": 7, "priority": 10}
+    shared, own = [5, *range(3000, 3063)], [6, *range(4000, 4095)]  # of 4 and of 6 blocks
+
+    async def ask(client: Client) -> Outcome:
+        return await client.complete(shared, 28, **several)
+
+    async def both() -> tuple[Outcome, Outcome, Outcome]:
+        async with Client(cluster.url, cluster.instance) as client:
+            alone = await ask(client)
+            with cluster.slow_steps(STEP_S) as go_on:
+                worse = asyncio.ensure_future(ask(client))
+                run = lambda: cluster.inspect()[0]["running"] == 4  # noqa: E731
+                await asyncio.to_thread(wait_for, run, SOON_S, "the sequences do not run")
+                better = await client.complete(own, 16)
+                go_on()
+                return alone, await worse, better
+
+    alone, worse, better = asyncio.run(both())
+    assert [outcome.fault for outcome in (alone, worse, better)] == [""] * 3
+    assert better.ended < worse.last, "it waited until the victim had ended"
+    assert texts_of(worse) == texts_of(alone)
+
+
+def texts_of(outcome: Outcome) -> list[str]:
+    """What each sequence said."""
+    return ["".join(one["text"] for one in outcome.choices if one["index"] == index) for index in range(4)]

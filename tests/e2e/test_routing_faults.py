@@ -5,9 +5,12 @@ The measuring command does the same for longer and judges how long things take; 
 
 from __future__ import annotations
 
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 from local_cluster import SOON_S, BreakableCluster
 
@@ -16,6 +19,7 @@ from loadtests.cluster import wait_for
 from loadtests.experiments.routing_faults import RoutingFaults
 from loadtests.report import Figure
 
+ASKED = 4
 FEW_EVENTS_S = 0.1
 """A step, while replicas start: events would take the processor from them."""
 
@@ -72,4 +76,33 @@ def test_new_replicas_get_their_share_and_one_that_dies_ends_no_stream(growing: 
 
 def test_two_ingresses_agree_and_one_that_restarts_knows_what_is_cached(faults: RoutingFaults) -> None:
     check(faults.two_ingresses())
+    whichever_ingress_answers_knows_what_the_others_know(faults)
     check(faults.ingress_killed())
+
+
+def whichever_ingress_answers_knows_what_the_others_know(faults: RoutingFaults) -> None:
+    """Each has routed some of the requests; HAProxy gives each question to one of them."""
+    url, prompt = faults.cluster.url, list(range(7000, 7064))
+    with httpx.Client(base_url=url, limits=httpx.Limits(max_keepalive_connections=0), timeout=60) as http:
+        before = routed(http)
+        names = [f"sibling-{number}-{uuid.uuid4().hex}" for number in range(ASKED)]
+        for name in names:
+            body = {"prompt": prompt, "max_tokens": 1}
+            http.post("/v1/completions", json=body, headers={"x-request-id": name}).raise_for_status()
+        owners = Counter[str]()
+        for name in names:
+            lives = [http.get(f"/dashboard/requests/{name}").json()["requests"] for _ in range(2)]
+            assert lives[0] == lives[1]
+            owners[lives[0][0]["ingress"]] += 1
+        assert len(owners) == 2, "both have routed requests"
+
+        def counted() -> bool:
+            """Wherever one asks, once what an ingress remembers of the answer before is too old."""
+            return [routed(http) for _ in range(2)] == [before + ASKED] * 2
+
+        wait_for(counted, SOON_S, "an ingress counts only the prompts that it has routed")
+
+
+def routed(http: httpx.Client) -> int:
+    """Prompts that all ingresses have routed, by whichever answers."""
+    return sum(group["requests"] for group in http.get("/dashboard/prefixes").json()["prefixes"])
