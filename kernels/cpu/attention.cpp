@@ -308,34 +308,44 @@ struct PairScratch {
 };
 
 // The tiles of some positions and heads of a request: start(tile), run(tile, index of the head, head), end(tile).
+// Meanwhile the next tile is fetched, all heads of a position together: memory answers best in the order of its
+// addresses. Behind the last tile comes the first one of `after`, if it is not null. `fetched`: so has this first tile.
 template <class Start, class Run, class End>
 static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range positions, int64_t first_head,
-                       int64_t num_heads, const PairScratch& room, const Start& start, const Run& run,
-                       const End& end) {
+                       int64_t num_heads, const PairScratch& room, bool fetched, const Item* after, const Start& start,
+                       const Run& run, const End& end) {
     const int64_t dim = call.padded_dim();
     const bf16* places[2][2 * TILE];  // of a tile's keys, then of its values
-    const auto locate_tile = [&](int64_t tile, int which) {
-        const Range visible{std::max<int64_t>(positions.begin - tile, 0),
-                            std::min<int64_t>(positions.end - tile, TILE)};
-        locate(call, kv, request, tile, visible, places[which]);
+    const auto locate_tile = [&](int64_t tile, int which, int64_t of, Range within) {
+        const Range visible{std::max<int64_t>(within.begin - tile, 0), std::min<int64_t>(within.end - tile, TILE)};
+        locate(call, kv, of, tile, visible, places[which]);
         for (int64_t t = 0; t < TILE; ++t) places[which][TILE + t] = places[which][t] + call.value_offset;
     };
     int current = 0;
     const int64_t first_tile = positions.begin / TILE * TILE;
-    locate_tile(first_tile, current);
+    locate_tile(first_tile, current, request, positions);
+    for (int64_t t = 0; !fetched && t < 2 * TILE; ++t)
+        fetch(places[current][t] + first_head * call.head_dim, num_heads * call.head_dim);
     for (int64_t tile = first_tile; tile < positions.end; tile += TILE) {
         start(tile);
-        const int other = tile + TILE < positions.end ? 1 - current : current;
-        if (other != current) locate_tile(tile + TILE, other);
+        const int other = 1 - current;
+        Fetch ahead;
+        const auto take = [&](int64_t from, int64_t of, Range within, int64_t head, int64_t heads) {
+            locate_tile(from, other, of, within);
+            ahead = {places[other], places[other] + 2 * TILE, head * call.head_dim,
+                     (heads * call.head_dim + UNIT - 1) / UNIT};
+        };
+        if (tile + TILE < positions.end) {
+            take(tile + TILE, request, positions, first_head, num_heads);
+        } else if (after != nullptr) {
+            take(after->begin / TILE * TILE, after->request, {after->begin, after->end}, after->first_head,
+                 after->num_heads);
+        }
         for (int64_t h = 0; h < num_heads; ++h) {
-            // Meanwhile comes what is needed next: the next head of this tile, or the first of the next tile.
-            const bool last = h + 1 == num_heads;
-            const bf16* const* next = places[last ? other : current];
             HeadTile head{places[current], places[current] + TILE, (first_head + h) * call.head_dim, call.head_dim,
-                          dim, room.packed_keys, room.packed_values,
-                          {next, last && other == current ? next : next + 2 * TILE,
-                           (first_head + (last ? 0 : h + 1)) * call.head_dim, dim / UNIT}};
+                          dim, room.packed_keys, room.packed_values, ahead};
             run(tile, h, head);
+            ahead = head.fetch;
         }
         current = other;
         end(tile);
@@ -365,7 +375,8 @@ static void restore_state(const float* state, int64_t row, int64_t dim, const Su
 }
 
 // As run_item(), in hardware: see attention_bf16.h.
-static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q, const bf16* kv, bf16* out) {
+static void run_item_in_pairs(const Call& call, const Item& item, bool fetched, const Item* after, const bf16* q,
+                              const bf16* kv, bf16* out) {
     const ItemRows at{call, item};
     const int64_t dim = call.padded_dim(), group = at.group, head_rows = at.head_rows, rows = at.count;
     PairScratch room(rows, dim);
@@ -379,7 +390,7 @@ static void run_item_in_pairs(const Call& call, const Item& item, const bf16* q,
         room.start_split(rows, dim);
     }
     walk_tiles(
-        call, kv, item.request, {item.begin, item.end}, item.first_head, item.num_heads, room,
+        call, kv, item.request, {item.begin, item.end}, item.first_head, item.num_heads, room, fetched, after,
         [&](int64_t tile) {
             if (tile != first_tile && tile % SPLIT == 0) room.start_split(rows, dim);
         },
@@ -477,7 +488,7 @@ static void run_shared(const Call& call, const SharedItem& item, const std::vect
                 room.take_query(call, row++, dim, q + (call.query_start[members[m]] + query) * call.q_stride +
                                                       (item.head * group + g) * call.head_dim);
     walk_tiles(
-        call, kv, members[item.first], {0, item.length}, item.head, 1, room,
+        call, kv, members[item.first], {0, item.length}, item.head, 1, room, false, nullptr,
         [&](int64_t tile) {
             if (tile % SPLIT == 0) room.start_split(rows, dim);
         },
@@ -578,7 +589,9 @@ static void run_all(const Call& call, std::vector<Item>& items, const T* q, cons
     parallel_for(count, count, num_threads, [&](int64_t i) {
 #if defined(QUIRE_BF16_ATTENTION)
         if constexpr (std::is_same_v<T, bf16>) {
-            run_item_in_pairs(call, items[i], q, kv, out);
+            // Probably this thread's next one.
+            const Item* after = i + num_threads < count ? &items[i + num_threads] : nullptr;
+            run_item_in_pairs(call, items[i], i >= num_threads, after, q, kv, out);
             return;
         } else
 #endif
