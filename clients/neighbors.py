@@ -56,7 +56,7 @@ LIMIT_S = 30.0
 FORM_BAR_S = 2.0
 TURNS = 10
 PROMPT_TOKENS = 192
-STREAMS, STREAM_TOKENS = 32, 120
+STREAMS, STREAM_TOKENS = 32, 64
 
 
 def malformed(draw: random.Random) -> tuple[str, bytes]:
@@ -155,6 +155,7 @@ class Neighbors:
 
     def malformed_bodies(self, count: int) -> list[Figure]:
         """``count`` malformed bodies on all routes."""
+        send_malformed(self.url, KEYS["mallory"], -1, 100)  # what is made once is made
         memory = self._memory()
         alone, beside, results = self._by_turns(
             lambda turn: (send_malformed, self.url, KEYS["mallory"], turn, count // TURNS)
@@ -167,7 +168,7 @@ class Neighbors:
             most(f"{what}: median latency beside them over alone", ratio(beside, alone), 2.0, "x"),
             Figure(f"{what}: median latency alone", median(alone) * 1e3, " ms"),
             most(f"{what}: requests left", self._left()),
-            Figure(f"{what}: memory of the server grew by", (self._memory() - memory) / 2**20, " MiB"),
+            Figure(f"{what}: memory of the replicas grew by", (self._memory() - memory) / 2**20, " MiB"),
         ]
 
     def hostile_forms(self, count: int) -> list[Figure]:
@@ -205,24 +206,36 @@ class Neighbors:
         ]
 
     def held_to_a_form(self, rounds: int) -> list[Figure]:
-        """Time between tokens of streams that are held to a schema, over free ones, by turns."""
+        """Streams that are held to a schema over free ones, by turns; of both the draws are random, so that no
+        draft of a token is right."""
         letters = {"type": "string", "pattern": "^[a-z ,.]{2000}$"}
         schema = {"type": "object", "properties": {"text": letters}, "required": ["text"]}
 
-        async def gaps(fields: dict[str, Any]) -> list[float]:
+        held: dict[str, Any] = {"guided_json": schema}
+
+        async def gaps(fields: dict[str, Any]) -> float:
             async with Client(self.url, key=KEYS["alice"]) as client:
                 asked = [f"Write about {self._draw.random()}: " for _ in range(STREAMS)]
                 outcomes = await asyncio.gather(
-                    *(client.complete(text, STREAM_TOKENS, **fields) for text in asked)
+                    *(client.complete(text, STREAM_TOKENS, temperature=1, **fields) for text in asked)
                 )
-            return [gap for outcome in outcomes for gap in outcome.gaps]
+            return median([gap for outcome in outcomes for gap in outcome.gaps])
 
-        ratios = []
-        asyncio.run(gaps({"guided_json": schema}))  # it is compiled
-        for _ in range(rounds):
-            free, held = asyncio.run(gaps({})), asyncio.run(gaps({"guided_json": schema}))
-            ratios.append(median(held) / median(free))
-        return [most(f"{STREAMS} streams held to a schema: a step over a free one's", median(ratios), 1.1, "x")]
+        asyncio.run(gaps(held))  # it is compiled
+        gap_ratios, cost_ratios = list[float](), list[float]()
+        for turn in range(rounds):
+            gap, cost = dict[bool, float](), dict[bool, float]()
+            for form in (True, False) if turn % 2 else (False, True):
+                before = self._engine_s()
+                gap[form] = asyncio.run(gaps(held if form else {}))
+                cost[form] = self._engine_s() - before
+            gap_ratios.append(gap[True] / gap[False])
+            cost_ratios.append(cost[True] / cost[False])
+        what = f"{STREAMS} streams held to a schema over free ones"
+        return [
+            most(f"{what}: median time between tokens", median(gap_ratios), 1.1, "x"),
+            Figure(f"{what}: processor time of the engine", median(cost_ratios), "x"),
+        ]
 
     def _by_turns(self, job: Callable[[int], tuple[Any, ...]]) -> tuple[list[float], list[float], list[Any]]:
         """Latencies alone and while each ``job`` runs in the other process, and what the jobs return."""
@@ -261,9 +274,16 @@ class Neighbors:
         return [self._draw.randrange(1000, 40_000) for _ in range(PROMPT_TOKENS)]
 
     def _memory(self) -> int:
-        """Bytes that only the server's processes have."""
-        processes = [self._process, *self._process.children(recursive=True)]
-        return sum(one.memory_full_info().uss for one in processes)
+        """Bytes that only the replicas' processes have, those of the ingress and of the engine."""
+        return sum(one.memory_full_info().uss for one in self._replicas())
+
+    def _replicas(self, which: str = "") -> list[psutil.Process]:
+        found = self._process.children(recursive=True)
+        return [one for one in found if f"ServeReplica:quire:{which}" in " ".join(one.cmdline())]
+
+    def _engine_s(self) -> float:
+        """Processor time of the engine so far."""
+        return sum(sum(one.cpu_times()[:2]) for one in self._replicas("engine"))
 
     def _left(self) -> int:
         """Requests that are live once nobody waits."""
@@ -294,7 +314,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m clients.neighbors", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write every figure to this file")
     parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
-    for name, default in (("--bodies", 10_000), ("--forms", 40), ("--prompts", 120), ("--rounds", 5)):
+    for name, default in (("--bodies", 10_000), ("--forms", 40), ("--prompts", 120), ("--rounds", 12)):
         parser.add_argument(name, type=int, default=default, help="(%(default)s)")
     options = parser.parse_args(arguments)
     with served() as neighbors:

@@ -92,8 +92,10 @@ def environment(name: str) -> Path:
     ready = folder / ".ready"
     if not ready.exists():
         venv.create(folder, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--no-deps", "-r", str(pins)], check=True)
+        # No compiling, of which most would never be run. Pins may name a further index; where that cannot be
+        # reached, every retry would delay every package.
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--retries", "1"]
+        subprocess.run([*pip, "--disable-pip-version-check", "--no-deps", "-r", str(pins)], check=True)
         ready.touch()
     return python
 

@@ -118,7 +118,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def finished_values(model: Path, schemas: Sequence[Any], max_tokens: int = 300) -> int:
     """How many of ``schemas`` the model writes a whole value for, at temperature 1; each must be valid."""
-    llm = LLM(model, max_model_len=1024, num_blocks=2048, max_num_seqs=32)
+    llm = LLM(model, max_model_len=1024, num_blocks=2048, max_num_seqs=32, num_threads=1)
     params = [
         SamplingParams(max_tokens=max_tokens, seed=seed, structured_output=StructuredOutput.of_schema(schema))
         for seed, schema in enumerate(schemas)
