@@ -14,7 +14,7 @@ from app.config import OPTIONS
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("app", "clients", "engine", "kernels", "loadtests", "tests")
-FOREIGN_MODULES = {"pip", "pytest", "venv"}
+FOREIGN_MODULES = {"pip", "pytest", "timeit", "venv"}
 OTHER_SETTINGS = (
     "QUIRE_KEYS",
     "QUIRE_CACHE",
