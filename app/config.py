@@ -215,8 +215,9 @@ class IngressOptions(Group):
     )
     max_lag_s: float = option(
         0.5,
-        "Return 429 while an ingress is behind with the streams that it has: for a second its event loop has "
-        "been late, or events of engines have waited for it, by more than this, in seconds",
+        "Return 429 while an ingress is behind with the requests that it has: for a second its event loop has "
+        "been late, or events of engines or requests that are to begin have waited for it, by more than this, "
+        "in seconds",
         live=True,
         gt=0,
     )

@@ -123,6 +123,7 @@ class IngressModel:
             max_replicas=options.scaling.reachable_replicas,
             startup_s=options.scaling.startup_grace_s,
             backlog_s=self.client.lag_s,
+            begin_wait_s=lambda: server.bodies.wait_s,
         )
         self.service = OpenAIService(
             self.client,

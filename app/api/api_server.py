@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from app.api.audit_log import audited
 from app.api.authentication import Gate
 from app.api.caller import Caller
-from app.api.errors import ApiFault, admin_only, model_not_allowed, model_not_found
+from app.api.errors import ApiFault, admin_only, model_not_allowed, model_not_found, overloaded
 from app.api.key_limits import KeyLimits
 from app.api.keys import KeyFile
 from app.api.live_requests import LiveRequests
@@ -85,7 +85,9 @@ class ApiServer:
         self.options = options
         self.instance = instance
         self.gate = gate or Gate(KeyFile(None, {}))
-        self.bodies = BodyReader(lambda request: sender_of(request, self.options.tenant_header))
+        self.bodies = BodyReader(
+            lambda request: sender_of(request, self.options.tenant_header), self._check_wait
+        )
         self.live = LiveRequests()
         self.tracer = tracer
         self.recent: RecentRequests[RequestRecord] = RecentRequests()
@@ -246,6 +248,19 @@ class ApiServer:
         service = self._services.get(self._names[0] if model is None else model)
         if service is not None:
             service.figures.refused[code] += 1
+
+    def _check_wait(self, waited_s: float) -> None:
+        """Refuse a request of a client whose requests have waited so long to begin, if that is too long.
+
+        Its model is not known yet, but the controls of all models judge this alike.
+
+        Raises:
+            ApiError: 429.
+        """
+        service = next(iter(self._services.values()), None)
+        refusal = None if service is None else service.overload.begin_refusal(waited_s)
+        if refusal is not None:
+            raise overloaded(refusal)
 
     def _services_for(self, key: KeyLimits | None) -> list[OpenAIService]:
         usable = self._usable(key)

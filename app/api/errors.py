@@ -102,9 +102,9 @@ def overloaded(refusal: Refusal) -> ApiError:
     if refusal.behind:
         return ApiError(
             429,
-            f"this front end is {refusal.wait_s:.1f} s behind with the streams that it has, above the limit of "
-            f"{refusal.limit_s:g} s (max_lag_s); try again in {refusal.retry_after_s} s, or run more of them "
-            "(ingress_replicas)",
+            f"this front end is {refusal.wait_s:.1f} s behind with the requests that it has, above the limit "
+            f"of {refusal.limit_s:g} s (max_lag_s); try again in {refusal.retry_after_s} s, or run more of "
+            "them (ingress_replicas)",
             code="overloaded",
             kind="rate_limit_error",
             retry_after_s=refusal.retry_after_s,

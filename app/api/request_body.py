@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from app.api.errors import ApiError, too_many_bodies
 from app.api.json_pieces import MAX_DEPTH, MAX_VALUES, TooManyValuesError, parse_json
-from app.api.turnstile import Turnstile
+from app.fleet.turns import Turns
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
@@ -39,18 +40,36 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """The bodies of one ingress replica's requests; ``sender`` returns which client a request is from."""
+    """The bodies of one ingress replica's requests; ``sender`` returns which client a request is from.
 
-    def __init__(self, sender: Callable[[Request], str] = lambda request: "") -> None:
+    One request begins in each turn of the event loop, clients in turn: a begin takes a millisecond or more, and
+    what has begun, health checks, and other clients' requests must not wait until all of a crowd have begun.
+    ``check_wait`` gets the seconds that requests of one client wait to begin, and may raise. ``clock`` is in
+    monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        sender: Callable[[Request], str] = lambda request: "",
+        check_wait: Callable[[float], None] = lambda waited_s: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="bodies")
         self._sender = sender
         self._held: Counter[str] = Counter()  # bytes, by client
-        self._turnstile = Turnstile()
+        self._check_wait = check_wait
+        self._clock = clock
+        self._begins = Turns(1, clock)
 
     @property
     def held_bytes(self) -> int:
         """Bytes held for all clients."""
         return self._held.total()
+
+    @property
+    def wait_s(self) -> float:
+        """The longest that any request has waited to begin; 0 if none waits."""
+        return self._begins.lag_s
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """What ``parse`` makes of the body, a JSON object, once it is this request's turn to begin.
@@ -58,7 +77,8 @@ class BodyReader:
         A large body is parsed in a thread.
 
         Raises:
-            ApiError: 413 above ``MAX_BODY_BYTES``, before all of it is read, or above ``MAX_VALUES`` values;
+            ApiError: that of ``check_wait``; 413 above ``MAX_BODY_BYTES``, before all of it is read, or above
+                ``MAX_VALUES`` values;
                 400 if it is not a JSON object; 408 if it is not complete ``WITHIN_S``; 503 beyond the client's
                 share of ``MAX_HELD_BYTES``.
             InvalidRequestError: from ``parse``.
@@ -77,7 +97,7 @@ class BodyReader:
                         self._hold(sender, len(chunk))
                         held += len(chunk)
                     body += chunk
-            await self._turnstile.enter(sender)
+            await self._begin(sender)
             if len(body) <= INLINE_BYTES:
                 return parse(parse_json_object(body))
             return await self.in_thread(lambda: parse(parse_json_object(body)))
@@ -91,6 +111,13 @@ class BodyReader:
             self._held[sender] -= held
             if not self._held[sender]:
                 del self._held[sender]
+
+    async def _begin(self, sender: str) -> None:
+        """Wait for a turn; a request that will be refused takes no place in the queue."""
+        self._check_wait(self._begins.waited_s(sender))
+        arrived = self._clock()
+        await self._begins.enter(sender)
+        self._check_wait(self._clock() - arrived)
 
     def _hold(self, sender: str, size: int) -> None:
         own, total = self._held[sender] + size, self.held_bytes + size

@@ -262,9 +262,9 @@ class ChannelHub:
     ) -> bool:
         """Renew a lease; false if there is no such channel. After the ``last`` beat nothing is kept.
 
-        ``stale`` lists attempts that the ingress does not know, and ``unwanted`` sequences of which it wants no
-        more, each by attempt and number. ``resync`` asks for a snapshot of the prefix cache because KV events
-        were lost.
+        ``stale`` lists attempts that the ingress has given up or does not know, and ``unwanted`` sequences of
+        which it wants no more, each by attempt and number. ``resync`` asks for a snapshot of the prefix cache
+        because KV events were lost.
         """
         channel = self._channels.get(cid) or self._kept.get(cid)
         if channel is None or channel.epoch != epoch:
@@ -287,7 +287,6 @@ class ChannelHub:
             channel.wake.set()
         for number in stale:
             if (attempt := channel.attempts.get(number)) is not None:
-                logger.warning("aborting attempt %s that its ingress no longer knows", attempt.engine_id)
                 self._drop(attempt)
         for number, sequence in unwanted:
             if (attempt := channel.attempts.get(number)) is not None:

@@ -51,8 +51,6 @@ RESYNC_S = 2.0
 
 MAX_BEATS_IN_FLIGHT = 4
 MAX_STALE = 64
-UNWANTED_S = 0.05
-"""A beat tells the engine after so long which sequences it need not go on with; more may join them."""
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +108,16 @@ class ChannelEvents(OwnerEvents, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
-    """A channel that has ended and whose attempts may continue on the next one; ``claims`` are these."""
+    """A channel that has ended and whose attempts may continue on the next one; ``claims`` are these.
+
+    ``beats`` goes on until they do, or are lost: else the engine takes this process for lost.
+    """
 
     route: Route
     reason: str
     fault: bool
     claims: asyncio.Future[Sequence[Claim]]
+    beats: asyncio.Task[None]
 
 
 class IngressChannel:
@@ -172,11 +174,11 @@ class IngressChannel:
         await asyncio.wrap_future(self._ended)
 
     def forget(self, epoch: int, attempts: list[int]) -> None:
-        """The engine is to abort these attempts."""
+        """The engine is to abort these attempts, at once."""
         self._loop.call_soon_threadsafe(self._forget, epoch, attempts)
 
     def end_sequence(self, epoch: int, attempt: int, sequence: int) -> None:
-        """The engine is to end one sequence of an attempt, soon."""
+        """The engine is to end one sequence of an attempt, at once."""
         self._loop.call_soon_threadsafe(self._end_sequence, epoch, attempt, sequence)
 
     def resync(self, epoch: int) -> None:
@@ -202,29 +204,34 @@ class IngressChannel:
         if self._task is None or self._task.done():
             return
         if self._route is not None:
-            self._say_alive(last=True)  # without it the engine keeps for a while what may still run
+            # Without it the engine keeps for a while what may still run.
+            self._send_beat(self._epoch, self._handled, last=True)
         self._task.cancel()
 
-    def _say_alive(self, last: bool = False) -> None:
-        """Send a beat and wait for no answer."""
+    def _send_beat(self, epoch: int, acknowledged: int, last: bool = False) -> None:
+        """Wait for no answer."""
         try:
-            self._unary.beat.remote(
-                self._cid, self._epoch, self._handled, [], [], False, last, target=self.replica
-            )
+            self._unary.beat.remote(self._cid, epoch, acknowledged, [], [], False, last, target=self.replica)
         except Exception as error:
             if is_defect(error):
                 self.defects += 1
                 logger.exception("a beat to %s failed", self.replica)
 
+    async def _stay_alive(self, epoch: int) -> None:
+        """Send the beats of a channel that has ended, in the place of ``_watch``."""
+        while True:
+            self._send_beat(epoch, 0)
+            await asyncio.sleep(BEAT_S)
+
     def _forget(self, epoch: int, attempts: list[int]) -> None:
         if epoch == self._epoch:
             self._stale.update(attempts)
+            self._beat_now.set()
 
     def _end_sequence(self, epoch: int, attempt: int, sequence: int) -> None:
         if epoch == self._epoch:
-            if not self._unwanted:
-                self._loop.call_later(UNWANTED_S, self._beat_now.set)
             self._unwanted.add((attempt, sequence))
+            self._beat_now.set()
 
     def _want_snapshot(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -300,11 +307,7 @@ class IngressChannel:
         if self._broken is None:
             return b""
         broken = self._broken
-        until = self._clock() + CLAIMS_S
-        while not broken.claims.done() and self._clock() < until:
-            await asyncio.wait((broken.claims,), timeout=BEAT_S)
-            if not broken.claims.done():
-                self._say_alive()  # else the engine takes this process for lost
+        await asyncio.wait((broken.claims,), timeout=CLAIMS_S)
         if broken.claims.done() and (claims := broken.claims.result()):
             return pack_resumption(broken.route.epoch, claims)
         broken.claims.cancel()  # they would come too late
@@ -313,7 +316,7 @@ class IngressChannel:
 
     def _lose(self) -> None:
         """The attempts of the channel that has ended are lost."""
-        broken, self._broken = self._broken, None
+        broken = self._take_broken()
         if broken is None:
             return
         try:
@@ -321,6 +324,12 @@ class IngressChannel:
         except Exception:  # a defect must not keep the channel from being reopened
             self.defects += 1
             logger.exception("the end of the channel to %s failed", self.replica)
+
+    def _take_broken(self) -> _Broken | None:
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            broken.beats.cancel()
+        return broken
 
     def _end(self, reason: str, fault: bool, resumable: bool) -> None:
         """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
@@ -333,7 +342,8 @@ class IngressChannel:
         if route is None:
             return
         logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
-        self._broken = _Broken(route, reason, fault, self._loop.create_future())
+        beats = self._loop.create_task(self._stay_alive(route.epoch))
+        self._broken = _Broken(route, reason, fault, self._loop.create_future(), beats)
         looping = self._resumed and self._frames == 1  # what has ended it comes again
         if resumable and self._resumable and not looping and not self._stopped:
             try:
@@ -373,7 +383,7 @@ class IngressChannel:
         if frame.hello is not None:
             self._route = Route(self.replica, epoch)
             self.state = ChannelState.OPEN
-            broken, self._broken = self._broken, None
+            broken = self._take_broken()
             self._resumed = broken is not None
             self._events.on_open(self._route, frame.hello, None if broken is None else broken.route)
         elif self._route is None:
@@ -486,3 +496,5 @@ class IngressChannel:
             self._unknown += 1
             if self._unknown > 1:  # else the stream's own end, which says more, is on its way
                 self._fail(epoch, "the replica does not know this channel", True)
+        elif epoch == self._epoch and (self._stale or self._unwanted):
+            self._beat_now.set()  # more than one beat takes, or too many were on their way

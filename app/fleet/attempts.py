@@ -212,13 +212,14 @@ class AttemptRunner:
             interrupted.cancel()
             if request.complete:
                 self._await_late_answer(answer, response)
-            elif not answer.done():
-                _cancel(answer, response)
             else:
-                if not answer.cancelled():
+                if not answer.done():
+                    _cancel(answer, response)
+                elif not answer.cancelled():
                     answer.exception()  # or the loop complains that nobody has looked at it
+                # The engine does not abort a canceled call at once, since its connection may have broken.
                 if (booking := self._ledger.booking(number)) is not None:
-                    self._channels.forget(booking.route, [number])  # no call is left to cancel
+                    self._channels.forget(booking.route, [number])
 
     async def _unless_lost(
         self, request: InFlightRequest, interrupted: asyncio.Future[Any], failure: AttemptFailure

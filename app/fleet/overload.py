@@ -36,7 +36,7 @@ class Refusal(NamedTuple):
     """Why a request is refused: ``wait_s``, the expected wait with all replicas, exceeds ``limit_s``.
 
     ``startup_s`` is the part of the limit that allows for replicas to start. With ``behind`` the ingress itself
-    does not keep up: ``wait_s`` is its lag.
+    does not keep up: ``wait_s`` is its lag, or how long requests wait to begin.
     """
 
     wait_s: float
@@ -53,7 +53,9 @@ class OverloadControl:
     or raises, requests are admitted. With an infinite ``max_wait_s`` none is refused. While there are fewer
     than ``max_replicas``, the wait is scaled to that number and may be ``startup_s`` longer, since the others
     may be starting. ``backlog_s`` returns how long what the engines have sent has waited here; an ingress that
-    does not keep up takes no new requests, whatever ``max_wait_s`` is. ``clock`` is in monotonic seconds.
+    does not keep up takes no new requests, whatever ``max_wait_s`` is. ``begin_wait_s`` returns the longest
+    that a request has waited here to begin; if that is too long, requests of clients that wait so long are
+    refused. ``clock`` is in monotonic seconds.
 
     An *overload* begins when the wait has exceeded the limit for ``max_wait_s`` without a break, and ends when
     it has been within the limit for as long. During an overload requests are refused while the wait exceeds the
@@ -69,6 +71,7 @@ class OverloadControl:
         max_replicas: int = 1,
         startup_s: float = 0.0,
         backlog_s: Callable[[], float] = lambda: 0.0,
+        begin_wait_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -78,6 +81,8 @@ class OverloadControl:
         self._startup_s = startup_s
         self._backlog_s = backlog_s
         self._lag = LoopLag(max_lag_s)
+        self._begin_wait_s = begin_wait_s
+        self._begins = LoopLag(max_lag_s)
         self._clock = clock
         self._rng = rng or random.Random()
         self._looked_at = -math.inf
@@ -95,7 +100,7 @@ class OverloadControl:
     def configure(self, max_wait_s: float, max_lag_s: float) -> None:
         """Other limits from now on; see the class."""
         self._max_wait_s = max_wait_s
-        self._lag.limit_s = max_lag_s
+        self._lag.limit_s = self._begins.limit_s = max_lag_s
 
     def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it.
@@ -104,10 +109,7 @@ class OverloadControl:
         in fair shares.
         """
         if self._lag.behind:
-            self._refused += 1
-            return Refusal(
-                self._lag.seconds, self._lag.limit_s, self._later(self._lag.seconds + HOLD_S), behind=True
-            )
+            return self._behind(self._lag.seconds)
         if self._clock() - self._looked_at >= EVERY_S:
             self.update()
         if not self._overloaded:
@@ -118,21 +120,38 @@ class OverloadControl:
         self._refused += 1
         return Refusal(wait, self._limit_s, self.retry_after_s(), self._granted_s)
 
+    def begin_refusal(self, waited_s: float) -> Refusal | None:
+        """The refusal for a request of a client whose requests wait ``waited_s`` to begin; ``None`` admits it.
+
+        So a client that sends many is refused, and others, which hardly wait, are not.
+        """
+        if not self._begins.behind or waited_s <= self._begins.limit_s:
+            return None
+        return self._behind(waited_s)
+
+    def _behind(self, lag_s: float) -> Refusal:
+        self._refused += 1
+        return Refusal(lag_s, self._lag.limit_s, self._later(lag_s + HOLD_S), behind=True)
+
     @property
     def refusing(self) -> bool:
-        """Whether a new request would be refused now."""
-        return self._lag.behind or (self._overloaded and self._over)
+        """Whether a new request, or that of some clients, would be refused now."""
+        return self._lag.behind or self._begins.behind or (self._overloaded and self._over)
 
     def look_at_lag(self, late_s: float) -> None:
         """Judge whether this process keeps up; its loop is ``late_s`` late now."""
-        was_behind = self._lag.behind
-        self._lag.look(self._clock(), max(late_s, self._backlog_s()))
-        if self._lag.behind is not was_behind:
+        self._look(self._lag, max(late_s, self._backlog_s()), "all new requests are refused")
+        self._look(self._begins, self._begin_wait_s(), "requests of clients whose own wait so long are refused")
+
+    def _look(self, lag: LoopLag, seconds: float, consequence: str) -> None:
+        was_behind = lag.behind
+        lag.look(self._clock(), seconds)
+        if lag.behind is not was_behind:
             logger.warning(
                 "this ingress is %.1f s behind, the limit is %.1f s: %s",
-                self._lag.seconds,
-                self._lag.limit_s,
-                "it takes no new requests" if self._lag.behind else "it keeps up again",
+                lag.seconds,
+                lag.limit_s,
+                consequence if lag.behind else "it keeps up again",
             )
 
     def retry_after_s(self) -> int:
@@ -194,8 +213,8 @@ class OverloadControl:
             "limit_s": self._limit_s,
             "overloaded": self._overloaded,
             "refusing": self.refusing,
-            "lag_s": self._lag.seconds,
-            "behind": self._lag.behind,
+            "lag_s": max(self._lag.seconds, self._begins.seconds),
+            "behind": self._lag.behind or self._begins.behind,
             "refused": self._refused,
             "faults": self._faults.count,
         }

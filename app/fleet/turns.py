@@ -1,4 +1,4 @@
-"""Who goes on next on a busy event loop: those that have waited longest, a few in each of its turns."""
+"""Who goes on next on a busy event loop: few in each turn, parties in turn, the longest waiting first."""
 
 from __future__ import annotations
 
@@ -9,35 +9,60 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Wakes futures in the order in which they asked, at most ``per_turn`` in one turn of the event loop.
+    """Wakes futures, at most ``per_turn`` in one turn of the event loop, on which it is used.
 
-    So the loop does everything else between two groups, however many wait. ``clock`` is in monotonic seconds.
+    So the loop does everything else between two groups, however many wait. Parties come one after the other,
+    so that one that waits in great numbers holds up no other; of one party, whoever has waited longest goes
+    first. ``clock`` is in monotonic seconds.
     """
 
     def __init__(self, per_turn: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_turn = per_turn
         self._clock = clock
-        self._waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
-        self._scheduled = False
+        # By party, whose turn is next first: since when each has waited.
+        self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}
+        self._taken = False  # this turn of the loop
 
     @property
     def lag_s(self) -> float:
-        """For how long the first has waited; 0 if none waits."""
-        return max(self._clock() - self._waiting[0][0], 0.0) if self._waiting else 0.0
+        """The longest that anybody has waited; 0 if nobody waits."""
+        return max(map(self.waited_s, self._waiting), default=0.0)
 
-    def wake(self, future: asyncio.Future[None]) -> None:
+    def waited_s(self, party: str) -> float:
+        """The longest that anybody of ``party`` has waited; 0 if nobody does."""
+        queue = self._waiting.get(party)
+        return max(self._clock() - queue[0][0], 0.0) if queue else 0.0
+
+    def wake(self, future: asyncio.Future[None], party: str = "") -> None:
         """Give ``future``, which is waited for, its result when its turn has come."""
-        self._waiting.append((self._clock(), future))
-        if not self._scheduled:
-            self._scheduled = True
+        self._waiting.setdefault(party, deque()).append((self._clock(), future))
+        self._take()
+
+    async def enter(self, party: str) -> None:
+        """Wait for a turn; return at once if this one is free, which takes all of it."""
+        if not self._taken:
+            self._take()
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.wake(turn, party)
+        await turn
+
+    def _take(self) -> None:
+        if not self._taken:
+            self._taken = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        waiting = self._waiting
-        for _ in range(min(self._per_turn, len(waiting))):
-            _, future = waiting.popleft()
+        self._taken = False
+        woken, waiting = 0, self._waiting
+        while waiting and woken < self._per_turn:
+            party, queue = next(iter(waiting.items()))
+            del waiting[party]
+            _, future = queue.popleft()
+            if queue:
+                waiting[party] = queue  # behind the others
             if not future.done():  # whoever waited for it may have left
                 future.set_result(None)
-        self._scheduled = bool(waiting)
-        if waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
+                woken += 1
+        if woken:
+            self._take()

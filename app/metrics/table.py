@@ -133,7 +133,9 @@ TABLE: tuple[Metric, ...] = (
     _counter(_I, "key_output_tokens", "Output tokens of each API key's requests.", "key"),
     # The ingress.
     _gauge(_I, "live_requests", "Choices in progress."),
-    _gauge(_I, "loop_lag_seconds", "How late the event loop is, or how long frames of engines wait for it."),
+    _gauge(
+        _I, "loop_lag_seconds", "How late the loop is, or how long frames, or requests to begin, wait for it."
+    ),
     _gauge(_I, "expected_wait_seconds", "Expected wait of a new request on the best replica."),
     _gauge(
         _I,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted_faults.fault import Fault
 
 _SSE = ("app/api/test_sse.py",)
-_TURNSTILE = ("app/api/test_turnstile.py",)
+_BEGINS = ("app/api/test_begins.py",)
 _TEXT = ("engine/test_text.py",)
 _CHOICES = ("app/api/test_stream_choices.py",)
 _TENANT = ("app/api/test_tenant.py",)
@@ -217,24 +217,31 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
-        "            await self._turnstile.enter(sender)\n",
+        "            await self._begin(sender)\n",
         "",
-        _TURNSTILE,
+        _BEGINS,
         "requests that come at once hold up everything else until all have begun",
     ),
     Fault(
         "app/api/request_body.py",
-        "self._turnstile.enter(sender)",
-        'self._turnstile.enter("")',
-        _TURNSTILE,
+        "self._begins.enter(sender)",
+        'self._begins.enter("")',
+        _BEGINS,
         "the requests of one client hold up another's",
     ),
     Fault(
-        "app/api/turnstile.py",
-        "            if not turn.done():",
-        "            if True:",
-        _TURNSTILE,
-        "a client that leaves before its request begins stops all that come later",
+        "app/api/request_body.py",
+        "        self._check_wait(self._begins.waited_s(sender))\n",
+        "",
+        _BEGINS,
+        "requests of a crowd queue although they will be refused",
+    ),
+    Fault(
+        "app/api/request_body.py",
+        "        self._check_wait(self._clock() - arrived)\n",
+        "",
+        _BEGINS,
+        "a crowd that came at once is served however long it has waited",
     ),
     Fault(
         "app/api/sse.py",

@@ -50,10 +50,31 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
-        "                self._say_alive()  # else the engine takes this process for lost",
-        "                pass",
+        "            self._send_beat(epoch, 0)\n",
+        "",
         _RESUME,
         "a busy ingress whose connection broke is taken for lost",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "            broken.beats.cancel()\n",
+        "            pass\n",
+        _RESUME,
+        "the beats for a channel that broke never end",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "            self._stale.update(attempts)\n            self._beat_now.set()",
+        "            self._stale.update(attempts)",
+        _RESUME,
+        "what a client that left has asked for goes on for 50 ms",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "        elif epoch == self._epoch and (self._stale or self._unwanted):",
+        "        elif False:",
+        _RESUME,
+        "of many clients that leave at once, some of what they have asked for goes on for 50 ms",
     ),
     Fault(
         "app/channel/engine_channel.py",

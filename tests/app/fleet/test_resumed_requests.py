@@ -10,10 +10,11 @@ from collections.abc import Callable
 import pytest
 from engine_client_setting import collect, collect_all, quiet, request, run, started, until
 from loopback import LoopbackHandle, LoopbackReplica, LoopbackStream, expected_tokens, stepping
+from virtual_time import loop_time
 
 from app.channel import wire
 from app.channel.channel_hub import CALL_END_S, KEEP_S
-from app.channel.ingress_channel import RESUME_S
+from app.channel.ingress_channel import MAX_STALE, RESUME_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest
 from engine.sampling_params import SamplingParams
@@ -95,6 +96,68 @@ def test_an_ingress_that_is_behind_says_that_it_lives_until_it_can_resume(
         async with stepping(handle):
             assert await job == expected_tokens([1], 300)
         assert submitted(handle) == 1
+        await client.stop()
+
+    run(test)
+
+
+def test_an_ingress_says_that_it_lives_until_the_next_channel_has_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        only.hub._lease_s = 1.5
+        job = asyncio.ensure_future(collect(client, request([1], 300)))
+        await until(lambda: submitted(handle) == 1)
+
+        def open_late(cid: str, epoch: int, resumption: bytes, *, target: str) -> LoopbackStream:
+            async def late() -> None:
+                await asyncio.sleep(RESUME_S - 1.0)
+                await stream.pump(only.hub.stream(cid, epoch, resumption))
+
+            stream = LoopbackStream(handle)
+            stream.task = only.run(late())
+            return stream
+
+        monkeypatch.setattr(handle.channel, "remote", open_late)
+        engine_ends_it(only)
+        await asyncio.sleep(RESUME_S)
+        beats = handle.beat.remote
+        monkeypatch.setattr(
+            handle.beat, "remote", lambda cid, epoch, *rest, **named: sent(epoch, cid, *rest, **named)
+        )
+        epochs: list[int] = []
+
+        def sent(epoch: int, cid: str, *rest: object, **named: object) -> object:
+            epochs.append(epoch)
+            return beats(cid, epoch, *rest, **named)
+
+        async with stepping(handle):
+            await asyncio.sleep(3.0)
+            assert await job == expected_tokens([1], 300)
+        assert submitted(handle) == 1
+        assert set(epochs) == {only.hub.inspect()[client._parts.channels.cid]["epoch"]}  # none of the old one
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("count", [1, 5 * MAX_STALE])
+def test_what_clients_that_leave_have_asked_for_ends_at_once(count: int) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        stays, *leave = (asyncio.ensure_future(collect(client, request([i], 300))) for i in range(count + 1))
+        await until(lambda: submitted(handle) == count + 1)
+        left_at = loop_time()
+        for job in leave:
+            job.cancel()
+        await until(lambda: len(only.engine.live) == 1)
+        assert loop_time() - left_at < CALL_END_S / 2
+        async with stepping(handle):
+            assert await stays == expected_tokens([0], 300)
+        await until(lambda: quiet(handle, client))
         await client.stop()
 
     run(test)

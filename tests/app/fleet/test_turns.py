@@ -1,8 +1,9 @@
-"""Streams on a busy loop: few in each turn, those that have waited longest first, all that has come at once."""
+"""Turns of a busy loop: few go on in each, parties in turn, the longest waiting first; streams as a whole."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 from engine_client_setting import quiet, request, run, started, until
 from loopback import expected_tokens
@@ -35,14 +36,63 @@ def test_a_few_go_on_in_each_turn_in_their_order() -> None:
     asyncio.run(test())
 
 
-def test_whoever_leaves_holds_nobody_up() -> None:
+def test_parties_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
+    async def test() -> None:
+        now = 5.0
+        turns, passed = Turns(1, lambda: now), []
+
+        async def enter(party: str) -> None:
+            await turns.enter(party)
+            passed.append(party)
+
+        async with asyncio.TaskGroup() as tasks:
+            for party in "aaaabbc":
+                tasks.create_task(enter(party))
+            await asyncio.sleep(0)
+            now = 7.0
+            tasks.create_task(enter("d"))
+            await asyncio.sleep(0)
+            assert (turns.waited_s("b"), turns.waited_s("d"), turns.waited_s("e")) == (2.0, 0.0, 0.0)
+            assert turns.lag_s == 2.0
+            seen = []
+            while len(passed) < 8:
+                await asyncio.sleep(0)
+                seen.append(len(passed))
+        assert "".join(passed) == "aabcadba"
+        assert all(after - before <= 1 for before, after in pairwise(seen))
+        assert turns.lag_s == turns.waited_s("a") == 0.0
+        await enter("a")  # it is free again
+        await enter("a")
+
+    asyncio.run(test())
+
+
+def test_whoever_leaves_takes_no_turn() -> None:
     async def test() -> None:
         turns = Turns(1)
-        gone, stays = (asyncio.get_running_loop().create_future() for _ in range(2))
-        turns.wake(gone)
-        turns.wake(stays)
-        gone.cancel()
-        await asyncio.wait_for(stays, 1.0)
+        await turns.enter("a")
+        waiting = [asyncio.ensure_future(turns.enter(party)) for party in "abc"]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        waiting[1].cancel()
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert waiting[2].done()
+        assert not turns._waiting
+        await asyncio.wait_for(turns.enter("a"), 1.0)
+
+    asyncio.run(test())
+
+
+def test_the_turn_of_the_last_one_who_waited_is_not_free() -> None:
+    async def test() -> None:
+        turns = Turns(1)
+        last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turns.wake(last)
+        await last
+        newcomer = turns.enter("a")
+        newcomer.send(None)  # it waits, or this would raise
+        newcomer.close()
 
     asyncio.run(test())
 
