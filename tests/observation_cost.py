@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import mean, stdev
@@ -22,14 +22,19 @@ from typing import NamedTuple
 
 import httpx
 import psutil
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from app.api.caller import Caller
 from app.api.request_record import RequestRecord
+from app.api.request_trace import RequestTracer
+from app.fleet.journal import AttemptNotes, Journal
 from app.logs import configure
 from app.metrics.engine_figures import engine_samples
 from app.metrics.ray_export import EVERY_S, RayExport
 from app.metrics.samples import pack, unpack
 from app.metrics.table import Source
+from app.routing.prefix_flow import MOST_PLACEMENTS, PrefixFlow
 from loadtests.client import Client, Outcome
 from loadtests.cluster import application, replica_pids
 from loadtests.report import Figure, finish, most, parse
@@ -174,6 +179,35 @@ def processor_time(call: Callable[[], object], times: int) -> float:
     return (time.process_time() - began) / times
 
 
+class Nowhere(SpanExporter):
+    """A collector that takes everything."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return SpanExportResult.SUCCESS
+
+
+def of_request(sample: float | None) -> float:
+    """Seconds for the end of a request: its figures, its line, and its trace if it is sampled."""
+    now = time.monotonic()
+    ran = AttemptNotes(
+        now, "engine", "prefix", placed=now, first_token=now, ended=now, queue_s=0.0, prefill_s=0.0
+    )
+    tracer = None if sample is None else RequestTracer(Nowhere(), sample)
+    record = RequestRecord(Caller("", "r"), "chat", True, tracer=tracer, journals=[Journal(now, [ran])])
+    seconds = processor_time(record.end, 5_000)
+    if tracer is not None:
+        tracer.close()
+    return seconds
+
+
+def of_prefixes() -> float:
+    """Seconds to find those of as many requests as are remembered, with 16 system prompts of 20 blocks."""
+    flow = PrefixFlow()
+    for number in range(MOST_PLACEMENTS):
+        flow.add([number % 16 + 1] * 20 + [number + 100] * 10, "engine", "prefix", [5] * 480, 320)
+    return processor_time(lambda: flow.groups(str), 20)
+
+
 def counting() -> dict[str, float]:
     """Seconds of processor time for an event, for a request, and in each second for an engine."""
     configure("INFO", "json", "cost")
@@ -183,55 +217,71 @@ def counting() -> dict[str, float]:
         record = RequestRecord(Caller("", "r"), "chat", True)
         tokens = iter(range(1, 10**9))
         event = processor_time(lambda: record.token(0, next(tokens), None), 100_000)
-        request = processor_time(RequestRecord(Caller("", "r"), "chat", True).end, 10_000)
+        request, sampled, traced = (of_request(sample) for sample in (None, 0.01, 1.0))
     export = RayExport(Source.ENGINE)
 
     def figures() -> None:
         unpack(pack(engine_samples(STATS, SCALING, 0)))
 
     engine = processor_time(figures, 300)
-    exported = processor_time(lambda: export.update("m", engine_samples(STATS, SCALING, 0)), 300) / EVERY_S
-    return {"event": event, "request": request, "engine": engine + exported}
+    engine += processor_time(lambda: export.update("m", engine_samples(STATS, SCALING, 0)), 300) / EVERY_S
+    traces = {"sampled": sampled - request, "traced": traced - request}
+    return {"event": event, "request": request, "engine": engine, "prefixes": of_prefixes(), **traces}
 
 
-def main() -> None:
-    """Print the figures, and with ``--check`` exit 1 if one is above its bar."""
-    options = {"--rounds": (16, "of each"), "--seconds": (2.5, "of each stretch")}
-    arguments = parse("observation_cost", __doc__, options)
+COUNTED = {
+    "event": "counting an event",
+    "request": "counting a request, and its line in the log",
+    "engine": "an engine's figures, each second",
+    "sampled": "a request, with tracing at the default sample of 1%: more",
+    "traced": "a request that is traced: more",
+    "prefixes": f"finding the prefixes of {MOST_PLACEMENTS:,} requests",
+}
+
+
+def looking(rounds: int, seconds: float) -> tuple[list[Figure], Spent]:
+    """What viewers cost, and what was spent while nobody looked."""
     with application(OPTIONS) as (server, url, _):
-        found = asyncio.run(measure(server, url, arguments.rounds, arguments.seconds))
+        found = asyncio.run(measure(server, url, rounds, seconds))
     alone = Spent.of_all(found["nobody looks"])
     per_s = alone.events / alone.seconds
     figures = [
         Figure("nobody looks: events of streams", per_s, "/s"),
-        Figure(
-            "nobody looks: processor time of an event, all processes",
-            1e3 * alone.everything / alone.events,
-            " ms",
-        ),
-        Figure(
-            "nobody looks: processor time of an event, the ingress", 1e3 * alone.ingress / alone.events, " ms"
-        ),
+        Figure("nobody looks: processor time of an event", 1e3 * alone.everything / alone.events, " ms"),
+        Figure("nobody looks: of the ingress", 1e3 * alone.ingress / alone.events, " ms"),
     ]
-    for name, rounds in found.items():
+    for name, there in found.items():
         if name != "nobody looks":
             # Of each round, as other work on the machine makes all of them dearer at once.
             more = [
-                100 * (there.ingress / there.events - without.ingress / without.events) * per_s / CORES
-                for there, without in zip(rounds, found["nobody looks"], strict=True)
+                100 * (one.ingress / one.events - without.ingress / without.events) * per_s / CORES
+                for one, without in zip(there, found["nobody looks"], strict=True)
             ]
-            error = stdev(more) / len(more) ** 0.5
             figures.append(most(f"{name}: of the machine's processor time", mean(more), BAR, "%"))
-            figures.append(Figure(f"{name}: standard error", error, "%"))
-    costs = counting()
-    often = {"event": per_s, "request": alone.requests / alone.seconds, "engine": 2.0}
-    share = sum(costs[name] * often[name] for name in costs) * alone.seconds / alone.everything
-    figures += [
-        Figure("counting an event", 1e6 * costs["event"], " µs"),
-        Figure("counting a request, and its line in the log", 1e6 * costs["request"], " µs"),
-        Figure("an engine's figures, each second", 1e6 * costs["engine"], " µs"),
-        most("all that the server counts: of its processor time", 100 * share, BAR, "%"),
-    ]
+            figures.append(Figure(f"{name}: standard error", stdev(more) / len(more) ** 0.5, "%"))
+    return figures, alone
+
+
+def main() -> None:
+    """Print the figures, and with ``--check`` exit 1 if one is above its bar."""
+    parts = {"looking": looking, "counting": counting}
+    options = {
+        "--only": (parts, "parts"),
+        "--rounds": (16, "of each"),
+        "--seconds": (2.5, "of each stretch"),
+    }
+    arguments = parse("observation_cost", __doc__, options)
+    figures: list[Figure] = []
+    alone = None
+    if "looking" in arguments.only:
+        figures, alone = looking(arguments.rounds, arguments.seconds)
+    if "counting" in arguments.only:
+        costs = counting()
+        figures += [Figure(name, 1e6 * costs[part], " µs") for part, name in COUNTED.items()]
+        if alone is not None:
+            often = {"event": alone.events, "request": alone.requests, "engine": 2.0 * alone.seconds}
+            share = sum(costs[part] * times for part, times in often.items()) / alone.everything
+            figures.append(most("all that is counted: of the server's processor time", 100 * share, BAR, "%"))
     finish("tests.observation_cost", figures, arguments, "what it costs to be looked at")
 
 
