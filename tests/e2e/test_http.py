@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from local_cluster import SOON_S
+from local_cluster import SOON_S, BreakableCluster
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.client import MODEL
@@ -40,6 +41,10 @@ def test_chat_streams_the_answer_and_stops_by_itself(sdk: openai.OpenAI) -> None
 def test_both_routes_answer_whole_and_streamed_alike(sdk: openai.OpenAI) -> None:
     chat = sdk.chat.completions.create(model=MODEL, messages=CAPITAL, temperature=0)
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (ANSWER, "stop")
+    # As other servers' answers come back, with fields that only answers have.
+    said = {**chat.choices[0].message.model_dump(), "reasoning_content": None, "provider_specific_fields": {}}
+    again = [*CAPITAL, said, {"role": "user", "content": "And of Spain?"}]
+    assert sdk.chat.completions.create(model=MODEL, messages=again, max_tokens=2).usage is not None
     asked: Any = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 12, "temperature": 0}
     whole = sdk.completions.create(**asked)
     assert whole.usage is not None
@@ -118,6 +123,15 @@ def test_a_stop_string_ends_the_stream_and_the_engines_work(cluster: LocalCluste
         ("/v1/completions", b'{"prompt": "a", "max_tokens": 99999999}', 400, "context_length_exceeded"),
         ("/v1/completions", b'{"prompt": "a", "model": "gpt-5"}', 404, "model_not_found"),
         ("/v1/completions", b"{", 400, "invalid_json"),
+        ("/v1/completions", b'{"prompt": [1.5, 2]}', 400, "invalid_value"),
+        pytest.param(
+            *("/v1/completions", b'{"prompt": "a", "seed": 1%b}' % (b"0" * 4000), 400, "invalid_value"),
+            id="a seed of 4,001 digits",
+        ),
+        pytest.param(
+            *("/v1/chat/completions", b'{"messages": [%b{}]}' % (b"{}," * 280_000), 413, "request_too_large"),
+            id="280,000 messages",
+        ),
         ("/v1/chat/completions", b'{"messages": [], "stream": true}', 400, "invalid_value"),
         ("/v1/nothing", b"{}", 404, None),
     ],
@@ -129,15 +143,26 @@ def test_errors_pass_the_proxy_unchanged(
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert response.headers.get_list("x-request-id") == ["mine"]
+    assert len(response.text) < 1000
 
 
-def test_every_answer_has_one_request_id(http: httpx.Client) -> None:
+def test_every_answer_and_its_log_line_have_one_request_id(
+    cluster: BreakableCluster, http: httpx.Client
+) -> None:
     first, second = (http.get("/v1/models").headers.get_list("x-request-id") for _ in range(2))
     assert len(first) == len(second) == 1
     assert first != second
     body = {"prompt": "a", "max_tokens": 2, "stream": True}
-    streamed = http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
-    assert streamed.headers.get_list("x-request-id") == ["mine"]
+    own = f"mine-{uuid.uuid4().hex}"
+    streamed = http.post("/v1/completions", json=body, headers={"x-request-id": own})
+    assert streamed.headers.get_list("x-request-id") == [own]
+
+    def logged() -> list[str]:
+        lines = (line for file in cluster.logs() for line in file.read_text().splitlines())
+        return [line for line in lines if f"request_id={own} " in line]
+
+    (line,) = wait_for(logged, SOON_S, "no process has logged the request")
+    assert re.match(r"[-\d]+ [:.\d]+ INFO ingress:\w+ ", line), line
 
 
 def test_many_clients_at_once_all_get_their_own_answer(sdk: openai.OpenAI) -> None:
