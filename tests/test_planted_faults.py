@@ -27,6 +27,10 @@ def test_a_fault_whose_text_occurs_once_is_sound() -> None:
         ({"file": "engine/gone.py"}, "engine/gone.py: occurs 0 times"),
         ({"new": "KEY_BYTES = ("}, "was never closed"),
         ({"tests": ("engine/kv/test_gone.py",)}, "no tests/engine/kv/test_gone.py"),
+        (
+            {"tests": ("engine/kv/test_block_keys.py::test_gone",)},
+            "no tests/engine/kv/test_block_keys.py::test_gone",
+        ),
     ],
 )
 def test_any_other_is_named(change: dict[str, object], message: str) -> None:

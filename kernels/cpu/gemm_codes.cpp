@@ -112,7 +112,6 @@ struct CodeTile {
   const int8_t* x;         // codes, [kRows][count][kGroup]
   const RowGroup* groups;  // [kRows][count]
   float* sums;             // [kRows][kWidth]
-  bool fetch;              // the first tile of a panel fetches it; the others find it in a cache
 };
 
 template <int kBits, int kRows>
@@ -128,9 +127,7 @@ void multiply_codes(const CodeTile& tile) {
       dots[r][0] = dots[r][1] = kBits == 8 ? fill(group[r * count].offset) : Ints{};
     }
     QUIRE_UNROLL for (int step = 0; step < kSteps; ++step, x += kStep, w += step_bytes(kBits)) {
-      if (tile.fetch) {
-        for (int64_t line = 0; line < step_bytes(kBits); line += 64) __builtin_prefetch(w + kAhead + line, 0, 3);
-      }
+      for (int64_t line = 0; line < step_bytes(kBits); line += 64) __builtin_prefetch(w + kAhead + line, 0, 3);
       Ints quads[2][2];  // four k each, of both vectors of columns
       if constexpr (kBits == 4) {
         QUIRE_UNROLL for (int h = 0; h < 2; ++h) {
@@ -204,7 +201,7 @@ void multiply(const CodedWeight& weight, const X* x, int64_t x_stride, int64_t r
     alignas(64) float sums[kTileRows * kWidth];
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t row = t * rows / tiles, tile_rows = (t + 1) * rows / tiles - row;
-      run[tile_rows - 1]({panel, count, codes + row * count * kGroup, groups + row * count, sums, t == 0});
+      run[tile_rows - 1]({panel, count, codes + row * count * kGroup, groups + row * count, sums});
       for (int64_t r = 0; r < tile_rows; ++r) {
         X* out = y + (row + r) * columns + column;
         const float* from = sums + r * kWidth;

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
     """A random model that computes little, for tests that need much text but no sense in it."""
-    return save_small(tmp_path_factory.mktemp("small"), bundled_model, 1, 8192, eos_token_id=2)
+    return save_small(tmp_path_factory.mktemp("small"), bundled_model, 1, 8192)
 
 
 @pytest.fixture(scope="session")

@@ -105,17 +105,6 @@ class BreakableCluster(LocalCluster):
         wait_for(replaced, SOON_S, "the replica with the new pool is not alone")
         self.wait_routable(1)
 
-    @contextlib.contextmanager
-    def ingress_options(self, **options: Any) -> Iterator[None]:
-        """Change live options of the ingress, which goes on, until the block ends."""
-        config = self._config()
-        config["applications"][0]["deployments"] = [{"name": "ingress", "user_config": options}]
-        self._apply(config)
-        try:
-            yield
-        finally:
-            self._apply(self._config())
-
     def slow_steps(self, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """See ``paced_model.slow_steps``."""
         return slow_steps(Path(self.options["model"]), seconds)

@@ -28,7 +28,7 @@ should."""
 
 def save_paced(folder: Path, tokenizer: Path, seed: int) -> Path:
     """Save the model with the tokenizer of the folder ``tokenizer``; returns ``folder``."""
-    from small_model import save_small  # loads transformers, which no replica should
+    from small_model import save_small  # loads torch: not in the ingress
 
     save_small(folder, tokenizer, seed, CONTEXT)
     (folder / PACE).touch()

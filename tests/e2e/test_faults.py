@@ -16,7 +16,7 @@ from ray.util import placement_group, remove_placement_group
 from side_by_side import SEVERAL, texts_of_several
 
 from loadtests.client import Client, Outcome, complete, complete_all, vanish
-from loadtests.cluster import gone, wait_for
+from loadtests.cluster import SLOW_POLL_S, gone, wait_for
 from loadtests.workloads import prompts
 
 STREAMS = 16
@@ -191,7 +191,9 @@ def streams_of_a_node_that_is_killed_go_on(cluster: BreakableCluster, undisturbe
             outcomes = asyncio.run(while_streaming(cluster, lambda: kill_all(node)))
             check_same(outcomes, undisturbed)
             assert gone(there)
-            wait_for(lambda: len(cluster.engine_pids()) == 2, SOON_S, "no engine has come in its place")
+            wait_for(
+                lambda: len(cluster.engine_pids()) == 2, SOON_S, "no engine has come in its place", SLOW_POLL_S
+            )
             cluster.wait_routable(2, timeout_s=SOON_S)
             wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     finally:

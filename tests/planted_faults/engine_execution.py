@@ -14,11 +14,8 @@ _REQUEST = ("engine/test_request.py",)
 _ENGINE = ("engine/test_engine.py",)
 _LLM = ("engine/test_llm.py",)
 _RECORDED = ("engine/execution/test_recorded_steps.py",)
-_KERNELS = (
-    "kernels/test_cpu_attention.py",
-    "kernels/test_cpu_elementwise.py",
-    "engine/models/test_models_parity.py",
-)
+_ATTENTION = ("kernels/test_cpu_attention.py",)
+_ELEMENTWISE = ("kernels/test_cpu_elementwise.py",)
 
 _CODES = ("kernels/test_codes.py",)
 _PACKER = ("engine/models/test_models_packer.py",)
@@ -175,7 +172,7 @@ EXECUTION: list[Fault] = [
         "engine/seeds.py",
         '    digest = hashlib.blake2b(f"{seed}#{sequence}".encode(), digest_size=8).digest()',
         '    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()',
-        ("engine/test_llm_sequences.py",),
+        ("engine/test_llm_sequences.py::test_sequences_are_the_draws_of_their_own_seeds_over_one_prompt",),
         "all choices of a request but the first draw alike",
     ),
     Fault(
@@ -308,42 +305,42 @@ EXECUTION: list[Fault] = [
         "kernels/reference.py",
         "            visible = k_position <= q_position\n",
         "            visible = k_position <= q_position.max()\n",
-        _KERNELS,
+        _ATTENTION,
         "attention is not causal within a chunk",
     ),
     Fault(
         "kernels/cpu/attention.cpp",
         "        item.begin = lengths[item.request];",
         "        item.begin = 0;",
-        _KERNELS,
+        _ATTENTION,
         "what requests share counts twice",
     ),
     Fault(
         "kernels/reference.py",
         "                visible &= k_position > q_position - window",
         "                visible &= k_position >= q_position - window",
-        _KERNELS,
+        _ATTENTION,
         "a sliding window is one token too wide",
     ),
     Fault(
         "kernels/reference.py",
         "                scores = self.soft_cap(scores, options.soft_cap)",
         "                pass",
-        _KERNELS,
+        _ATTENTION,
         "the soft cap of attention is ignored",
     ),
     Fault(
         "kernels/reference.py",
         "    Activation.SILU: F.silu,",
         "    Activation.SILU: F.gelu,",
-        _KERNELS,
+        _ELEMENTWISE,
         "the activation is another one",
     ),
     Fault(
         "kernels/reference.py",
         "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
         "torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)",
-        _KERNELS,
+        _ELEMENTWISE,
         "positions rotate the wrong way round",
     ),
     Fault(

@@ -18,7 +18,7 @@ _RANDOM = ("engine/scheduling/test_scheduler_random.py",)
 _OPERATIONS = ("engine/scheduling/test_scheduler_operations.py",)
 _RESERVE = ("engine/scheduling/test_growth_reserve.py",)
 _PENDING = ("engine/scheduling/test_pending_prefill.py",)
-_GROUPS = ("engine/test_llm_sequences.py", *_RANDOM)
+_GROUPS = ("engine/test_llm_sequences.py::test_beam_search_equals_transformers",)
 
 _SPECULATION = ("engine/scheduling/test_speculation.py", "engine/test_speculation_bits.py", *_RANDOM)
 

@@ -15,6 +15,6 @@ class Fault:
     """Text that occurs exactly once in the file."""
     new: str
     tests: tuple[str, ...]
-    """Unit tests of the file, relative to ``tests/``."""
+    """Unit tests of the file, relative to ``tests/``; of one that takes long, ``file::test``."""
     why: str
     """What goes wrong with it, as one would report it."""

@@ -23,7 +23,7 @@ from engine.request import TokenDelta
 BUDGET = 128
 LONG, FLOOD = 6_000, 1_280  # tokens of a prompt: 47 and 10 steps
 START_S = 60.0
-STEP_S = 0.04  # at least: few steps pass while a request is on its way, and the processor is free for it
+STEP_S = 0.1  # at least: few steps pass while a request is on its way, and the processor is free for it
 
 
 @pytest.fixture(scope="module")

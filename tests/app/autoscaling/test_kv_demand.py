@@ -410,7 +410,7 @@ def test_the_time_to_start_is_learned() -> None:
 finite = st.floats(0.0, 1e9, allow_nan=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(
