@@ -27,6 +27,17 @@ from app.routing.replica import Compared
 
 AXE = resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
+SCALES = """
+source.close();
+const scaling = { running: 1, reason: "hold", held_by: "", demand: 1, missing_reports: 0,
+  needs: { prefill: 0.2, kv: 1.8, decode: 0.5 } };
+const scaled = (target, ...names) => show({ ...last, scaling: { ...scaling, target },
+  replicas: names.map((name) => ({ name, state: "open" })) });
+scaled(1, "old"); scaled(2, "old"); scaled(2, "old", "new"); scaled(1, "old", "new"); scaled(1, "old");
+0
+"""
+"""The page is told that a replica comes some time after the target has risen, and goes after it has fallen."""
+
 
 def test_the_page_loads_nothing_and_may_not(http: httpx.Client) -> None:
     page = http.get("/dashboard")
@@ -281,3 +292,9 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
         assert "0.9000" in tables[1]
         tab.run("window.fetch = async () => new Response('{}', { status: 403 }); 0")  # as without an admin key
         tab.until("document.getElementById('cells').textContent.startsWith('Only an administrator')")
+        tab.run(SCALES)
+        came, went = tab.run("[...document.querySelectorAll('#news li')].slice(0, 2).map((e) => e.innerText)")[
+            ::-1
+        ]
+        assert came.endswith(": new came (target 1 to 2: kv)")
+        assert went.endswith(": new went (target 2 to 1: less needed)")
