@@ -1,1 +1,1 @@
-"""``make clients``: other people's clients against a server of ours."""
+"""Clients against a server of ours: ``make clients`` runs other people's, ``clients.neighbors`` hostile ones."""
