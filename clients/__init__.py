@@ -1,1 +1,1 @@
-"""Clients against a server of ours: ``make clients`` runs other people's, ``clients.neighbors`` hostile ones."""
+"""Clients of a server of ours: ``make clients`` runs other people's, ``clients.neighbors`` hostile ones."""
