@@ -138,9 +138,9 @@ class Engine:
         """Whether any request is not finished."""
         return self.scheduler.has_work()
 
-    def prepare(self) -> bool:
-        """Do a few milliseconds of work that later steps would wait for; returns whether more of it is left."""
-        return self.runner.kv_cache.supply_pages(self.scheduler.state.pool.num_begun)
+    def prefault(self) -> bool:
+        """Map pages of the KV pool ahead of use, for a few milliseconds; returns whether more are left."""
+        return self.runner.kv_cache.prefault(self.scheduler.state.pool.high_water_mark)
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what it made.

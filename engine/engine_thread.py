@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 WARM_AFTER_S = 5.0
 """What only structured output needs is loaded this long after the rest, not to hold up the start, or later."""
 
-PREPARE_S = 0.01
-"""Pause of an idle engine after each few milliseconds in which it prepares for later requests."""
+PREFAULT_PAUSE_S = 0.01
+"""How long an idle engine waits for requests between two slices of the KV pool that it prefaults."""
 
 _Result = TypeVar("_Result")
 
@@ -328,10 +328,10 @@ class EngineThread:
             self._on_outputs(StepOutputs(deltas, added, batch, self._load))
 
     def _wait(self, engine: Engine) -> _Item:
-        """The next item. Until it comes, the idle engine prepares for it."""
-        while engine.prepare():
+        """The next item. Until it comes, the idle engine prefaults the KV pool."""
+        while engine.prefault():
             with contextlib.suppress(Empty):
-                return self._inbox.get(timeout=PREPARE_S)
+                return self._inbox.get(timeout=PREFAULT_PAUSE_S)
         return self._inbox.get()
 
     def _receive(self, *first: _Item) -> deque[_Item]:

@@ -51,7 +51,7 @@ class BlockPool:
         self._previous = [num_blocks, *range(num_blocks), num_blocks + 1]
         self._num_free = num_blocks
         self._num_cached = 0
-        self._num_begun = 0
+        self._high_water_mark = 0
         self._num_shared = 0
 
     @property
@@ -70,9 +70,9 @@ class BlockPool:
         return self._num_free + self._num_cached
 
     @property
-    def num_begun(self) -> int:
-        """Blocks up to the last one that was ever handed out: what lies beyond has never been written."""
-        return self._num_begun
+    def high_water_mark(self) -> int:
+        """One more than the highest block ever allocated: no block from here on has been written."""
+        return self._high_water_mark
 
     @property
     def num_referenced(self) -> int:
@@ -134,7 +134,7 @@ class BlockPool:
             last = block
         blocks.sort()
         if blocks:
-            self._num_begun = max(self._num_begun, blocks[-1] + 1)
+            self._high_water_mark = max(self._high_water_mark, blocks[-1] + 1)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:

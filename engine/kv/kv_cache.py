@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv.block_pool import InvariantError
-from engine.kv.page_supply import PageSupply
+from engine.kv.prefaulter import Prefaulter
 from engine.kv.swap_stream import Pairs, SwapStream, pin
 from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig
 from kernels import kv_pool_shape
 
-PAGES_AHEAD = 1 << 30
-"""Bytes of the pool, beyond what has been in use, whose pages an idle engine has supplied."""
+PREFAULT_AHEAD = 1 << 30
+"""Bytes of the pool beyond its high-water mark that an idle engine prefaults."""
 
 
 class KVCache:
@@ -50,10 +50,10 @@ class KVCache:
         # Zeros, so that padding never reads an old NaN.
         if device.type == "cpu":
             self.pool = _untouched_zeros(shape(num_blocks), dtype)
-            self._pages: PageSupply | None = PageSupply(self.pool.data_ptr(), self.pool.nbytes)
+            self._prefaulter: Prefaulter | None = Prefaulter(self.pool.data_ptr(), self.pool.nbytes)
         else:
             self.pool = torch.zeros(shape(num_blocks), dtype=dtype, device=device)
-            self._pages = None
+            self._prefaulter = None
         self.host = _untouched_zeros(shape(host_blocks), dtype)
         self._stream: SwapStream | None = None
         # Takes its pages now: the first copy to each would wait for the system, ten times as long as it takes.
@@ -62,15 +62,15 @@ class KVCache:
             pin(self.host, self, device)
             self._stream = SwapStream(device)
 
-    def supply_pages(self, num_begun: int) -> bool:
-        """Have a few of the pages supplied that are written soon; returns whether more of them are left.
+    def prefault(self, high_water_mark: int) -> bool:
+        """Map the next few pages that steps will write; returns whether more of them are left.
 
-        ``num_begun`` blocks have been in use. A step that writes where no page is waits for the system. Any
-        thread may call this, one at a time.
+        ``high_water_mark`` is the block pool's. Any thread may call this, one at a time.
         """
-        if self._pages is None:
+        if self._prefaulter is None:
             return False
-        return self._pages.extend(num_begun * (self.pool.nbytes // self.num_blocks) + PAGES_AHEAD)
+        block_bytes = self.pool.nbytes // self.num_blocks
+        return self._prefaulter.extend(high_water_mark * block_bytes + PREFAULT_AHEAD)
 
     def transfer(self, transfers: Transfers, written: Collection[int] = ()) -> tuple[float, float]:
         """Carry out ``transfers``; return the seconds of swap-out and swap-in.

@@ -337,11 +337,11 @@ def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     assert not outputs.thread.is_alive()
 
 
-def test_an_idle_engine_has_pages_supplied_and_takes_requests_meanwhile(
+def test_an_idle_engine_prefaults_its_pool_and_takes_requests_meanwhile(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr(KVCache, "supply_pages", lambda self, begun: calls.put(begun) is None)  # never done
+    monkeypatch.setattr(KVCache, "prefault", lambda self, mark: calls.put(mark) is None)  # never done
     outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
     outputs.thread.start()
     assert calls.get(timeout=30) == 0

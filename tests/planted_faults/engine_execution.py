@@ -373,10 +373,10 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/engine_thread.py",
-        "        while engine.prepare():\n",
+        "        while engine.prefault():\n",
         "        while False:\n",
         _ENGINE,
-        "prompts wait for the pages of their keys and values",
+        "a prompt waits until the pages of its keys and values are mapped",
     ),
     Fault(
         "engine/scheduling/intake.py",

@@ -153,16 +153,16 @@ def test_generations_count_how_often_a_block_was_handed_out() -> None:
     assert [pool.generation(0), pool.generation(1)] == [2, 2]
 
 
-def test_blocks_that_were_never_handed_out_are_known() -> None:
+def test_the_high_water_mark_only_rises() -> None:
     pool = BlockPool(6, 16)
-    assert pool.num_begun == 0
+    assert pool.high_water_mark == 0
     first = pool.allocate(2)
     assert first is not None
     pool.allocate(2)
-    assert pool.num_begun == 4
+    assert pool.high_water_mark == 4
     pool.release(first)
     pool.allocate(1)  # used again
-    assert pool.num_begun == 4
+    assert pool.high_water_mark == 4
 
 
 def test_absent_blocks_are_passed_over() -> None:

@@ -17,7 +17,7 @@ from engine.execution.calibration import CopyCost, steady_prefill_rate, swap_cos
 from engine.kv import kv_cache
 from engine.kv.block_pool import NO_BLOCK, InvariantError
 from engine.kv.kv_cache import KVCache
-from engine.kv.page_supply import SLICE, PageSupply
+from engine.kv.prefaulter import SLICE, Prefaulter
 from engine.kv.swap_stream import CopyClock
 from engine.kv.transfers import Transfers
 
@@ -45,20 +45,20 @@ def test_host_blocks_have_their_pages_from_the_start() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 10
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux supplies pages on demand")
-def test_pages_are_supplied_ahead_of_the_blocks_in_use_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the call")
+def test_pages_are_prefaulted_ahead_of_the_blocks_in_use_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each prompt waits until the system has found the memory for its keys and values."""
     cache = KVCache(MODEL, 32_768, 16, torch.float32, CPU)
     block_bytes = cache.pool.numel() * cache.pool.element_size() // 32_768
-    monkeypatch.setattr(kv_cache, "PAGES_AHEAD", 4096 * block_bytes)
+    monkeypatch.setattr(kv_cache, "PREFAULT_AHEAD", 4096 * block_bytes)
     cache.pool[5] = 5.0
-    for begun, supplied in ((0, 4096), (100, 4196), (30_000, 32_768)):
+    for mark, prefaulted in ((0, 4096), (100, 4196), (30_000, 32_768)):
         calls = 1
-        while cache.supply_pages(begun):
+        while cache.prefault(mark):
             calls += 1
         assert calls <= 32_768 * block_bytes // SLICE + 1
-        assert cache._pages is not None
-        assert cache._pages.supplied == supplied * block_bytes
+        assert cache._prefaulter is not None
+        assert cache._prefaulter.prefaulted == prefaulted * block_bytes
     assert (cache.pool[5] == 5.0).all()
     pages = 32_768 * block_bytes // resource.getpagesize()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -66,13 +66,13 @@ def test_pages_are_supplied_ahead_of_the_blocks_in_use_and_no_others(monkeypatch
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 10
 
 
-def test_a_system_without_that_call_supplies_pages_when_they_are_written() -> None:
+def test_on_a_system_without_that_call_first_writes_map_pages() -> None:
     memory = torch.zeros(8)
-    pages = PageSupply(memory.data_ptr(), memory.nbytes)
-    pages._advise = lambda start, length, advice: -1
-    assert not pages.extend(32)
-    assert not pages.extend(32)
-    assert pages.supplied == 0
+    prefaulter = Prefaulter(memory.data_ptr(), memory.nbytes)
+    prefaulter._advise = lambda start, length, advice: -1
+    assert not prefaulter.extend(32)
+    assert not prefaulter.extend(32)
+    assert prefaulter.prefaulted == 0
 
 
 def test_nothing_to_transfer_takes_no_time() -> None:
