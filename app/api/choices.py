@@ -45,7 +45,7 @@ class GenerationJob:
     journals: list[Journal] = field(default_factory=list)
     """What happens to each prompt, from the moment that its choices are asked for."""
     repeats: int = 0
-    """How often the last events of a stream have the whole response."""
+    """How many times the last events of a stream contain its whole output again."""
     continues: bool = False
     """Whether the output continues the prompt's text: its first space is kept."""
 

@@ -92,7 +92,7 @@ class ResponseMaker:
                         continue
                     described = len(delta.details.prompt_logprobs or ())
                     if job.repeats and delta.call is not None and delta.call.name:
-                        described += delta.num_tokens  # what was text until now has ended
+                        described += delta.num_tokens  # the call ends the text before it
                     yield await self._written(described, partial(reply.delta, delta, record.usage))
         described = record.usage.completion_tokens if job.detailed and job.repeats else 0
         yield await self._written(described, partial(reply.end, record.usage))

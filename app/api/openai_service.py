@@ -105,7 +105,7 @@ class OpenAIService:
         return states
 
     def has_replica(self, replica: str) -> bool:
-        """Whether the fleet has a replica of this name, with a channel to here or only to other ingresses."""
+        """Whether the fleet has a replica of this name, even if only other ingresses have channels to it."""
         return replica in self.channel_states() or replica in self._engines.status().get("elsewhere", ())
 
     def prefix_flow(self) -> list[PrefixGroup]:
@@ -147,7 +147,7 @@ class OpenAIService:
     ) -> ASGIApp:
         """Answer a chat; without ``reply_to``, as ``POST /v1/chat/completions`` does.
 
-        ``repeats`` says how often the last events of a stream have the whole response.
+        ``repeats``: see ``GenerationJob``.
 
         Raises as :meth:`completions` does.
         """

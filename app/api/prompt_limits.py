@@ -40,7 +40,7 @@ def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> Gener
     """The job, whose whole response has at most ``most`` log probabilities of output tokens.
 
     Where the request does not say how many tokens it wants, it gets as many as fit. A stream is sent as it
-    comes, so that it may have any number, unless its last events repeat them.
+    comes, so it may have any number, unless its last events repeat them.
 
     Raises:
         InvalidRequestError: it asks for more.

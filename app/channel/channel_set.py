@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,9 +19,7 @@ from app.routing.replica import Route
 from app.routing.requirement import Requirement
 
 WIDE_S = 60.0
-"""For so long after the last request that needed it a subset of replicas stays wider."""
-
-logger = logging.getLogger(__name__)
+"""How long a subset of replicas stays wider after the last request that needed it."""
 
 
 class ChannelOwner(OwnerEvents, Protocol):
@@ -59,8 +56,7 @@ class ChannelSet:
         self._channels: dict[str, IngressChannel] = {}
         self._past_defects = 0  # of channels that are no more
         self._leaving: dict[str, float] = {}  # since when
-        self._surplus: set[str] = set()  # no longer of the subset
-        self._times = 1  # the usual size of the subset
+        self._surplus: set[str] = set()  # no longer in the subset
         self._narrowing: asyncio.TimerHandle | None = None
         self._stopped = False
         self.fleet.listen(self._members_from_router)
@@ -88,21 +84,12 @@ class ChannelSet:
         )
 
     def widen(self) -> None:
-        """No replica of the subset can run a request that waits: take as many again, for a while."""
-        members, known = len(self.fleet.members), len(self.fleet.known)
-        if members < known:
-            logger.info("none of %d replicas can run a request; taking more of all %d", members, known)
-            self._times *= 2
-            self.fleet.resize_subset(self._times)
-        elif self._times == 1:
+        """Double the subset, as none of its replicas can run a waiting request; it narrows after ``WIDE_S``."""
+        if not self.fleet.widen_subset():
             return
         if self._narrowing is not None:
             self._narrowing.cancel()
-        self._narrowing = self._loop.call_later(WIDE_S, self._narrow)
-
-    def _narrow(self) -> None:
-        self._narrowing, self._times = None, 1
-        self.fleet.resize_subset(1)
+        self._narrowing = self._loop.call_later(WIDE_S, self.fleet.narrow_subset)
 
     def routable(self, requirement: Requirement | None = None) -> bool:
         """Whether any replica can take a request, or one with this requirement, now."""

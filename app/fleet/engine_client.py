@@ -243,7 +243,7 @@ class EngineClient:
         return self.limits()
 
     async def reset_prefix_cache(self) -> CacheReset:
-        """Empty the prefix cache of every routable replica.
+        """Empty the prefix cache of every replica that can be called.
 
         Raises:
             UnavailableError: there is none.
@@ -258,7 +258,7 @@ class EngineClient:
         """What each KV block of ``replica`` holds.
 
         Raises:
-            UnavailableError: it has no open channel, or does not answer.
+            UnavailableError: it cannot be called, or does not answer.
         """
         await self.start()
         if replica not in self._reachable():
@@ -270,6 +270,7 @@ class EngineClient:
         return {*self._ledger.routable(), *self._elsewhere()}
 
     def _elsewhere(self) -> frozenset[str]:
+        """Replicas to which only other ingresses have channels."""
         engines = self._parts.channels.fleet
         return engines.known - engines.members
 

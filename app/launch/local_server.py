@@ -48,7 +48,7 @@ class LocalServer:
         self._models: Sequence[ServedModel] = ()
         self._say: Say = print
         self._starts: ModelStarts | None = None
-        self._tries: dict[str, int] = {}  # of models that Serve has given up
+        self._tries: dict[str, int] = {}  # of models that Serve has given up, by name
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
 
     @property
@@ -131,7 +131,7 @@ class LocalServer:
 
         The application is built here, with ``args``, from which ``models`` were made, and the instance's name:
         Serve would build it in a process that ends at once. ``say`` reports progress. Of several models those
-        that serve are returned once one does; :meth:`attend` sees to the others.
+        that serve are returned once one does; :meth:`attend` follows the others.
 
         Raises:
             ConfigError: the application, or every model, cannot start; the message says why.
@@ -185,7 +185,7 @@ class LocalServer:
         starts.look(application, lambda model: _serves(model, health, application), time.monotonic())
 
     def attend(self) -> None:
-        """See to models that did not serve at the start: tell of them, and try again those that cannot."""
+        """Follow models that did not serve at the start: announce those that do now, and retry failed ones."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 

@@ -18,15 +18,18 @@ RETRY_S, MAX_RETRY_S = 60.0, 960.0
 """Pause before a model that cannot start is tried again; it doubles with each try up to the second one."""
 
 SETTLE_S = 5.0
-"""For so long after a new try Serve may still tell of the one before."""
+"""How long after a new try Serve's status may still be that of the one before."""
 
 
 @dataclass(slots=True)
-class _Try:
-    """The pause after the next failure, and when Serve tells of this try and no other."""
+class _Retry:
+    """When a failed model is ``due`` for its next try, and the pause before the one after.
+
+    Before ``current_from`` Serve's status may still be that of the try before.
+    """
 
     pause_s: float = RETRY_S
-    told_from: float = 0.0
+    current_from: float = 0.0
     due: float = float("inf")
 
 
@@ -44,7 +47,7 @@ class ModelStarts:
         self._all = list(models)
         self._ingress = ingress
         self._say = say
-        self._tries = {model.name: _Try() for model in models}
+        self._retries = {model.name: _Retry() for model in models}
         self._died: set[str] = set()
         self._first = 0.0  # when a model was first seen to answer
         self._announced = False
@@ -58,17 +61,17 @@ class ModelStarts:
         deployments = application.deployments if application is not None else {}
         failed = {name for name, deployment in deployments.items() if cannot_start(deployment)}
         dead = {name for name, deployment in deployments.items() if has_died(deployment)}
-        late = [
+        failing = [
             model
             for model in self.waiting
-            if model.deployment in failed and now >= self._tries[model.name].told_from
+            if model.deployment in failed and now >= self._retries[model.name].current_from
         ]
-        waiting = [model for model in self.waiting if model not in late]
+        waiting = [model for model in self.waiting if model not in failing]
         ended = str(application.status).endswith(("DEPLOY_FAILED", "UNHEALTHY")) if application else False
         hopeless = self._ingress in failed or not (waiting and (failed or dead))
         if ended and hopeless and not self.serving:
             raise ConfigError(f"the application cannot start: {_why(application, self._all)}")
-        for model in late:
+        for model in failing:
             self._fail(model, cause([deployments[model.deployment].message]), now)
         for model in waiting:
             if model.deployment in dead - self._died:
@@ -78,7 +81,10 @@ class ModelStarts:
         self._died |= dead
 
     def complete(self, now: float) -> bool:
-        """Whether it is time to announce those that serve: all that can, or some for ``LATER_S``."""
+        """Whether to announce those that serve: all that can, or some for ``LATER_S``.
+
+        Once this is true, each model that serves later is announced by itself.
+        """
         if not self.serving or (self.waiting and now - self._first < LATER_S):
             return False
         self._announced = True
@@ -86,9 +92,9 @@ class ModelStarts:
 
     def due(self, now: float) -> list[ServedModel]:
         """The models that are to be tried again now; they wait from now on."""
-        due = [model for model in self.failed if now >= self._tries[model.name].due]
+        due = [model for model in self.failed if now >= self._retries[model.name].due]
         for model in due:
-            self._tries[model.name].told_from = now + SETTLE_S
+            self._retries[model.name].current_from = now + SETTLE_S
             self.failed.remove(model)
             self.waiting.append(model)
         return due
@@ -98,12 +104,12 @@ class ModelStarts:
             self._first = now
         self.waiting.remove(model)
         self.serving.append(model)
-        self._tries[model.name] = _Try()
+        self._retries[model.name] = _Retry()
         if self._announced:
             self._say(f"{model.name} serves, too")
 
     def _fail(self, model: ServedModel, reason: str, now: float) -> None:
-        one = self._tries[model.name]
+        one = self._retries[model.name]
         self._say(
             f"warning: {model.name} cannot start, the others can: {reason}; "
             f"the next try is in {one.pause_s:g} s"

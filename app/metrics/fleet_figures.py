@@ -27,8 +27,8 @@ class ModelFigures(NamedTuple):
     """The sources of one model's figures at one ingress.
 
     ``own`` are this ingress's. ``engines`` has the last figures of each replica, which come over its channel:
-    each engine sends all its ingresses the same. Of replicas without a channel to here other ingresses tell.
-    ``scaling`` asks for the policy's.
+    each engine sends all its ingresses the same. Those of replicas without a channel to this ingress come from
+    others. ``scaling`` asks for the policy's.
     """
 
     model: str
@@ -70,7 +70,9 @@ class FleetFigures:
         packed = {model.model: dict(model.engines()) for model in models}
         engines = await asyncio.to_thread(unpacked, packed)
         known = {(process.name, process.model) for process in [*own, *engines]}
-        siblings = [process for process in others if (process.name, process.model) not in known]
+        # While a deploy rolls, two ingresses may report the same engine.
+        told = {(process.name, process.model): process for process in others}
+        siblings = [process for key, process in told.items() if key not in known]
         decisions = [
             Process("", found, model.model) for model, found in zip(models, scaling, strict=True) if found
         ]
@@ -100,7 +102,7 @@ class FleetFigures:
 
 
 def unpacked(engines: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Process]:
-    """Of each model the engines' figures, as they come over channels; takes 0.1 ms for each engine."""
+    """The engines' figures, by model and replica, as they come over channels. Takes 0.1 ms for each engine."""
     return [
         Process(name, unpack(numbers), model)
         for model, replicas in engines.items()

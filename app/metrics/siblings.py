@@ -19,7 +19,7 @@ WITHIN_S = 2.0
 """An ingress that does not answer for so long is left out."""
 
 ALONE_S = 5.0
-"""The only ingress looks for others so often: to ask itself through Serve costs milliseconds each time."""
+"""How long an ingress that has found no other asks nobody: calling itself through Serve takes milliseconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Siblings:
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of each; return the answers that come in time and are no errors. Never raises.
 
-        The only ingress gets none: what it knows itself is all.
+        There may be none, not even this ingress's own: if it was the only one within the last ``ALONE_S``.
         """
         if self._clock() < self._alone_until:
             return []

@@ -6,6 +6,7 @@ this one as ``fleet.get_fleet(...)``.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -16,6 +17,8 @@ from app.routing.requirement import Requirement
 from app.routing.subset import Subset
 from app.routing.timed_set import TimedSet
 from engine.errors import QuireError
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaGoneError(QuireError):
@@ -29,9 +32,10 @@ class NotAcceptedError(QuireError):
 class Fleet:
     """Members as Serve's controller last told the router, the ledger, and its index of who holds what.
 
-    ``set_members`` runs on the router's thread, listeners are called there and must hand over to their loop.
-    They are called under the lock, so that they hear of each membership in its order, and must not call back.
-    An ingress with a ``subset`` routes to that part of the fleet: ``members`` are those, and ``known`` are all.
+    ``set_members`` runs on the router's thread. Listeners are called there, or where the subset changes, and
+    must hand over to their loop. They are called under the lock, so they hear of each membership in its order,
+    and must not call back. ``known`` is the whole fleet; ``members`` is the subset of it that this ingress
+    routes to, by default all.
     ``cordon`` names members that get no new requests for a while, ``likely_victims`` those that autoscaling
     would stop next: they get no request that others could take nearly as well. ``routed`` counts the attempts
     that each member was chosen for; the router's thread counts.
@@ -45,7 +49,7 @@ class Fleet:
         self.routed: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._subset: Subset | None = None
-        self._times = 1  # the usual size of the subset
+        self._factor = 1  # the subset is this many times its usual size
         self._known: frozenset[str] = frozenset()
         self._members: frozenset[str] = frozenset()
         self._pinned: set[str] = set()
@@ -58,7 +62,7 @@ class Fleet:
 
     @property
     def known(self) -> frozenset[str]:
-        """Replicas that may get new requests, from whichever process."""
+        """Replicas to which any process may send new requests: the whole fleet."""
         return self._known
 
     def set_members(self, members: frozenset[str]) -> None:
@@ -72,23 +76,32 @@ class Fleet:
     def set_subset(self, subset: Subset | None) -> None:
         """Route to this part of the fleet from now on; to all of it without one."""
         with self._lock:
-            self._subset, self._times = subset, 1
+            self._subset, self._factor = subset, 1
             self._choose()
 
-    def resize_subset(self, times: int) -> None:
-        """Make the subset so many times as large as usual."""
+    def widen_subset(self) -> bool:
+        """Double the subset, if it is not the whole fleet; returns whether it is wider than usual."""
         with self._lock:
-            if times != self._times:
-                self._times = times
+            if len(self._members) < len(self._known):
+                self._factor *= 2
+                self._choose()
+                logger.info("widened the subset to %d of %d replicas", len(self._members), len(self._known))
+            return self._factor > 1
+
+    def narrow_subset(self) -> None:
+        """Return to the subset's usual size."""
+        with self._lock:
+            if self._factor > 1:
+                self._factor = 1
                 self._choose()
 
     def _choose(self) -> None:
-        self._members = self._known if self._subset is None else self._subset.of(self._known, self._times)
+        self._members = self._known if self._subset is None else self._subset.of(self._known, self._factor)
         for listener in self._listeners:
             listener(self._members)
 
     def is_first(self, replica: str) -> bool:
-        """Whether this process tells others of the replica: each is told of by one, where not all know it."""
+        """Whether this process reports the replica's figures to the other ingresses: with subsets, one does."""
         return self._subset is not None and self._subset.is_first(replica)
 
     def eligible(self, names: Collection[str], requirement: Requirement | None = None) -> Collection[str]:

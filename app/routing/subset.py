@@ -7,19 +7,19 @@ from collections.abc import Collection
 from functools import lru_cache
 
 COVER = 2
-"""Each replica belongs to the subsets of so many ingresses, or of all that there are: one may restart."""
+"""Each replica is in the subsets of at least this many ingresses, if there are as many: one may restart."""
 
 REMEMBERED = 20_000
 """Replicas whose ranks are kept; each costs as many hashes as there are ingresses."""
 
 
 class Subset:
-    """The part of the ingress ``place`` of so many ``ingresses``, each with ``size`` replicas or a few more.
+    """The replicas of the ingress ``place``, one of ``ingresses``: ``size`` of them or a few more.
 
-    Each replica ranks the ingresses by a hash of its name and theirs, and each ingress takes the replicas that
-    rank it highest. So every replica has about as many ingresses, at least ``COVER``; subsets overlap by
-    chance; and a replica that comes or goes changes what is between other replicas and ingresses hardly, if at
-    all. A larger ``size`` only adds replicas.
+    Rendezvous hashing: each replica ranks the ingresses by a hash of its name and theirs, and each ingress
+    takes the replicas that rank it highest. So all replicas have about the same number of ingresses, at least
+    ``COVER``; two subsets overlap like random ones; and a replica that comes or goes changes few of the pairs
+    of other replicas and ingresses. A larger ``size`` only adds replicas.
     """
 
     def __init__(self, size: int, place: int, ingresses: int) -> None:
@@ -29,7 +29,7 @@ class Subset:
         self._key = lru_cache(REMEMBERED)(self._make_key)
 
     def of(self, replicas: Collection[str], times: int = 1) -> frozenset[str]:
-        """Those of ``replicas`` that belong to this ingress, ``times`` as many as usual."""
+        """Those of ``replicas`` that belong to this ingress: ``times`` as many as usual."""
         size = times * self.size
         if size >= len(replicas):
             return frozenset(replicas)

@@ -125,7 +125,7 @@ LAUNCH: list[Fault] = [
     ),
     Fault(
         "app/launch/model_starts.py",
-        "            self._tries[model.name].told_from = now + SETTLE_S\n",
+        "            self._retries[model.name].current_from = now + SETTLE_S\n",
         "",
         _STARTS,
         "a new try of a model is given up for the failure of the one before",

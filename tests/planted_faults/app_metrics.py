@@ -87,10 +87,17 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/metrics/fleet_figures.py",
-        "[process for process in others if (process.name, process.model) not in known]",
-        "list(others)",
+        "[process for key, process in told.items() if key not in known]",
+        "list(told.values())",
         _FIGURES,
         "the ingress that is asked counts twice",
+    ),
+    Fault(
+        "app/metrics/fleet_figures.py",
+        "for key, process in told.items() if key not in known]",
+        "for process in others if (process.name, process.model) not in known]",
+        _FIGURES,
+        "an engine that two ingresses report counts twice",
     ),
     Fault(
         "app/metrics/exposition.py",

@@ -204,7 +204,7 @@ ROUTING: list[Fault] = [
     ),
     Fault(
         "app/channel/channel_set.py",
-        "        self._narrowing = self._loop.call_later(WIDE_S, self._narrow)\n",
+        "        self._narrowing = self._loop.call_later(WIDE_S, self.fleet.narrow_subset)\n",
         "        pass\n",
         _SUBSET_CLIENT,
         "a subset that was once too small stays wide for ever",

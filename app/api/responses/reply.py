@@ -15,7 +15,7 @@ from app.api.sse_event import named_event
 from app.api.usage import Usage
 
 REPEATS = 4
-"""The ends of a text, of its part, of its item and of the response: each has all log probabilities."""
+"""The events that end a text, its part, its item and the response each contain all log probabilities again."""
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from local_server import CONTEXT, MODEL, POOL, LocalServer
@@ -79,6 +78,8 @@ def test_openais_responses(server: LocalServer) -> None:
 
 
 def test_anthropics_messages(server: LocalServer) -> None:
+    import anthropic  # takes a second and a half, which only the worker that runs this file should spend
+
     cached: Any = {"type": "ephemeral"}
     asked: Any = {
         "model": MODEL,

@@ -161,6 +161,16 @@ def test_whichever_ingress_answers_each_process_appears_once() -> None:
     assert first["quire_scaling_target"] == {"": 3}
 
 
+def test_an_engine_that_two_other_ingresses_report_appears_once() -> None:
+    """While a deploy rolls, an old ingress and a new one may both do it."""
+
+    async def others() -> list[Process]:
+        return [Process(i, ingress(7), "m") for i in "jk"] + 2 * [Process("e", engine(90), "m")]
+
+    fleet = FleetFigures([ModelFigures("m", lambda: Process("i", ingress(5), "m"))], others)
+    assert parsed(asyncio.run(fleet.text()))["quire_generated_tokens_total"] == {"e": 90}
+
+
 def test_models_have_series_of_their_own() -> None:
     """The ingress counts for each model; replicas and the policy's decision belong to one."""
 

@@ -95,19 +95,25 @@ def test_a_fleet_routes_to_its_subset() -> None:
     fleet.set_members(names(50))
     fleet.listen(heard.append)
     assert fleet.members is fleet.known
-    part = Subset(5, 1, 4)
+    part = Subset(5, 1, 16)
     fleet.set_subset(part)
     assert fleet.members == part.of(names(50)) < fleet.known
     assert fleet.eligible(names(50)) == fleet.members
     fleet.cordon.set([*fleet.members][:1], 60.0)
     assert fleet.eligible(names(50)) == fleet.members, "no other is routable"
-    fleet.resize_subset(4)
+    assert fleet.widen_subset()
+    assert fleet.widen_subset()
     assert fleet.members == part.of(names(50), 4)
     fleet.set_members(names(4))
     assert fleet.members == names(4)
+    assert fleet.widen_subset(), "it is as wide as before, and all of the fleet belongs to it"
     fleet.set_members(names(50))
+    fleet.narrow_subset()
+    fleet.narrow_subset()
+    assert fleet.members == part.of(names(50))
     fleet.set_subset(None)
     assert fleet.members == names(50)
-    wider = part.of(names(50), 4)
-    assert heard == [names(50), part.of(names(50)), wider, names(4), wider, names(50)]
+    assert not fleet.widen_subset()
+    usual, double, wide = (part.of(names(50), times) for times in (1, 2, 4))
+    assert heard == [names(50), usual, double, wide, names(4), wide, usual, names(50)]
     assert not any(fleet.is_first(replica) for replica in names(50))
