@@ -5,15 +5,16 @@
     demand   = referenced blocks + blocks that waiting sequences lack + 1/10 of their expected growth
                + queued requests x mean blocks of a request
 
-    need     = max of   KV        demand / (0.75 x pool)
-                        slots     sequences / (0.75 x max_num_seqs)
+    need     = max of   KV        mean demand of 30 s / (0.75 x pool), or demand / (0.9 x pool)
+                        slots     the same of sequences and max_num_seqs
                         prefill   arriving uncached prompt tokens per second / (0.60 x prefill rate)
                         backlog   running x backlog seconds / (1/4 TTFT target), above 1/8; at most 2 x running
                         decode    running x step time / (0.9 x TPOT target), above 0.9 of it
 
     up       target = ceil(need, with the reserve added to prefill and backlog), at once;
              at most double or 4 more, whichever is larger
-    down     target = ceil(largest need of the scale-down window, at the lower marks 0.70 and 0.50);
+    down     target = ceil(largest need of the scale-down window, of which less counts the older it is), where
+             demand counts in full at a mark of 0.70, and prompts with twice their usual rise;
              at most a tenth of the fleet, or one replica, every 10 s
     window   2 x startup time
 
@@ -22,12 +23,15 @@ prefill is a rate: a fleet can run out of compute while its memory is nearly emp
 target, not the number of running replicas, is compared with the need, so replicas that start are not requested
 twice. The window follows the measured startup time because that is what a stopped replica costs to get back: an
 idle one is worth keeping for about as long (the ski-rental rule), and twice as long allows for the latency of
-requests that wait for it.
+requests that wait for it. Earlier needs fade, so of several idle replicas only the last is kept for all of it.
 
 Arrivals jump, but demand for memory does not: it grows while requests are answered, and its mark leaves a
 quarter of each pool. So the reserve is for prompts alone, and no rise of demand is extended: whatever begins
-rises until as many requests end as come, and would be taken for more than it is. Arrivals count over half a
-minute, because a few of them vary much, but over five seconds where a backlog shows that more come than before.
+rises until as many requests end as come, and would be taken for more than it is. Both count by their means of
+half a minute: a peak that is over before a replica has started needs none. But arrivals count over five seconds
+where a backlog shows that more come than before, and demand that nearly fills the pools counts at once. A
+smaller fleet must bear the peaks, too: those of memory, and of prompts the usual rise from one half minute to
+the next. That is learned: it is small in a large fleet, and large where prompts are long or come together.
 
 Marks and shares are options, in ``scaling_config.py``; the length of the window and the guards of all rules
 (bounds, missing reports, starting replicas, time between stops) are in ``scaling_state.py``. The constants of
@@ -56,6 +60,8 @@ _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
 _STRAGGLERS = 0.1
 """Share of the replicas, at least one, whose slow steps are their own: a larger fleet would not help."""
+_RISES = 2.0
+"""Usual rises of the rate of prompts that a smaller fleet must bear; standard deviations of a steady one."""
 _MOST_ADDED = 4
 """Replicas that one decision may add even where that is more than double."""
 
@@ -80,13 +86,13 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Replicas for each kind of demand at the upper marks, and at the lower marks."""
+    """Replicas for each kind of demand, and what a smaller fleet must bear."""
 
     kv: float
     prefill: float
     decode: float
-    lower: float  # of memory and slots
-    lower_prefill: float
+    lower: float  # of memory and slots, at the lower mark
+    lower_prefill: float  # with the usual rise
 
     @property
     def largest(self) -> float:
@@ -109,11 +115,14 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     busy = not load.idle or snapshot.queued > 0
     state.worked(now, busy)
     reserve = config.reserve if busy or snapshot.minimum else 0.0
-    lowest = max(needs.lower, needs.lower_prefill + reserve, needs.decode)
-    state.add_low(now, lowest, state.window_s(config))
     wanted = math.ceil(max(needs.largest, needs.prefill + reserve) - ROUNDING)
+    count = min(wanted, max(2 * target, target + _MOST_ADDED))
+    lowest = max(needs.lower, needs.lower_prefill + reserve, needs.decode)
+    # What raises the target counts in the window, too: a backlog is seen by no other need.
+    lowest = max(lowest, min(count, snapshot.limit)) if count > target else lowest
+    state.add_low(now, lowest, state.window_s(config))
     proposed = Decision(
-        target=min(wanted, max(2 * target, target + _MOST_ADDED)),
+        target=count,
         reason=needs.reason,
         need_kv=needs.kv,
         need_prefill=needs.prefill,
@@ -121,7 +130,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
         held_by=_held_by(now, config, state, load),
         demand=_ratio(load.demand, load.pool * snapshot.running),
     )
-    return state.settle(snapshot, config, proposed)
+    return state.settle(snapshot, config, proposed, state.faded_need(now, config))
 
 
 def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
@@ -146,7 +155,7 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
     held, growth, sequences = held * scale, growth * scale, sequences * scale
     mean_blocks = (held + growth) / max(sequences, 1.0)
     arrived = _arrived(snapshot, state)
-    state.add_arrivals(snapshot.now, arrived * scale, config.rate_window_s)
+    state.arrivals.add(snapshot.now, arrived * scale, config.rate_window_s)
     # Without the largest: one long prompt keeps one replica busy, however many there are.
     shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
     return _Load(
@@ -164,22 +173,23 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
 
 def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load: _Load) -> _Needs:
     backlog = load.backlog_s / (_BACKLOG_TARGET * config.ttft_target_s)
-    steady = _arrival_rate(snapshot.now, config.rate_window_s, state)
-    rate = max(steady, _arrival_rate(snapshot.now, config.burst_window_s, state)) if backlog > 1.0 else steady
-    sequences = snapshot.queued + load.sequences
+    now, width, arrivals = snapshot.now, config.rate_window_s, state.arrivals
+    steady = arrivals.rate(now, width)
+    rate = max(steady, arrivals.rate(now, config.burst_window_s)) if backlog > 1.0 else steady
 
-    kv = _ratio(load.demand, config.kv_high * load.pool)
-    slots = _ratio(sequences, config.kv_high * load.slots)
+    pools = max(_ratio(load.demand, load.pool), _ratio(snapshot.queued + load.sequences, load.slots))
+    state.pools.add_level(now, pools, width)
+    mean = state.pools.rate(now, width) or pools  # the first decision has no mean
+    kv = max(mean / config.kv_high, pools / config.kv_full)
     prefill = _ratio(rate, config.prefill_high * load.prefill_rate)
     if load.backlog_s > _BACKLOG_SHARE * config.ttft_target_s:
         prefill = max(prefill, snapshot.running * min(backlog, 2.0))
     decode = 0.0
     if load.step_s > _STEP_SHARE * config.tpot_target_s:
         decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
-    lower = max(_ratio(load.demand, config.kv_low * load.pool), _ratio(sequences, config.kv_low * load.slots))
-    return _Needs(
-        max(kv, slots), prefill, decode, lower, _ratio(steady, config.prefill_low * load.prefill_rate)
-    )
+    risen = steady + _RISES * arrivals.rise
+    lower_prefill = _ratio(risen, config.prefill_high * load.prefill_rate)
+    return _Needs(kv, prefill, decode, max(pools / config.kv_low, kv), lower_prefill)
 
 
 def _ratio(amount: float, unit: float) -> float:
@@ -205,21 +215,8 @@ def _arrived(snapshot: Snapshot, state: ScalingState) -> float:
     return tokens
 
 
-def _arrival_rate(now: float, window_s: float, state: ScalingState) -> float:
-    """Uncached prompt tokens per second over a window that ends now; 0 while nothing lies in it."""
-    tokens, since = 0.0, now
-    for time, arrived in reversed(state.arrivals):
-        if time < now - window_s:
-            break
-        since, oldest = time, arrived
-        tokens += arrived
-    return (tokens - oldest) / (now - since) if since < now else 0.0
-
-
 def _held_by(now: float, config: ScalingConfig, state: ScalingState, load: _Load) -> str:
     """Why this rule stops no replica now, beyond the guards of all rules; empty if nothing prevents it."""
-    if now - state.last_up < 2.0 * state.startup_s(config):
-        return "scaled up lately"
     if now - state.last_preemption < state.window_s(config):
         return "preemptions"
     if load.slow:

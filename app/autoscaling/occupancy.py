@@ -35,4 +35,5 @@ def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: Scalin
     need = snapshot.running * ratio
     answer = snapshot.running if abs(ratio - 1.0) <= _TOLERANCE else math.ceil(need - _EXACT)
     state.add_low(now, answer, state.window_s(config))
-    return state.settle(snapshot, config, Decision(answer, "occupancy", need, demand=occupancy))
+    proposed = Decision(answer, "occupancy", need, demand=occupancy)
+    return state.settle(snapshot, config, proposed, state.largest_need())

@@ -9,9 +9,9 @@ from app.autoscaling.snapshot import figure
 
 _SHARES = (
     "kv_high",
+    "kv_full",
     "kv_low",
     "prefill_high",
-    "prefill_low",
     "growth_share",
     "down_share",
     "max_missing",
@@ -27,13 +27,13 @@ class ScalingConfig:
     ttft_target_s: float = 2.0
     tpot_target_s: float = 0.05
     reserve: float = 0.5  # replicas beyond what prompts need
-    kv_high: float = 0.75  # of the pool: more is too much
+    kv_high: float = 0.75  # of the pool: a mean of more is too much
+    kv_full: float = 0.90  # of the pool: more is too much at any moment
     kv_low: float = 0.70  # of the pool: a smaller fleet must stay below
     prefill_high: float = 0.60  # of the time: prompts share it with decodes
-    prefill_low: float = 0.50  # arrivals vary more than memory, so the gap is wider
     growth_share: float = 0.1
     startup_s: float = 60.0  # until starts have been seen
-    rate_window_s: float = 30.0  # of arrivals
+    rate_window_s: float = 30.0  # of arrivals and of memory's mean
     burst_window_s: float = 5.0  # of arrivals while prompts wait too long
     down_window_s: float | None = None  # of lower need before a replica stops; None: twice the startup time
     down_share: float = 0.1  # most of the fleet that one decision stops, but at least one replica

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from app.autoscaling.recent import Recent
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import Decision, Snapshot
 
@@ -30,7 +31,8 @@ _INTENDED_SHARE = 0.25
 class ScalingState:
     """What earlier decisions leave behind."""
 
-    arrivals: deque[tuple[float, float]] = field(default_factory=deque)  # (time, tokens that came since)
+    arrivals: Recent = field(default_factory=Recent)  # uncached prompt tokens
+    pools: Recent = field(default_factory=Recent)  # of memory or slots in demand
     lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
     counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
@@ -80,12 +82,12 @@ class ScalingState:
         self.reported = min(max(self.reported, len(snapshot.replicas)), snapshot.running)
         return self.reported
 
-    def settle(self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision) -> Decision:
+    def settle(self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision, low: float) -> Decision:
         """The decision for what a rule proposes: up at once, down by the window and a little at a time.
 
         ``proposed.target`` is the number that is needed now, ``proposed.reason`` why it would rise, and
-        ``proposed.held_by`` what the rule itself has against stopping replicas. The window of ``add_low`` must
-        have the current need.
+        ``proposed.held_by`` what the rule itself has against stopping replicas; ``low`` is what the window of
+        lower needs still asks for. It must have the current need.
         """
         now, target, limit = snapshot.now, snapshot.target, snapshot.limit
 
@@ -102,7 +104,7 @@ class ScalingState:
             self.started_up(now, count)
             return decision(count, proposed.reason)
 
-        fewer = max(math.ceil(self.lows[0][1] - ROUNDING), self.floor(snapshot, config))
+        fewer = max(math.ceil(low - ROUNDING), self.floor(snapshot, config))
         most_stopped = config.most_stopped(target)
         held_by = (self._held_by(snapshot, config) or proposed.held_by) if fewer < target else ""
         if fewer >= target or held_by:
@@ -157,12 +159,6 @@ class ScalingState:
         rested = may_be_zero and snapshot.now - self.last_work >= config.zero_after_s
         return max(snapshot.minimum, 0 if rested else 1)
 
-    def add_arrivals(self, now: float, tokens: float, width: float) -> None:
-        """Add what came since the last decision, and forget what is older than ``width`` seconds."""
-        self.arrivals.append((now, tokens))
-        while self.arrivals[0][0] < now - width:
-            self.arrivals.popleft()
-
     def add_low(self, now: float, need: float, width: float) -> None:
         """Add a need to the window; the first of ``lows`` is then the largest of the last ``width`` seconds."""
         lows = self.lows
@@ -171,6 +167,26 @@ class ScalingState:
         lows.append((now, need))
         while lows[0][0] < now - width:
             lows.popleft()
+
+    def largest_need(self) -> float:
+        """Of the window."""
+        return self.lows[0][1]
+
+    def faded_need(self, now: float, config: ScalingConfig) -> float:
+        """The largest need of the window, of which less counts the older it is.
+
+        What exceeds the current need fades along the curve of the best randomized answer to the ski-rental
+        problem, played by many replicas instead of by chance: keeping them or starting them again costs at most
+        e / (e - 1) = 1.58 times what it would if it were known how long the need stays low. With all of them
+        kept for the whole window it could be twice as much. Nothing fades before fewer can be intended.
+        """
+        need, window_s, recent_s = self.lows[-1][1], self.window_s(config), self._recent_s(config)
+        ages = ((now - time, low) for time, low in self.lows)
+        return max(low if age <= recent_s else need + (low - need) * _kept(age / window_s) for age, low in ages)
+
+    def _recent_s(self, config: ScalingConfig) -> float:
+        """Seconds after which a lower need is no accident."""
+        return min(_INTENDED_S, _INTENDED_SHARE * self.window_s(config))
 
     def unsettled(self, snapshot: Snapshot, config: ScalingConfig) -> str:
         """Why a smaller fleet can be neither had nor intended now; empty if nothing speaks against it."""
@@ -193,7 +209,7 @@ class ScalingState:
         At most ``step``, and not below ``least`` replicas. Zero in shadow mode, which stops nothing.
         """
         now = snapshot.now
-        recent = min(_INTENDED_S, _INTENDED_SHARE * self.window_s(config))
+        recent = self._recent_s(config)
         if config.shadow or self.since is None or now - self.since < recent or self.unsettled(snapshot, config):
             return 0
         largest = 0.0
@@ -213,8 +229,9 @@ class ScalingState:
         self.since = None
         self.last_work = now
         if now < before:  # what lies ahead of the clock would stay until it gets there
-            for window in (self.arrivals, self.lows, self.awaited):
-                window.clear()
+            self.arrivals, self.pools = Recent(), Recent()
+            self.lows.clear()
+            self.awaited.clear()
             self.short_since = min(self.short_since, now)
             self.last_up = min(self.last_up, now)
             self.last_down = min(self.last_down, now)
@@ -228,3 +245,8 @@ class ScalingState:
             if snapshot.running >= count:
                 longest = min(_PATIENCE * self.startup_s(config), _LONGEST_START_S)
                 self.starts.append(min(snapshot.now - began, longest))
+
+
+def _kept(age: float) -> float:
+    """The share of an earlier need that still counts, by its age in windows: from 1 at once to 0."""
+    return max(1.0 - math.expm1(age) / math.expm1(1.0), 0.0)

@@ -7,6 +7,7 @@ from tests.planted_faults.fault import Fault
 _DEMAND = ("app/autoscaling/test_kv_demand.py",)
 _POLICY = ("app/autoscaling/test_kv_demand_policy.py",)
 _OCCUPANCY = ("app/autoscaling/test_scaling_occupancy.py",)
+_RECENT = ("app/autoscaling/test_recent.py",)
 _CLOCK = ("app/autoscaling/test_scaling_clock.py",)
 
 AUTOSCALING: list[Fault] = [
@@ -75,10 +76,66 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "        target=min(wanted, max(2 * target, target + _MOST_ADDED)),",
-        "        target=wanted,",
+        "    count = min(wanted, max(2 * target, target + _MOST_ADDED))",
+        "    count = wanted",
         _DEMAND,
         "one decision may multiply the fleet",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    kv = max(mean / config.kv_high, pools / config.kv_full)",
+        "    kv = mean / config.kv_high",
+        _DEMAND,
+        "pools that fill up wait for a mean",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    kv = max(mean / config.kv_high, pools / config.kv_full)",
+        "    kv = pools / config.kv_high",
+        _DEMAND,
+        "a peak that is over before a replica has started needs one",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    risen = steady + _RISES * arrivals.rise",
+        "    risen = steady",
+        _DEMAND,
+        "a fleet shrinks to what its prompts exceed at times",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "    lowest = max(lowest, min(count, snapshot.limit)) if count > target else lowest\n",
+        "",
+        _DEMAND,
+        "what a backlog started stops before it has served",
+    ),
+    Fault(
+        "app/autoscaling/recent.py",
+        "max(self.rate(now, width_s) - self.rate(now - width_s, width_s), 0.0)",
+        "abs(self.rate(now, width_s) - self.rate(now - width_s, width_s))",
+        _RECENT,
+        "a fall of the load counts as a rise, and holds the fleet",
+    ),
+    Fault(
+        "app/autoscaling/recent.py",
+        "level * (now - self._amounts[-1][0]) if self._amounts else 0.0",
+        "level",
+        _RECENT,
+        "the mean of a level depends on how often it is looked at",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "low if age <= recent_s else need + (low - need) * _kept(age / window_s)",
+        "low",
+        _DEMAND,
+        "all idle replicas are kept for the whole window",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "low if age <= recent_s else need + (low - need) * _kept(age / window_s)",
+        "need + (low - need) * _kept(age / window_s)",
+        _DEMAND,
+        "a pause of seconds stops replicas",
     ),
     Fault(
         "app/autoscaling/scaling_state.py",

@@ -59,7 +59,7 @@ def test_silent_replicas_count_as_the_mean_of_the_others() -> None:
     assert decision.demand == pytest.approx(0.5)
     queued = decide(snapshot(2.0, 10, *[one] * 8, running=10, queued=12.0), config, state)
     # A queued request counts as the mean of the 6 sequences of each replica: (400 + 200) / 6 blocks.
-    assert queued.need_kv == pytest.approx((10 * 500.0 + 12.0 * 100.0) / 750.0)
+    assert queued.demand == pytest.approx((10 * 500.0 + 12.0 * 100.0) / 10_000.0)
 
 
 def test_arrivals_after_a_restart_of_the_counter_count() -> None:
@@ -178,7 +178,63 @@ def test_a_rise_of_demand_is_not_extended() -> None:
         one = stats(100.0 + 10.0 * second, sequences=200.0)
         decision = decide(snapshot(float(second), 10, *[one] * 10), config, state)
     assert decision is not None
-    assert decision.need_kv == pytest.approx(4_000.0 / 750.0)
+    assert decision.need_kv == pytest.approx(4_000.0 / 900.0)
+
+
+@pytest.mark.parametrize(("peak", "target"), [(800.0, 4), (950.0, 5)])
+def test_a_short_peak_needs_no_replica_unless_it_nearly_fills_the_pools(peak: float, target: int) -> None:
+    config, state, decision = ScalingConfig(), ScalingState(), None
+    for second in range(60):
+        one = stats(peak if second >= 55 else 600.0)
+        decision = decide(snapshot(float(second), 4, *[one] * 4), config, state)
+    assert decision is not None
+    assert decision.target == target
+    lasting = [stats(800.0)] * 4
+    assert decide(snapshot(0.0, 4, *lasting), config, ScalingState()).target == 5
+
+
+@pytest.mark.parametrize(("clump", "fleet"), [(1, 2), (20, 3)])
+def test_a_smaller_fleet_must_bear_the_usual_rise_of_prompts(clump: int, fleet: int) -> None:
+    """A mean of 10,000 tokens/s are 1.67 replicas; in clumps of 20 s every 50 s they are 2.5 at times."""
+    config, state, target, arrived = ScalingConfig(reserve=0.0), ScalingState(), 3, 0.0
+    for second in range(900):
+        arrived += 10_000.0 if clump == 1 else 25_000.0 * (second % 50 < clump)
+        one = stats(10.0, arrived_tokens=arrived / 2.0)
+        reports = dict(enumerate([one] * 2 + [stats(10.0)] * (target - 2)))
+        target = min(
+            target, decide(Snapshot(float(second), target, target, 1, 100, reports), config, state).target
+        )
+    assert target == fleet
+
+
+def test_of_idle_replicas_the_first_goes_after_a_quarter_of_the_window_and_the_last_after_all_of_it() -> None:
+    config, state, target, stops = ScalingConfig(down_window_s=200.0, reserve=0.0), ScalingState(), 9, []
+    for second in range(900):
+        load = 8.5 * 700.0 if second < 400 else 700.0  # at the lower mark: 8.5 replicas, then one
+        reports = [stats(load / target)] * target
+        wanted = decide(snapshot(float(second), target, *reports), config, state).target
+        stops += [second - 399] * (target - wanted)
+        target = wanted
+    assert len(stops) == 8
+    assert stops[0] == 51
+    assert stops[3] == 116  # 1 + 7.5 x what is kept of it after so long is 5.1
+    assert 200 <= stops[-1] <= 230  # the mean is behind by up to half a minute
+
+
+def test_what_a_backlog_started_is_kept_as_if_it_were_still_needed() -> None:
+    config, state, target, running = ScalingConfig(), ScalingState(), 2, 2
+    targets = []
+    for second in range(400):
+        waiting = 30_000.0 if second == 200 else 0.0
+        running = target if second >= 261 else 2
+        reports = [stats(10.0, backlog_tokens=waiting)] * running
+        target = decide(snapshot(float(second), target, *reports), config, state).target
+        targets.append(target)
+    assert set(targets[:200]) == {1, 2}
+    assert targets[200] > 2
+    assert targets[260] == targets[200]
+    assert targets[261] == targets[200] - 1, "of what it asked for a minute ago, some has faded"
+    assert targets[-1] < 3
 
 
 def test_a_replica_that_has_just_started_has_no_load_yet() -> None:
@@ -190,10 +246,10 @@ def test_a_replica_that_has_just_started_has_no_load_yet() -> None:
     assert started.target == 6
     decide(snapshot(2.0, 6, *busy, stats(0.0)), config, state)
     silent = decide(snapshot(3.0, 6, *busy, running=6), config, state)
-    assert silent.need_kv == pytest.approx(6 * 700.0 / 750.0)
+    assert silent.demand == pytest.approx(0.7)
     # One has stopped; the next one that starts is as new as the first.
     decide(snapshot(4.0, 5, *busy), config, state)
-    assert decide(snapshot(5.0, 6, *busy, running=6), config, state).need_kv == pytest.approx(3_500.0 / 750.0)
+    assert decide(snapshot(5.0, 6, *busy, running=6), config, state).demand == pytest.approx(3_500.0 / 6_000.0)
 
 
 def test_the_reserve_is_for_prompts() -> None:
