@@ -15,7 +15,8 @@
              at most double or 4 more, whichever is larger
     down     target = ceil(largest need of the scale-down window, of which less counts the older it is), where
              demand counts in full at a mark of 0.70, and prompts with twice their usual rise;
-             at most a tenth of the fleet, or one replica, every 10 s
+             at most a tenth of the fleet, or one replica, every 10 s; as many as a burst that may return
+             needs are kept
     window   2 x startup time
 
 Demand counts what is missing, too, so unlike occupancy it exceeds 1 and does not saturate. KV is a stock and
@@ -32,6 +33,9 @@ half a minute: a peak that is over before a replica has started needs none. But 
 where a backlog shows that more come than before, and demand that nearly fills the pools counts at once. A
 smaller fleet must bear the peaks, too: those of memory, and of prompts the usual rise from one half minute to
 the next. That is learned: it is small in a large fleet, and large where prompts are long or come together.
+
+Bursts in which prompts had to wait are remembered, with the lulls between them (``bursts.py``). Replicas are
+kept for the next one where, over the last lulls, that would have cost less than its late requests.
 
 Marks and shares are options, in ``scaling_config.py``; the length of the window and the guards of all rules
 (bounds, missing reports, starting replicas, time between stops) are in ``scaling_state.py``. The constants of
@@ -130,7 +134,8 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
         held_by=_held_by(now, config, state, load),
         demand=_ratio(load.demand, load.pool * snapshot.running),
     )
-    return state.settle(snapshot, config, proposed, state.faded_need(now, config))
+    kept = math.ceil(state.bursts.kept(now) - ROUNDING)
+    return state.settle(snapshot, config, proposed, state.faded_need(now, config), kept)
 
 
 def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
@@ -181,15 +186,16 @@ def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load:
     state.pools.add_level(now, pools, width)
     mean = state.pools.rate(now, width) or pools  # the first decision has no mean
     kv = max(mean / config.kv_high, pools / config.kv_full)
-    prefill = _ratio(rate, config.prefill_high * load.prefill_rate)
+    prompts = config.prefill_high * load.prefill_rate  # tokens per second of one replica
+    prefill = _ratio(rate, prompts)
     if load.backlog_s > _BACKLOG_SHARE * config.ttft_target_s:
         prefill = max(prefill, snapshot.running * min(backlog, 2.0))
     decode = 0.0
     if load.step_s > _STEP_SHARE * config.tpot_target_s:
         decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
-    risen = steady + _RISES * arrivals.rise
-    lower_prefill = _ratio(risen, config.prefill_high * load.prefill_rate)
-    return _Needs(kv, prefill, decode, max(pools / config.kv_low, kv), lower_prefill)
+    lower = max(pools / config.kv_low, kv)
+    state.bursts.see(now, max(mean / config.kv_high, _ratio(steady, prompts)), late=backlog > 1.0)
+    return _Needs(kv, prefill, decode, lower, _ratio(steady + _RISES * arrivals.rise, prompts))
 
 
 def _ratio(amount: float, unit: float) -> float:

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from app.autoscaling.bursts import Bursts
 from app.autoscaling.recent import Recent
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import Decision, Snapshot
@@ -33,6 +34,7 @@ class ScalingState:
 
     arrivals: Recent = field(default_factory=Recent)  # uncached prompt tokens
     pools: Recent = field(default_factory=Recent)  # of memory or slots in demand
+    bursts: Bursts = field(default_factory=Bursts)
     lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
     counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
@@ -82,12 +84,15 @@ class ScalingState:
         self.reported = min(max(self.reported, len(snapshot.replicas)), snapshot.running)
         return self.reported
 
-    def settle(self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision, low: float) -> Decision:
+    def settle(
+        self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision, low: float, kept: int = 0
+    ) -> Decision:
         """The decision for what a rule proposes: up at once, down by the window and a little at a time.
 
         ``proposed.target`` is the number that is needed now, ``proposed.reason`` why it would rise, and
         ``proposed.held_by`` what the rule itself has against stopping replicas; ``low`` is what the window of
-        lower needs still asks for. It must have the current need.
+        lower needs still asks for. It must have the current need. ``kept`` replicas stay for a burst that may
+        return.
         """
         now, target, limit = snapshot.now, snapshot.target, snapshot.limit
 
@@ -104,11 +109,14 @@ class ScalingState:
             self.started_up(now, count)
             return decision(count, proposed.reason)
 
-        fewer = max(math.ceil(low - ROUNDING), self.floor(snapshot, config))
+        enough = max(math.ceil(low - ROUNDING), self.floor(snapshot, config))
+        fewer = max(enough, kept)
         most_stopped = config.most_stopped(target)
-        held_by = (self._held_by(snapshot, config) or proposed.held_by) if fewer < target else ""
+        held_by = "a burst may return" if enough < target else ""
+        if fewer < target:
+            held_by = self._held_by(snapshot, config) or proposed.held_by
         if fewer >= target or held_by:
-            intended = self.intended(snapshot, config, proposed.target, most_stopped)
+            intended = self.intended(snapshot, config, max(proposed.target, kept), most_stopped)
             return decision(target, "hold", held_by, intended)
         count = max(fewer, target - most_stopped)
         self.lowered(now, config)
@@ -229,7 +237,7 @@ class ScalingState:
         self.since = None
         self.last_work = now
         if now < before:  # what lies ahead of the clock would stay until it gets there
-            self.arrivals, self.pools = Recent(), Recent()
+            self.arrivals, self.pools, self.bursts = Recent(), Recent(), Bursts()
             self.lows.clear()
             self.awaited.clear()
             self.short_since = min(self.short_since, now)

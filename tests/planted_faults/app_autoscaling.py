@@ -8,6 +8,7 @@ _DEMAND = ("app/autoscaling/test_kv_demand.py",)
 _POLICY = ("app/autoscaling/test_kv_demand_policy.py",)
 _OCCUPANCY = ("app/autoscaling/test_scaling_occupancy.py",)
 _RECENT = ("app/autoscaling/test_recent.py",)
+_BURSTS = ("app/autoscaling/test_bursts.py",)
 _CLOCK = ("app/autoscaling/test_scaling_clock.py",)
 
 AUTOSCALING: list[Fault] = [
@@ -97,8 +98,8 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "    risen = steady + _RISES * arrivals.rise",
-        "    risen = steady",
+        "_ratio(steady + _RISES * arrivals.rise, prompts)",
+        "_ratio(steady, prompts)",
         _DEMAND,
         "a fleet shrinks to what its prompts exceed at times",
     ),
@@ -108,6 +109,41 @@ AUTOSCALING: list[Fault] = [
         "",
         _DEMAND,
         "what a backlog started stops before it has served",
+    ),
+    Fault(
+        "app/autoscaling/bursts.py",
+        "min(lull, hold_s) + _PRICE * self._late_s * (lull > hold_s)",
+        "_PRICE * self._late_s * (lull > hold_s)",
+        _BURSTS,
+        "a fleet is kept for a burst whatever that costs",
+    ),
+    Fault(
+        "app/autoscaling/bursts.py",
+        "        self._late_s = self._waited or self._late_s\n",
+        "        self._late_s = self._waited\n",
+        _BURSTS,
+        "a burst that found the fleet ready is taken for one that needs none",
+    ),
+    Fault(
+        "app/autoscaling/bursts.py",
+        "        elif self._peak < _BACK * self.size:\n            self._began = None\n",
+        "",
+        _BURSTS,
+        "a few prompts that wait make a large burst forgotten",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "        fewer = max(enough, kept)\n",
+        "        fewer = enough\n",
+        _DEMAND,
+        "nothing is kept for a burst",
+    ),
+    Fault(
+        "app/autoscaling/scaling_state.py",
+        "max(proposed.target, kept), most_stopped",
+        "proposed.target, most_stopped",
+        _DEMAND,
+        "the router turns from replicas that are kept",
     ),
     Fault(
         "app/autoscaling/recent.py",

@@ -237,6 +237,25 @@ def test_what_a_backlog_started_is_kept_as_if_it_were_still_needed() -> None:
     assert targets[-1] < 3
 
 
+def test_replicas_are_kept_for_a_burst_that_returns_and_the_decision_says_so() -> None:
+    """Every six minutes a minute of 48,000 tokens/s, enough for eight replicas; fewer have a backlog."""
+    config, state, target, running, arrived = ScalingConfig(reserve=0.0), ScalingState(), 2, 2, 0.0
+    lulls = []
+    for second in range(1_440):
+        busy = second % 360 < 60
+        running = running if busy else target  # what a burst starts comes after it
+        arrived += 24_000.0 * busy
+        one = stats(10.0, backlog_tokens=5_100.0 if busy and running < 8 else 0.0)
+        reports = dict.fromkeys(range(running), one)
+        reports |= {place: one._replace(arrived_tokens=arrived) for place in range(2)}
+        decision = decide(Snapshot(float(second), target, running, 2, 100, reports), config, state)
+        target = decision.target
+        if second % 360 == 300:
+            lulls.append((target, decision.held_by, decision.intended))
+    assert lulls[0] == (2, "", 0)
+    assert lulls[1:] == [(8, "a burst may return", 0)] * 3
+
+
 def test_a_replica_that_has_just_started_has_no_load_yet() -> None:
     config, state = ScalingConfig(), ScalingState()
     busy = [stats(700.0)] * 5
