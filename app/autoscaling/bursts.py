@@ -1,0 +1,67 @@
+"""The bursts that came too fast for a fleet: what they needed, how long prompts waited, the lulls between."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+_LULLS = 4
+"""As many of the last lulls say how long the next one may be."""
+_LONGER = 1.25
+"""A lull may be longer than the earlier ones by so much."""
+_PRICE = 8.0
+"""Seconds of idle replicas that a second of late requests is worth: a quarter of the hours for 3% of them."""
+_BACK, _OVER = 0.5, 0.25
+"""Of a burst's need: so much is its return, and less is its end."""
+
+
+class Bursts:
+    """What is known of bursts, and how many replicas to keep for the next one.
+
+    A burst begins where prompts wait too long, or where half of an earlier one's need is back, and ends once a
+    quarter is not needed any more. Smaller ones are ignored.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0.0  # replicas that the last one needed
+        self._late_s = 0.0  # while prompts waited, of the last one where they did
+        self._lulls: deque[float] = deque(maxlen=_LULLS)
+        self._began: float | None = None  # of the one that goes on
+        self._ended = -math.inf
+        self._needed_at = self._seen_at = -math.inf
+        self._peak = self._waited = 0.0
+
+    def see(self, now: float, need: float, *, late: bool) -> None:
+        """Add what is needed now, in replicas, and whether prompts wait too long."""
+        since, self._seen_at = max(now - self._seen_at, 0.0), now
+        if self._began is None:
+            if not late and not 0.0 < _BACK * self.size <= need:
+                return
+            self._began, self._peak, self._waited, since = now, 0.0, 0.0, 0.0
+        self._peak = max(self._peak, need)
+        self._waited += since if late else 0.0
+        if late or need >= _OVER * self._peak:
+            self._needed_at = now
+        elif self._peak < _BACK * self.size:
+            self._began = None
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        assert self._began is not None
+        if self._ended > -math.inf:
+            self._lulls.append(self._began - self._ended)
+        self.size, self._ended, self._began = self._peak, self._needed_at, None
+        self._late_s = self._waited or self._late_s
+
+    def kept(self, now: float) -> float:
+        """Replicas to keep for a burst that may return; 0 where that costs more than its late requests."""
+        return self.size if self._began is None and now - self._ended <= self._hold_s() else 0.0
+
+    def _hold_s(self) -> float:
+        """How long to keep them: what would have cost least over the last lulls; 0 if that is not to."""
+
+        def cost(hold_s: float) -> float:
+            return sum(min(lull, hold_s) + _PRICE * self._late_s * (lull > hold_s) for lull in self._lulls)
+
+        return min((0.0, *(_LONGER * lull for lull in self._lulls)), key=cost)
