@@ -5,7 +5,7 @@
     demand   = referenced blocks + blocks that waiting sequences lack + 1/10 of their expected growth
                + queued requests x mean blocks of a request
 
-    need     = max of   KV        mean demand of 30 s / (0.75 x pool), or demand / (0.9 x pool)
+    need     = max of   KV        mean demand / (0.75 x pool), or demand / (0.9 x pool)
                         slots     the same of sequences and max_num_seqs
                         prefill   arriving uncached prompt tokens per second / (0.60 x prefill rate)
                         backlog   running x backlog seconds / (1/4 TTFT target), above 1/8; at most 2 x running
@@ -14,7 +14,7 @@
     up       target = ceil(need, with the reserve added to prefill and backlog), at once;
              at most double or 4 more, whichever is larger
     down     target = ceil(largest need of the scale-down window, of which less counts the older it is), where
-             demand counts in full at a mark of 0.70, and prompts with twice their usual rise;
+             demand counts in full at a mark of 0.70, and prompts with three times their usual rise;
              at most a tenth of the fleet, or one replica, every 10 s; as many as a burst that may return
              needs are kept
     window   2 x startup time
@@ -28,11 +28,12 @@ requests that wait for it. Earlier needs fade, so of several idle replicas only 
 
 Arrivals jump, but demand for memory does not: it grows while requests are answered, and its mark leaves a
 quarter of each pool. So the reserve is for prompts alone, and no rise of demand is extended: whatever begins
-rises until as many requests end as come, and would be taken for more than it is. Both count by their means of
-half a minute: a peak that is over before a replica has started needs none. But arrivals count over five seconds
-where a backlog shows that more come than before, and demand that nearly fills the pools counts at once. A
-smaller fleet must bear the peaks, too: those of memory, and of prompts the usual rise from one half minute to
-the next. That is learned: it is small in a large fleet, and large where prompts are long or come together.
+rises until as many requests end as come, and would be taken for more than it is. Both count by their means, of
+half a minute and a quarter of the window: a peak that is over before a replica has started needs none. But
+arrivals count over five seconds where a backlog shows that more come than before, and demand that nearly
+fills the pools counts at once. A smaller fleet must bear the peaks, too: those of memory, and of prompts the
+usual rise from one half minute to the next. That is learned: it is small in a large fleet, and large where
+prompts are long or come together.
 
 Bursts in which prompts had to wait are remembered, with the lulls between them (``bursts.py``). Replicas are
 kept for the next one where, over the last lulls, that would have cost less than its late requests.
@@ -64,7 +65,7 @@ _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
 _STRAGGLERS = 0.1
 """Share of the replicas, at least one, whose slow steps are their own: a larger fleet would not help."""
-_RISES = 2.0
+_RISES = 3.0
 """Usual rises of the rate of prompts that a smaller fleet must bear; standard deviations of a steady one."""
 _MOST_ADDED = 4
 """Replicas that one decision may add even where that is more than double."""
@@ -183,8 +184,9 @@ def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load:
     rate = max(steady, arrivals.rate(now, config.burst_window_s)) if backlog > 1.0 else steady
 
     pools = max(_ratio(load.demand, load.pool), _ratio(snapshot.queued + load.sequences, load.slots))
-    state.pools.add_level(now, pools, width)
-    mean = state.pools.rate(now, width) or pools  # the first decision has no mean
+    recent_s = state.recent_s(config)
+    state.pools.add_level(now, pools, recent_s)
+    mean = state.pools.rate(now, recent_s) or pools  # the first decision has no mean
     kv = max(mean / config.kv_high, pools / config.kv_full)
     prompts = config.prefill_high * load.prefill_rate  # tokens per second of one replica
     prefill = _ratio(rate, prompts)
@@ -193,9 +195,9 @@ def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load:
     decode = 0.0
     if load.step_s > _STEP_SHARE * config.tpot_target_s:
         decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
-    lower = max(pools / config.kv_low, kv)
-    state.bursts.see(now, max(mean / config.kv_high, _ratio(steady, prompts)), late=backlog > 1.0)
-    return _Needs(kv, prefill, decode, lower, _ratio(steady + _RISES * arrivals.rise, prompts))
+    late = load.backlog_s > config.ttft_target_s
+    state.bursts.see(now, max(mean / config.kv_high, _ratio(steady, prompts)), late=late)
+    return _Needs(kv, prefill, decode, pools / config.kv_low, _ratio(steady + _RISES * arrivals.rise, prompts))
 
 
 def _ratio(amount: float, unit: float) -> float:

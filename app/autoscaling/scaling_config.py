@@ -33,7 +33,7 @@ class ScalingConfig:
     prefill_high: float = 0.60  # of the time: prompts share it with decodes
     growth_share: float = 0.1
     startup_s: float = 60.0  # until starts have been seen
-    rate_window_s: float = 30.0  # of arrivals and of memory's mean
+    rate_window_s: float = 30.0  # of arrivals
     burst_window_s: float = 5.0  # of arrivals while prompts wait too long
     down_window_s: float | None = None  # of lower need before a replica stops; None: twice the startup time
     down_share: float = 0.1  # most of the fleet that one decision stops, but at least one replica

@@ -188,11 +188,11 @@ class ScalingState:
         e / (e - 1) = 1.58 times what it would if it were known how long the need stays low. With all of them
         kept for the whole window it could be twice as much. Nothing fades before fewer can be intended.
         """
-        need, window_s, recent_s = self.lows[-1][1], self.window_s(config), self._recent_s(config)
+        need, window_s, recent_s = self.lows[-1][1], self.window_s(config), self.recent_s(config)
         ages = ((now - time, low) for time, low in self.lows)
         return max(low if age <= recent_s else need + (low - need) * _kept(age / window_s) for age, low in ages)
 
-    def _recent_s(self, config: ScalingConfig) -> float:
+    def recent_s(self, config: ScalingConfig) -> float:
         """Seconds after which a lower need is no accident."""
         return min(_INTENDED_S, _INTENDED_SHARE * self.window_s(config))
 
@@ -217,7 +217,7 @@ class ScalingState:
         At most ``step``, and not below ``least`` replicas. Zero in shadow mode, which stops nothing.
         """
         now = snapshot.now
-        recent = self._recent_s(config)
+        recent = self.recent_s(config)
         if config.shadow or self.since is None or now - self.since < recent or self.unsettled(snapshot, config):
             return 0
         largest = 0.0
