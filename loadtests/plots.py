@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
-COLORS = ("#1f6fb2", "#d9702b", "#6b7785", "#3a9a5b", "#a05bb0", "#c7a12b")
+COLORS = ("#2f81c7", "#d9702b", "#7d8895", "#3a9a5b", "#a86bb8", "#c7a12b")
+"""Seen on white as on black."""
+WIDTH = 760
+STYLE = """<style>
+text { font: 11px sans-serif; fill: #24292f }
+.title { font-size: 14px; font-weight: bold }
+.end { text-anchor: end }
+.source { font-size: 9px; opacity: .75 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }
+</style>"""
 
 
 class Chart(NamedTuple):
@@ -46,38 +55,35 @@ def draw(document: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _bars(title: str, bars: dict[tuple[str, str], float], source: str, path: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     where, whose = (list(dict.fromkeys(key[at] for key in bars)) for at in (0, 1))
-    plain: Any = {"svg.fonttype": "none", "svg.hashsalt": "quire", "font.family": "sans-serif", "font.size": 9}
-    with mpl.rc_context(plain):
-        figure = Figure(figsize=(8.0, 0.9 + 0.19 * len(bars) + 0.22 * len(where)), layout="constrained")
-        axes = figure.subplots()
-        at, ticks = 0.0, []
-        for group in where:
-            mine = [one for one in whose if (group, one) in bars]
-            ticks.append(at + (len(mine) - 1) / 2)
-            for one in mine:
-                value = bars[group, one]
-                axes.barh(at, value, 0.82, color=COLORS[whose.index(one) % len(COLORS)])
-                shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-                axes.text(value, at, f" {shown}", va="center", fontsize=8)
-                at += 1.0
-            at += 1.1
-        axes.set_yticks(ticks, where)
-        axes.invert_yaxis()
-        axes.margins(x=0.08, y=0.01)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(left=False)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel(source, loc="left", fontsize=7, color="#5b6675")
-        _legend(figure, whose)
-        figure.savefig(path, metadata={"Date": None})
+    colors = {one: COLORS[at % len(COLORS)] for at, one in enumerate(whose)}
+    left = 12 + round(6.2 * max(map(len, where)))
+    scale = (WIDTH - left - 60) / (max(bars.values()) or 1.0)
+    parts, x, y = [_text(0, 14, title, "title")], 0, 34
+    for one in whose:
+        if x and x + 24 + 6.2 * len(one) > WIDTH:
+            x, y = 0, y + 16
+        parts += [
+            f'<rect x="{x}" y="{y - 9}" width="10" height="10" fill="{colors[one]}"/>',
+            _text(x + 14, y, one),
+        ]
+        x += round(30 + 6.2 * len(one))
+    for group in where:
+        mine = [one for one in whose if (group, one) in bars]
+        y += 14
+        parts.append(_text(left - 6, y + 6 + 6.5 * len(mine), group, "end"))
+        for one in mine:
+            value = bars[group, one]
+            shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            width = round(value * scale, 1)
+            parts.append(f'<rect x="{left}" y="{y}" width="{width}" height="11" fill="{colors[one]}"/>')
+            parts.append(_text(left + width + 4, y + 9, shown))
+            y += 13
+    parts.append(_text(0, y + 18, source, "source"))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 24}" role="img">'
+    path.write_text("\n".join([head, f"<title>{escape(title)}</title>", STYLE, *parts, "</svg>\n"]))
 
 
-def _legend(figure: Any, whose: Sequence[str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=COLORS[at % len(COLORS)], label=one) for at, one in enumerate(whose)]
-    figure.legend(handles=patches, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+def _text(x: float, y: float, words: str, kind: str = "") -> str:
+    style = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:g}" y="{y:g}"{style}>{escape(words)}</text>'

@@ -176,9 +176,7 @@ def comparison(
     """Ray's first settings have the given figures (share in time, replica-hours), all others serve nothing."""
     figures = {OURS: ours} | dict.fromkeys(RAY_SWEEP, (0.0, 1.0))
     figures |= dict(zip(RAY_SWEEP, ray.values(), strict=False)) | dict(plans)
-    return Comparison(
-        load, {name: Outcome(name, *both, 3.0, 1, 4, 0.0, 0.0, 0.1) for name, both in figures.items()}
-    )
+    return Comparison(load, {name: Outcome(name, *both, 1, 0.0, 0.0, 0.1) for name, both in figures.items()})
 
 
 def test_ray_s_best_needs_the_fewest_hours_of_those_that_serve_as_ours() -> None:

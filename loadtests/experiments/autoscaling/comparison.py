@@ -17,7 +17,7 @@ TOLERANCE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All policies under one load, each over all seeds: means of hours and moves, else the worst run."""
+    """All policies under one load, each over all seeds: mean of hours, else the worst run."""
 
     load: str
     results: dict[str, Outcome]
@@ -91,9 +91,7 @@ def compared(load: str, runs: Sequence[tuple[str, Outcome]]) -> Comparison:
             some[0],
             served=min(one.served for one in some),
             replica_hours=fmean(one.replica_hours for one in some),
-            moves=fmean(one.moves for one in some),
             reversals=max(one.reversals for one in some),
-            peak=max(one.peak for one in some),
             ttft_p99=max(one.ttft_p99 for one in some),
         )
     return Comparison(load, results)

@@ -24,9 +24,7 @@ class Outcome:
     policy: str
     served: float  # share of the requests whose first token and pace were within the targets
     replica_hours: float
-    moves: float  # changes of the target while requests came
-    reversals: int
-    peak: int  # highest target
+    reversals: int  # of the target's changes while requests came
     most_stopped: float  # largest share of the fleet that one decision stopped, where it was not one replica
     reaction_s: float  # from the first request of an overload that waits to a higher target; else infinite
     ttft_p99: float
@@ -51,7 +49,7 @@ def simulate(
     fleet = Fleet(workload, most, first, startup_s)
     late: deque[tuple[float, dict[int, ReplicaStats]]] = deque()
     moves: list[int] = []
-    most_stopped, peak = 0.0, 0
+    most_stopped = 0.0
     ups: list[float] = []
     ticks = round(every_s / given.TICK_S)
     count = 0
@@ -82,7 +80,6 @@ def simulate(
                 if change < -1:
                     most_stopped = max(most_stopped, -change / fleet.target)
                 fleet.set_target(target)
-            peak = max(peak, fleet.target)
         fleet.tick()
         count += 1
         if fleet.now <= workload.seconds:
@@ -97,9 +94,7 @@ def simulate(
         policy.name,
         float(good.mean()) if len(good) else 1.0,
         hours,
-        len(moves),
         sum(a != b for a, b in itertools.pairwise(moves)),
-        peak,
         most_stopped,
         _reaction(workload, wait - fleet.uncached / fleet.service.prefill_rate, ups),
         float(np.quantile(wait, 0.99, method="higher")) if len(wait) else 0.0,
