@@ -34,6 +34,11 @@ WITHIN_S = 120.0
 MAX_THREADS = 2
 """Bodies parsed at the same time: threads share one interpreter, so more would only make each slower."""
 
+BEGIN_TURNS = 8
+"""Turns of the event loop from one begin to the next. Serve's (uvloop) accepts one connection in each, and
+learns a few later that its client has left. With a begin in each, /health would wait in the kernel behind a
+whole crowd, and all who have left would begin."""
+
 _PIECE_BYTES = 1 << 18  # decoded at once
 
 T = TypeVar("T")
@@ -42,8 +47,9 @@ T = TypeVar("T")
 class BodyReader:
     """The bodies of one ingress replica's requests; ``sender`` returns which client a request is from.
 
-    One request begins in each turn of the event loop, clients in turn: a begin takes a millisecond or more, and
-    what has begun, health checks, and other clients' requests must not wait until all of a crowd have begun.
+    One request begins in ``BEGIN_TURNS`` turns of the event loop, clients in turn: a begin takes a millisecond
+    or more, and what has begun, health checks, and other clients' requests must not wait until all of a crowd
+    have begun.
     ``check_wait`` gets the seconds that requests of one client wait to begin, and may raise. ``clock`` is in
     monotonic seconds.
     """
@@ -59,7 +65,7 @@ class BodyReader:
         self._held: Counter[str] = Counter()  # bytes, by client
         self._check_wait = check_wait
         self._clock = clock
-        self._begins = Turns(1, clock)
+        self._begins = Turns(1, clock, every=BEGIN_TURNS)
 
     @property
     def held_bytes(self) -> int:

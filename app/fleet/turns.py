@@ -9,19 +9,20 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Wakes futures, at most ``per_turn`` in one turn of the event loop, on which it is used.
+    """Wakes futures, at most ``per_turn`` in ``every`` turns of the event loop, on which it is used.
 
     So the loop does everything else between two groups, however many wait. Parties come one after the other,
     so that one that waits in great numbers holds up no other; of one party, whoever has waited longest goes
     first. ``clock`` is in monotonic seconds.
     """
 
-    def __init__(self, per_turn: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_turn: int, clock: Callable[[], float] = time.monotonic, *, every: int = 1) -> None:
         self._per_turn = per_turn
+        self._every = every
         self._clock = clock
         # By party, whose turn is next first: since when each has waited.
         self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}
-        self._taken = False  # this turn of the loop
+        self._taken = False  # this turn, or these, of the loop
 
     @property
     def lag_s(self) -> float:
@@ -50,9 +51,12 @@ class Turns:
     def _take(self) -> None:
         if not self._taken:
             self._taken = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._turn, self._every)
 
-    def _turn(self) -> None:
+    def _turn(self, left: int) -> None:
+        if left > 1:
+            asyncio.get_running_loop().call_soon(self._turn, left - 1)
+            return
         self._taken = False
         woken, waiting = 0, self._waiting
         while waiting and woken < self._per_turn:

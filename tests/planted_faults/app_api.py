@@ -224,6 +224,13 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
+        "Turns(1, clock, every=BEGIN_TURNS)",
+        "Turns(1, clock)",
+        _BEGINS,
+        "of a crowd that has left, all requests begin, and /health waits for them",
+    ),
+    Fault(
+        "app/api/request_body.py",
         "self._begins.enter(sender)",
         'self._begins.enter("")',
         _BEGINS,

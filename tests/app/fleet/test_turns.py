@@ -67,6 +67,22 @@ def test_parties_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
     asyncio.run(test())
 
 
+def test_the_loop_may_have_several_turns_for_others_between_two() -> None:
+    async def test() -> None:
+        turns, passed = Turns(1, every=4), []
+        for index in range(3):
+            future = asyncio.get_running_loop().create_future()
+            future.add_done_callback(lambda _, index=index: passed.append(index))
+            turns.wake(future)
+        seen = []
+        while len(passed) < 3:
+            await asyncio.sleep(0)
+            seen.append(len(passed))
+        assert [seen.count(count) for count in (1, 2)] == [4, 4]
+
+    asyncio.run(test())
+
+
 def test_whoever_leaves_takes_no_turn() -> None:
     async def test() -> None:
         turns = Turns(1)
