@@ -63,7 +63,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], float | None]] = {
     "a list of objects": ({"type": "array", "items": _PERSON, "minItems": 50}, 1.1),
     "a pattern of 2,000 characters": ({"type": "string", "pattern": "^[a-z ,.]{2000}$"}, None),
 }
-"""With the bar of a step's time; what is allowed by a pattern like this one is dear to work out."""
+"""Each with the bar for the time between tokens; none for a long pattern, whose masks cost more to compute."""
 
 AT_ONCE = 8
 """Malformed requests; each is followed by the next."""
@@ -171,7 +171,7 @@ class Neighbors:
 
     def malformed_bodies(self, count: int) -> list[Figure]:
         """``count`` malformed bodies on all routes."""
-        send_malformed(self.url, KEYS["mallory"], -1, 100)  # what is made once is made
+        send_malformed(self.url, KEYS["mallory"], -1, 100)  # to warm up
         memory = self._memory()
         alone, beside, results = self._by_turns(
             lambda turn: (send_malformed, self.url, KEYS["mallory"], turn, count // TURNS)
@@ -222,10 +222,10 @@ class Neighbors:
         ]
 
     def held_to_a_form(self, name: str, rounds: int) -> list[Figure]:
-        """Streams that are held to a schema over free ones, by turns; of both the draws are random, so that no
-        draft of a token is right."""
+        """Streams that are held to a schema against free ones, by turns. Both sample at random, so that correct
+        drafts speed up neither.
+        """
         schema, bar = SCHEMAS[name]
-
         held: dict[str, Any] = {"guided_json": schema}
 
         async def gaps(fields: dict[str, Any]) -> float:
@@ -236,7 +236,7 @@ class Neighbors:
                 )
             return median([gap for outcome in outcomes for gap in outcome.gaps])
 
-        asyncio.run(gaps(held))  # it is compiled
+        asyncio.run(gaps(held))  # compiles the schema
         gap_ratios, cost_ratios = list[float](), list[float]()
         for turn in range(rounds):
             gap, cost = dict[bool, float](), dict[bool, float]()
