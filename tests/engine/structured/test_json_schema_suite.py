@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLTokenizer
 from structured_engines import finished_values
@@ -63,7 +64,17 @@ def test_nothing_invalid_can_be_written(tokenizer: LLTokenizer, supported: Any) 
     assert unwritable < 0.05 * values
 
 
+def checkable(schema: Any) -> bool:
+    """Whether the library that validates can read it: Python's ``re`` knows no ``\\p{Letter}``."""
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema, format_checker=checker)
+    except jsonschema.SchemaError:
+        return False
+    return True
+
+
 @pytest.mark.timeout(3600)  # of hundreds, on a busy machine
 def test_what_a_model_finishes_is_valid(bundled_model: Path, supported: Any) -> None:
-    schemas = [group["schema"] for group, _ in supported]
+    schemas = [group["schema"] for group, _ in supported if checkable(group["schema"])]
     assert finished_values(bundled_model, schemas) >= 0.5 * len(schemas)  # the others ran out of tokens
