@@ -225,10 +225,10 @@ def _tool_choice(choice: object) -> object:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
-        listed = choice.get("tools")
-        if isinstance(listed, list):
-            listed = [_tool_choice(entry) for entry in listed]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_tool_choice(entry) for entry in tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     one_of(choice, "tool_choice", ("function",))
     return {"type": "function", "function": {"name": choice.get("name")}}
 

@@ -183,14 +183,14 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _allowed(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
-    """Those of ``tools`` that ``allowed_tools`` names, of which alone the model is told, and the choice."""
+    """The tools that ``allowed_tools`` names, the only ones that the model is told of, and the choice."""
     name = "tool_choice.allowed_tools"
     if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
         must_be = "an object with tools and the mode 'auto' or 'required'"
         raise wrong(name, value.get("mode") if isinstance(value, dict) else value, must_be, "tool_choice")
     listed = value.get("tools")
-    if not isinstance(listed, list) or not listed:
-        raise wrong(f"{name}.tools", listed, "a list of at least 1 tool", "tool_choice")
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
+        raise wrong(f"{name}.tools", listed, f"a list of 1 to {MAX_TOOLS} tools", "tool_choice")
     if not all(isinstance(entry, dict) for entry in listed):
         raise wrong(f"{name}.tools", listed, "a list of objects that name tools", "tool_choice")
     named = {_choice(entry, tools)[1] for entry in listed}
