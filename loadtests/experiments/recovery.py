@@ -29,7 +29,7 @@ from loadtests.report import Figure, finish, parse
 
 BLOCK_SIZE = 16
 AMPLE_BLOCKS, SMALL_BLOCKS = 1024, 16
-REQUESTS, EVERY = 300, 3  # and steps from one arrival to the next
+REQUESTS, EVERY = 500, 3  # and steps from one arrival to the next
 THREADS = 2
 LARGEST_ERROR = 0.3  # of an estimate against its outcome, at the median
 LEAST_DECISIONS = 200  # of each run, so that the median says something

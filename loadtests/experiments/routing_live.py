@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 MAX_NUM_SEQS = 8
 TOKEN_BUDGET = 64  # of a step, the same on every machine: a quarter of a second or so on one core of a desktop
 HELD = 0.6  # of the system prompts, what one pool holds beside its running requests
-LOAD = 0.65  # of the calibrated capacity: above what is served without prefixes, below what is with them
+LOAD = 0.8  # of the calibrated capacity: above what is served without prefixes, below what is with them
 SETTLE = 20  # arrivals before those that count, on average
 ROUNDS = 5  # of the calibration: requests for each sequence slot
 REQUEST_LIMIT_S = 600.0
@@ -310,7 +310,7 @@ def main(argv: Sequence[str]) -> None:
         "--seeds": (3, "runs of each arm"),
         "--arms": ([OURS, *COMPARED], f"of {', '.join(ROUTERS)}"),
         "--dtype": ("auto", "of the engines: float32 where bf16 has instructions"),
-        "--requests": (100, "of each run that count, on average"),
+        "--requests": (200, "of each run that count, on average"),
     }
     arguments = parse("routing --live", __doc__, options, argv)
     traffic = asyncio.run(Traffic.make(PromptTokenizer(TokenizerParts.read(resolve(MODEL)))))
