@@ -47,11 +47,10 @@ T = TypeVar("T")
 class BodyReader:
     """The bodies of one ingress replica's requests; ``sender`` returns which client a request is from.
 
-    One request begins in ``BEGIN_TURNS`` turns of the event loop, clients in turn: a begin takes a millisecond
-    or more, and what has begun, health checks, and other clients' requests must not wait until all of a crowd
-    have begun.
-    ``check_wait`` gets the seconds that requests of one client wait to begin, and may raise. ``clock`` is in
-    monotonic seconds.
+    One request begins every ``BEGIN_TURNS`` turns of the event loop, clients round robin: a begin takes a
+    millisecond or more, and running requests, health checks, and other clients' requests must not wait until
+    all of a crowd have begun. ``check_wait`` gets the seconds that a client's requests wait to begin, and may
+    raise. ``clock`` is in monotonic seconds.
     """
 
     def __init__(
@@ -84,9 +83,8 @@ class BodyReader:
 
         Raises:
             ApiError: that of ``check_wait``; 413 above ``MAX_BODY_BYTES``, before all of it is read, or above
-                ``MAX_VALUES`` values;
-                400 if it is not a JSON object; 408 if it is not complete ``WITHIN_S``; 503 beyond the client's
-                share of ``MAX_HELD_BYTES``.
+                ``MAX_VALUES`` values; 400 if it is not a JSON object; 408 if it is not complete within
+                ``WITHIN_S``; 503 beyond the client's share of ``MAX_HELD_BYTES``.
             InvalidRequestError: from ``parse``.
         """
         declared = request.headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""Whether an ingress keeps up: how late its event loop is, and how long the engines' frames wait for it."""
+"""Whether an ingress keeps up: how late its event loop is, or how long frames or requests wait for it."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class OverloadControl:
         self._backlog_s = backlog_s
         self._lag = LoopLag(max_lag_s)
         self._begin_wait_s = begin_wait_s
-        self._begins = LoopLag(max_lag_s)
+        self._begin_lag = LoopLag(max_lag_s)
         self._clock = clock
         self._rng = rng or random.Random()
         self._looked_at = -math.inf
@@ -100,7 +100,7 @@ class OverloadControl:
     def configure(self, max_wait_s: float, max_lag_s: float) -> None:
         """Other limits from now on; see the class."""
         self._max_wait_s = max_wait_s
-        self._lag.limit_s = self._begins.limit_s = max_lag_s
+        self._lag.limit_s = self._begin_lag.limit_s = max_lag_s
 
     def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it.
@@ -125,7 +125,7 @@ class OverloadControl:
 
         So a client that sends many is refused, and others, which hardly wait, are not.
         """
-        if not self._begins.behind or waited_s <= self._begins.limit_s:
+        if not self._begin_lag.behind or waited_s <= self._begin_lag.limit_s:
             return None
         return self._behind(waited_s)
 
@@ -136,12 +136,12 @@ class OverloadControl:
     @property
     def refusing(self) -> bool:
         """Whether a new request, or that of some clients, would be refused now."""
-        return self._lag.behind or self._begins.behind or (self._overloaded and self._over)
+        return self._lag.behind or self._begin_lag.behind or (self._overloaded and self._over)
 
     def look_at_lag(self, late_s: float) -> None:
         """Judge whether this process keeps up; its loop is ``late_s`` late now."""
         self._look(self._lag, max(late_s, self._backlog_s()), "all new requests are refused")
-        self._look(self._begins, self._begin_wait_s(), "requests of clients whose own wait so long are refused")
+        self._look(self._begin_lag, self._begin_wait_s(), "requests of clients that wait this long are refused")
 
     def _look(self, lag: LoopLag, seconds: float, consequence: str) -> None:
         was_behind = lag.behind
@@ -213,8 +213,8 @@ class OverloadControl:
             "limit_s": self._limit_s,
             "overloaded": self._overloaded,
             "refusing": self.refusing,
-            "lag_s": max(self._lag.seconds, self._begins.seconds),
-            "behind": self._lag.behind or self._begins.behind,
+            "lag_s": max(self._lag.seconds, self._begin_lag.seconds),
+            "behind": self._lag.behind or self._begin_lag.behind,
             "refused": self._refused,
             "faults": self._faults.count,
         }

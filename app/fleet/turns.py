@@ -1,4 +1,4 @@
-"""Who goes on next on a busy event loop: few in each turn, parties in turn, the longest waiting first."""
+"""Who goes on next on a busy event loop: a few in each turn, clients round robin, first come, first served."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from collections.abc import Callable
 class Turns:
     """Wakes futures, at most ``per_turn`` in ``every`` turns of the event loop, on which it is used.
 
-    So the loop does everything else between two groups, however many wait. Parties come one after the other,
-    so that one that waits in great numbers holds up no other; of one party, whoever has waited longest goes
-    first. ``clock`` is in monotonic seconds.
+    So the loop does everything else between two groups, however many wait. Clients are served round robin, so
+    one with many waiting requests delays no other; each client's are served first come, first served. ``clock``
+    is in monotonic seconds.
     """
 
     def __init__(self, per_turn: int, clock: Callable[[], float] = time.monotonic, *, every: int = 1) -> None:
         self._per_turn = per_turn
         self._every = every
         self._clock = clock
-        # By party, whose turn is next first: since when each has waited.
+        # By client, the next one first: since when each future has waited.
         self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}
-        self._taken = False  # this turn, or these, of the loop
+        self._taken = False  # the current turn, or ``every`` turns, of the loop
 
     @property
     def lag_s(self) -> float:
-        """The longest that anybody has waited; 0 if nobody waits."""
+        """The longest that any has waited; 0 if none waits."""
         return max(map(self.waited_s, self._waiting), default=0.0)
 
-    def waited_s(self, party: str) -> float:
-        """The longest that anybody of ``party`` has waited; 0 if nobody does."""
-        queue = self._waiting.get(party)
+    def waited_s(self, client: str) -> float:
+        """The longest that any of ``client`` has waited; 0 if none does."""
+        queue = self._waiting.get(client)
         return max(self._clock() - queue[0][0], 0.0) if queue else 0.0
 
-    def wake(self, future: asyncio.Future[None], party: str = "") -> None:
+    def wake(self, future: asyncio.Future[None], client: str = "") -> None:
         """Give ``future``, which is waited for, its result when its turn has come."""
-        self._waiting.setdefault(party, deque()).append((self._clock(), future))
+        self._waiting.setdefault(client, deque()).append((self._clock(), future))
         self._take()
 
-    async def enter(self, party: str) -> None:
-        """Wait for a turn; return at once if this one is free, which takes all of it."""
+    async def enter(self, client: str) -> None:
+        """Wait for a turn; if the current one is free, take it and return at once."""
         if not self._taken:
             self._take()
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.wake(turn, party)
+        self.wake(turn, client)
         await turn
 
     def _take(self) -> None:
@@ -60,11 +60,11 @@ class Turns:
         self._taken = False
         woken, waiting = 0, self._waiting
         while waiting and woken < self._per_turn:
-            party, queue = next(iter(waiting.items()))
-            del waiting[party]
+            client, queue = next(iter(waiting.items()))
+            del waiting[client]
             _, future = queue.popleft()
             if queue:
-                waiting[party] = queue  # behind the others
+                waiting[client] = queue  # behind the others
             if not future.done():  # whoever waited for it may have left
                 future.set_result(None)
                 woken += 1

@@ -149,7 +149,7 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/overload.py",
-        "        self._lag.limit_s = self._begins.limit_s = max_lag_s\n",
+        "        self._lag.limit_s = self._begin_lag.limit_s = max_lag_s\n",
         "",
         _LAG,
         "the limit of the lag stays as it was at the start",
@@ -163,15 +163,15 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/overload.py",
-        "not self._begins.behind or waited_s <= self._begins.limit_s",
-        "not self._begins.behind",
+        "not self._begin_lag.behind or waited_s <= self._begin_lag.limit_s",
+        "not self._begin_lag.behind",
         ("app/api/test_begins.py",),
         "a crowd of one client closes the door to all",
     ),
     Fault(
         "app/fleet/overload.py",
-        "not self._begins.behind or waited_s <= self._begins.limit_s",
-        "waited_s <= self._begins.limit_s",
+        "not self._begin_lag.behind or waited_s <= self._begin_lag.limit_s",
+        "waited_s <= self._begin_lag.limit_s",
         ("app/api/test_begins.py",),
         "a short crowd, or a pause, refuses requests",
     ),

@@ -213,7 +213,7 @@ def test_the_server_judges_the_wait_before_it_knows_the_model(
         now += WATCH_S
     assert http.get("/health").json()["status"] == "overloaded"
     assert http.post("/v1/completions", json=COUNT).status_code == 200  # of a client that does not wait
-    monkeypatch.setattr(type(server.api.bodies._begins), "waited_s", lambda turns, party: wait_s)
+    monkeypatch.setattr(type(server.api.bodies._begins), "waited_s", lambda turns, client: wait_s)
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
         response = http.post(path, content=b"not read")
         assert response.status_code == 429

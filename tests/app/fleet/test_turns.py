@@ -1,4 +1,4 @@
-"""Turns of a busy loop: few go on in each, parties in turn, the longest waiting first; streams as a whole."""
+"""Turns of a busy loop: few go on in each, clients round robin, first come, first served."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def test_a_few_go_on_in_each_turn_in_their_order() -> None:
     asyncio.run(test())
 
 
-def test_parties_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
+def test_clients_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
     async def test() -> None:
         now = 5.0
         turns, passed = Turns(1, lambda: now), []
 
-        async def enter(party: str) -> None:
-            await turns.enter(party)
-            passed.append(party)
+        async def enter(client: str) -> None:
+            await turns.enter(client)
+            passed.append(client)
 
         async with asyncio.TaskGroup() as tasks:
-            for party in "aaaabbc":
-                tasks.create_task(enter(party))
+            for client in "aaaabbc":
+                tasks.create_task(enter(client))
             await asyncio.sleep(0)
             now = 7.0
             tasks.create_task(enter("d"))
@@ -87,7 +87,7 @@ def test_whoever_leaves_takes_no_turn() -> None:
     async def test() -> None:
         turns = Turns(1)
         await turns.enter("a")
-        waiting = [asyncio.ensure_future(turns.enter(party)) for party in "abc"]
+        waiting = [asyncio.ensure_future(turns.enter(client)) for client in "abc"]
         await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[1].cancel()
