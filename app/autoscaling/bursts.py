@@ -6,13 +6,13 @@ import math
 from collections import deque
 
 _LULLS = 4
-"""As many of the last lulls say how long the next one may be."""
+"""How many of the last lulls predict the next one."""
 _LONGER = 1.25
-"""A lull may be longer than the earlier ones by so much."""
+"""The next lull may be this many times as long as an earlier one."""
 _PRICE = 8.0
-"""Seconds of idle replicas that a second of late requests is worth: a quarter of the hours for 3% of them."""
+"""Idle seconds of kept replicas that one second of late requests is worth: 25% of hours for 3% of requests."""
 _BACK, _OVER = 0.5, 0.25
-"""Of a burst's need: so much is its return, and less is its end."""
+"""Shares of a burst's need: from the first on it has returned, below the second it is over."""
 
 
 class Bursts:
@@ -59,7 +59,7 @@ class Bursts:
         return self.size if self._began is None and now - self._ended <= self._hold_s() else 0.0
 
     def _hold_s(self) -> float:
-        """How long to keep them: what would have cost least over the last lulls; 0 if that is not to."""
+        """How long to keep them: the time that would have cost least over the last lulls; it may be 0."""
 
         def cost(hold_s: float) -> float:
             return sum(min(lull, hold_s) + _PRICE * self._late_s * (lull > hold_s) for lull in self._lulls)

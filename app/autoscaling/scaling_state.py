@@ -177,11 +177,11 @@ class ScalingState:
             lows.popleft()
 
     def largest_need(self) -> float:
-        """Of the window."""
+        """The largest need of the window."""
         return self.lows[0][1]
 
     def faded_need(self, now: float, config: ScalingConfig) -> float:
-        """The largest need of the window, of which less counts the older it is.
+        """The largest need of the window, where older needs count less.
 
         What exceeds the current need fades along the curve of the best randomized answer to the ski-rental
         problem, played by many replicas instead of by chance: keeping them or starting them again costs at most
@@ -190,10 +190,10 @@ class ScalingState:
         """
         need, window_s, recent_s = self.lows[-1][1], self.window_s(config), self.recent_s(config)
         ages = ((now - time, low) for time, low in self.lows)
-        return max(low if age <= recent_s else need + (low - need) * _kept(age / window_s) for age, low in ages)
+        return max(low if age <= recent_s else need + (low - need) * _fade(age / window_s) for age, low in ages)
 
     def recent_s(self, config: ScalingConfig) -> float:
-        """Seconds after which a lower need is no accident."""
+        """How long a need must have been lower to be more than a fluctuation, in seconds."""
         return min(_INTENDED_S, _INTENDED_SHARE * self.window_s(config))
 
     def unsettled(self, snapshot: Snapshot, config: ScalingConfig) -> str:
@@ -255,6 +255,6 @@ class ScalingState:
                 self.starts.append(min(snapshot.now - began, longest))
 
 
-def _kept(age: float) -> float:
-    """The share of an earlier need that still counts, by its age in windows: from 1 at once to 0."""
+def _fade(age: float) -> float:
+    """The share of an earlier need that still counts: 1 at the ``age`` of 0, and 0 from a whole window on."""
     return max(1.0 - math.expm1(age) / math.expm1(1.0), 0.0)

@@ -161,15 +161,15 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/scaling_state.py",
-        "low if age <= recent_s else need + (low - need) * _kept(age / window_s)",
+        "low if age <= recent_s else need + (low - need) * _fade(age / window_s)",
         "low",
         _DEMAND,
         "all idle replicas are kept for the whole window",
     ),
     Fault(
         "app/autoscaling/scaling_state.py",
-        "low if age <= recent_s else need + (low - need) * _kept(age / window_s)",
-        "need + (low - need) * _kept(age / window_s)",
+        "low if age <= recent_s else need + (low - need) * _fade(age / window_s)",
+        "need + (low - need) * _fade(age / window_s)",
         _DEMAND,
         "a pause of seconds stops replicas",
     ),
