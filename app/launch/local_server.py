@@ -185,15 +185,24 @@ class LocalServer:
         starts.look(application, lambda model: _serves(model, health, application), time.monotonic())
 
     def attend(self) -> None:
-        """Follow models that did not serve at the start: announce those that do now, and retry failed ones."""
+        """Follow models that did not serve at the start: announce those that do now, and retry failed ones.
+
+        After a ``serve deploy`` on this cluster it does nothing: a retry would undo that deploy.
+        """
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
+        from ray.serve.schema import APIType
 
         starts = self._starts
-        if starts is None or not (starts.waiting or starts.failed):
+        if starts is None or not (starts.waiting or starts.failed) or (details := self._details()) is None:
             return
-        if (application := self._application()) is not None:
-            self._look(starts, application)
+        deployed = details.applications.get(serving.APP_NAME)
+        if deployed is None or deployed.source == APIType.DECLARATIVE:
+            names = ", ".join(model.name for model in (*starts.waiting, *starts.failed))
+            self._say(f"another deploy has replaced this one: the launcher no longer sees to {names}")
+            self._starts = None
+            return
+        self._look(starts, details._get_status().applications.get(serving.APP_NAME))
         if due := starts.due(time.monotonic()):
             for model in due:
                 self._tries[model.name] = self._tries.get(model.name, 0) + 1
@@ -227,6 +236,11 @@ class LocalServer:
 
     def _application(self) -> Any:
         """Serve's status of the application; ``None`` if unknown."""
+        details = self._details()
+        return None if details is None else details._get_status().applications.get(serving.APP_NAME)
+
+    def _details(self) -> Any:
+        """What Serve's controller says of all that it runs; ``None`` if unknown."""
         import ray
         from ray.exceptions import RayError
         from ray.serve.context import _get_global_client
@@ -236,10 +250,9 @@ class LocalServer:
         try:
             # serve.status() has no timeout, and would delay an interrupt.
             asked = _get_global_client()._controller.get_serve_instance_details.remote()
-            details = ServeInstanceDetails(**ray.get(asked, timeout=STATUS_TIMEOUT_S))
+            return ServeInstanceDetails(**ray.get(asked, timeout=STATUS_TIMEOUT_S))
         except (RayError, RayServeException):
             return None
-        return details._get_status().applications.get(serving.APP_NAME)
 
     def proxy(self) -> str:
         """Which proxy serves, judged by what listens."""

@@ -146,6 +146,13 @@ LAUNCH: list[Fault] = [
     ),
     Fault(
         "app/launch/local_server.py",
+        " or deployed.source == APIType.DECLARATIVE",
+        "",
+        _LAUNCHER,
+        "a retry of a model undoes what `serve deploy` has deployed since",
+    ),
+    Fault(
+        "app/launch/local_server.py",
         "answered, self._proxies = ray.wait",
         "answered, _ = [], ray.wait",
         _LAUNCHER,

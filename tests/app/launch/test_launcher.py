@@ -17,6 +17,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import APIType
 from safetensors.torch import save_file
 
 from app import __main__ as command
@@ -455,38 +456,66 @@ def test_a_model_that_cannot_start_is_named_and_the_others_serve(
     assert warning == CANNOT
 
 
+class Attended:
+    """A server of the models a, which serves, and b, which cannot start; ``tried`` counts the tries of b.
+
+    ``source`` is how the application that Serve runs was deployed; ``None``: there is none any more.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, instance: Instance) -> None:
+        self.said: list[str] = []
+        self.tried: list[dict[str, int]] = []
+        self.now = 100.0
+        self.source: APIType | None = APIType.IMPERATIVE
+        self.server = server = local_server.LocalServer(config.LaunchOptions(), instance)
+        server._models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
+        server._say, server._starts = self.said.append, ModelStarts(server._models, "ingress", self.said.append)
+        monkeypatch.setattr(server, "_details", self._details)
+        monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}}})
+        monkeypatch.setattr(local_server, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
+        monkeypatch.setattr("app.application.build_with", self._build)
+
+    def attend(self, after: float = 0.0) -> None:
+        self.now += after
+        self.server.attend()
+
+    def _details(self) -> SimpleNamespace:
+        status = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
+        deployed = {} if self.source is None else {serving.APP_NAME: SimpleNamespace(source=self.source)}
+        return SimpleNamespace(applications=deployed, _get_status=lambda: status)
+
+    def _build(self, args: object, replica_class: None, tries: dict[str, int]) -> None:
+        self.tried.append(dict(tries))
+        if len(self.tried) == 2:
+            raise ConfigError("the folder of b is gone")
+
+
 def test_a_model_that_cannot_start_is_deployed_again_by_itself(
     monkeypatch: pytest.MonkeyPatch, instance: Instance
 ) -> None:
-    said: list[str] = []
-    tried: list[dict[str, int]] = []
-    now = [100.0]
-    server = local_server.LocalServer(config.LaunchOptions(), instance)
-    server._models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
-    server._say, server._starts = said.append, ModelStarts(server._models, "ingress", said.append)
-    failed = status_of(**{"engine-a": "HEALTHY", "engine-b": "DEPLOY_FAILED", "ingress": "HEALTHY"})
-    monkeypatch.setattr(server, "_application", lambda: failed.applications[serving.APP_NAME])
-    monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}}})
-    monkeypatch.setattr(local_server, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
+    attended = Attended(monkeypatch, instance)
+    attended.attend()
+    assert (attended.said, attended.tried) == ([CANNOT], [])
+    attended.attend(after=RETRY_S)
+    assert attended.tried == [{"b": 1}]
+    attended.attend(after=SETTLE_S)
+    attended.attend(after=2 * RETRY_S)
+    assert attended.tried == [{"b": 1}, {"b": 2}]
+    assert attended.said[2:] == ["warning: b cannot be tried again now: ConfigError: the folder of b is gone"]
 
-    def build(args: object, replica_class: None, tries: dict[str, int]) -> None:
-        tried.append(dict(tries))
-        if len(tried) == 2:
-            raise ConfigError("the folder of b is gone")
 
-    monkeypatch.setattr("app.application.build_with", build)
-    server.attend()
-    assert (said, tried) == ([CANNOT], [])
-    now[0] += RETRY_S
-    server.attend()
-    assert tried == [{"b": 1}]
-    now[0] += SETTLE_S
-    server.attend()
-    now[0] += 2 * RETRY_S
-    server.attend()
-    assert tried == [{"b": 1}, {"b": 2}]
-    assert said[2:] == ["warning: b cannot be tried again now: ConfigError: the folder of b is gone"]
+@pytest.mark.parametrize("source", [APIType.DECLARATIVE, None])
+def test_a_retry_does_not_undo_what_serve_deploy_has_deployed_since(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance, source: APIType | None
+) -> None:
+    attended = Attended(monkeypatch, instance)
+    attended.attend()
+    attended.source = source
+    attended.attend(after=RETRY_S)
+    attended.attend(after=RETRY_S)
+    told = "another deploy has replaced this one: the launcher no longer sees to b"
+    assert (attended.said, attended.tried) == ([CANNOT, told], [])
 
 
 def test_without_any_model_that_can_start_the_launcher_ends(
