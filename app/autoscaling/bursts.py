@@ -19,7 +19,8 @@ class Bursts:
     """What is known of bursts, and how many replicas to keep for the next one.
 
     A burst begins where prompts wait too long, or where half of an earlier one's need is back, and ends once a
-    quarter is not needed any more. Smaller ones are ignored.
+    quarter is not needed any more. Smaller ones are ignored, unless prompts have waited in several of them: then
+    the earlier one is forgotten, so that a single large burst does not rule for ever.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class Bursts:
         self._ended = -math.inf
         self._needed_at = self._seen_at = -math.inf
         self._peak = self._waited = 0.0
+        self._smaller = 0  # ones in which prompts waited, since the last one that counted
 
     def see(self, now: float, need: float, *, late: bool) -> None:
         """Add what is needed now, in replicas, and whether prompts wait too long."""
@@ -42,13 +44,18 @@ class Bursts:
         self._waited += since if late else 0.0
         if late or need >= _OVER * self._peak:
             self._needed_at = now
-        elif self._peak < _BACK * self.size:
+        elif self._peak < _BACK * self.size and (not self._waited or self._smaller + 1 < _LULLS):
             self._began = None
+            self._smaller += self._waited > 0.0
         else:
             self._end()
 
     def _end(self) -> None:
         assert self._began is not None
+        if self._peak < _BACK * self.size:
+            self._lulls.clear()
+            self._ended = -math.inf
+        self._smaller = 0
         if self._ended > -math.inf:
             self._lulls.append(self._began - self._ended)
         self.size, self._ended, self._began = self._peak, self._needed_at, None

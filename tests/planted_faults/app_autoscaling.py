@@ -126,10 +126,19 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/bursts.py",
-        "        elif self._peak < _BACK * self.size:\n            self._began = None\n",
+        "        elif self._peak < _BACK * self.size and (not self._waited or self._smaller + 1 < _LULLS):\n"
+        "            self._began = None\n"
+        "            self._smaller += self._waited > 0.0\n",
         "",
         _BURSTS,
         "a few prompts that wait make a large burst forgotten",
+    ),
+    Fault(
+        "app/autoscaling/bursts.py",
+        " and (not self._waited or self._smaller + 1 < _LULLS):",
+        ":",
+        _BURSTS,
+        "after a large burst no smaller one is ever prepared for",
     ),
     Fault(
         "app/autoscaling/scaling_state.py",

@@ -108,3 +108,26 @@ def test_no_more_is_kept_than_was_ever_needed(steps: list[tuple[float, float, bo
         bursts.see(now, need, late=late)
         most = max(most, need)
         assert 0.0 <= bursts.kept(now) <= most
+
+
+def test_one_large_burst_is_forgotten_once_four_smaller_ones_were_late() -> None:
+    traffic = Traffic()
+    traffic.burst(need=40.0)
+    for _ in range(4):  # the fourth counts: the lulls since are known from the fifth on
+        traffic.lull(200)
+        traffic.burst()
+        assert set(traffic.lull(1)) == {0.0}
+    traffic.lull(200)
+    traffic.burst()
+    assert traffic.lull(20)[-1] == 10.0
+
+
+def test_smaller_bursts_without_late_prompts_leave_a_larger_one_alone() -> None:
+    traffic = Traffic()
+    traffic.burst(need=40.0)
+    for _ in range(9):
+        traffic.lull(5)
+        traffic.burst(late_s=0, seconds=10)
+    traffic.lull(5)
+    traffic.burst(need=40.0)
+    assert traffic.lull(20)[-1] == 40.0

@@ -77,4 +77,4 @@ def checkable(schema: Any) -> bool:
 @pytest.mark.timeout(3600)  # of hundreds, on a busy machine
 def test_what_a_model_finishes_is_valid(bundled_model: Path, supported: Any) -> None:
     schemas = [group["schema"] for group, _ in supported if checkable(group["schema"])]
-    assert finished_values(bundled_model, schemas) >= 0.5 * len(schemas)  # the others ran out of tokens
+    assert finished_values(bundled_model, schemas) >= 0.25 * len(schemas)  # the others are open, and ran out
