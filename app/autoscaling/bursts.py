@@ -19,7 +19,7 @@ class Bursts:
     """What is known of bursts, and how many replicas to keep for the next one.
 
     A burst begins where prompts wait too long, or where half of an earlier one's need is back, and ends once a
-    quarter is not needed any more. Smaller ones are ignored, unless prompts have waited in several of them: then
+    quarter is not needed any more. Smaller ones are ignored, unless prompts waited in several of them: then
     the earlier one is forgotten, so that a single large burst does not rule for ever.
     """
 
