@@ -22,7 +22,8 @@ class Turns:
         self._clock = clock
         # By client, the next one first: since when each future has waited.
         self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}
-        self._taken = False  # the current turn, or ``every`` turns, of the loop
+        # The loop whose current turn, or ``every`` turns, is taken. One that ended in between takes no other's.
+        self._taken_on: asyncio.AbstractEventLoop | None = None
 
     @property
     def lag_s(self) -> float:
@@ -41,7 +42,7 @@ class Turns:
 
     async def enter(self, client: str) -> None:
         """Wait for a turn; if the current one is free, take it and return at once."""
-        if not self._taken:
+        if self._taken_on is not asyncio.get_running_loop():
             self._take()
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,15 +50,16 @@ class Turns:
         await turn
 
     def _take(self) -> None:
-        if not self._taken:
-            self._taken = True
-            asyncio.get_running_loop().call_soon(self._turn, self._every)
+        loop = asyncio.get_running_loop()
+        if self._taken_on is not loop:
+            self._taken_on = loop
+            loop.call_soon(self._turn, self._every)
 
     def _turn(self, left: int) -> None:
         if left > 1:
             asyncio.get_running_loop().call_soon(self._turn, left - 1)
             return
-        self._taken = False
+        self._taken_on = None
         woken, waiting = 0, self._waiting
         while waiting and woken < self._per_turn:
             client, queue = next(iter(waiting.items()))

@@ -113,6 +113,17 @@ def test_the_turn_of_the_last_one_who_waited_is_not_free() -> None:
     asyncio.run(test())
 
 
+def test_a_loop_that_ends_takes_no_turn_of_the_next_one() -> None:
+    turns = Turns(1, every=4)
+    asyncio.run(turns.enter("a"))
+
+    async def two() -> None:
+        for _ in range(2):
+            await asyncio.wait_for(turns.enter("a"), 1.0)
+
+    asyncio.run(two())
+
+
 def test_an_ingress_that_is_behind_serves_all_streams_alike() -> None:
     """A token for each stream comes with every turn of the loop, and each turn serves a part of the streams."""
     count, tokens = 5 * EVENTS_PER_TURN, 40
