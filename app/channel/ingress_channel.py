@@ -461,7 +461,7 @@ class IngressChannel:
             return
         if silent != (self.state is ChannelState.SUSPECT):
             self.state = ChannelState.SUSPECT if silent else ChannelState.OPEN
-            logger.info("replica %s %s", self.replica, "is silent" if silent else "is no longer silent")
+            logger.info("replica %s %s", self.replica, "is silent: busy or lost" if silent else "sends again")
             self._events.on_suspect(self._route, silent)
 
     async def _beat(self, epoch: int) -> None:

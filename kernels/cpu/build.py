@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kernels.cache_dir import cache_root
+
+logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
@@ -58,7 +61,7 @@ def find_compilers() -> list[list[str]]:
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels, built first if this machine has no copy yet, which takes some seconds.
+    """The compiled kernels, built first if this machine has no copy yet, which takes half a minute or so.
 
     Only a build needs a compiler; the first one that can compile the sources does it. While one process builds,
     others wait for its library. Raises :class:`BuildError`.
@@ -113,6 +116,7 @@ def _cpu_flags() -> str:
 
 def _build(sources: list[Path], target: Path) -> None:
     """Compile with the first compiler that succeeds."""
+    logger.warning("compiling the CPU kernels for this machine, once; this takes a minute or so")
     refused = []
     for compiler in find_compilers():
         try:

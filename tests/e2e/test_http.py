@@ -199,11 +199,12 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
             "quire_prefix_hit_tokens_total",
             "quire_generated_tokens_total",
         }
-        return found if wanted <= set(found) and found["quire_prefix_hit_tokens_total"] >= 48 else None
+        if not wanted <= set(found):
+            return None
+        least = {"prefix_hit_tokens_total": 48, "generated_tokens_total": 6, "kv_blocks:cached": 1}
+        return found if all(found[f"quire_{name}"] >= value for name, value in least.items()) else None
 
-    found = wait_for(figures, 60, "the metrics are not there")
-    assert found["quire_kv_blocks:cached"] > 0
-    assert found["quire_generated_tokens_total"] >= 6
+    wait_for(figures, 60, "the metrics are not there")  # Ray sends each in its own time
 
     def served() -> dict[str, dict[str, float]] | None:
         """By name and replica, once both engines have sent theirs."""
