@@ -31,6 +31,7 @@ from loadtests.workloads import prompts
 
 ENGINES = 2
 STREAMS, TOKENS = 16, 64
+LONG_STREAMS = 8  # enough to be on both engines, whatever the router has learned of these
 LONG_S = 8.0  # the least that a long stream takes; it outlives the replica that was told to stop
 POLL_S = 0.002
 
@@ -68,7 +69,7 @@ class Faults(Fleet):
     def undisturbed(self) -> list[Figure]:
         """What the streams of later parts say when nothing happens to them."""
         self._expected = self.say(prompts(STREAMS), TOKENS)
-        self._expected_long = self.say(prompts(ENGINES), self._long)
+        self._expected_long = self.say(prompts(LONG_STREAMS), self._long)
         return stream_figures("undisturbed", self._expected, self._expected)
 
     def lone_disconnects(self, trials: int) -> list[Figure]:
@@ -120,13 +121,13 @@ class Faults(Fleet):
             self.cluster.kill(self.cluster.ingress_pids()[0])
             return seconds_until(lambda: self.cluster.idle() and not self.cluster.channels() & before, LIMIT_S)
 
-        _, seconds = self.while_streaming(prompts(8), self._long, ENGINES, kill)
+        _, seconds = self.while_streaming(prompts(LONG_STREAMS), self._long, ENGINES, kill)
         self._routable_again()
         return [most("ingress killed: blocks and channels gone", seconds, 10.0, " s")]
 
     def busy_stopped(self) -> list[Figure]:
-        """An engine replica with a running stream is told to stop; the other has one, too."""
-        outcomes, seconds = self.while_streaming(prompts(ENGINES), self._long, ENGINES, self._stop_one)
+        """An engine replica with running streams is told to stop; the other has some, too."""
+        outcomes, seconds = self.while_streaming(prompts(LONG_STREAMS), self._long, ENGINES, self._stop_one)
         what = "busy engine told to stop"
         return [Figure(f"{what}: gone", seconds, " s"), *stream_figures(what, outcomes, self._expected_long)]
 
