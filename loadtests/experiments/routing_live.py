@@ -214,7 +214,7 @@ def figures_of(runs: Runs, systems: Sequence[int]) -> list[Figure]:
     ours = runs.get(OURS)
     if not ours:
         return made
-    served = throughput(ours) / mean([run.asked for run in ours])
+    served = throughput(ours) / max(mean([run.asked for run in ours]), 1e-9)
     share = cached_share(ours) / max(cached_share(ours, systems), 1e-9)
     made.append(Figure("prefix: cached share of prompt tokens, of an oracle's", share, "", CACHED_BAR))
     made.append(Figure("prefix: output, of what was asked for", served, "", ASKED_BAR))

@@ -87,9 +87,10 @@ def test_whatever_did_not_end_well_is_counted() -> None:
 
 
 def test_bars_hold_at_their_edge_and_not_beyond() -> None:
-    ours, two = [reply(ttft=0.6, cached=380)] * 15, [reply(ttft=1.0, cached=0)] * 10
+    two = [reply(ttft=1.0, cached=0)] * 10
+    ours = [*[reply(ttft=0.6, cached=380)] * 9, reply(ttft=0.6, cached=380, ended=25.0)]
     assert verdicts(run(*ours), run(*two)) == [True] * 5
-    ours = [reply(ttft=0.61, cached=379)] * 14
+    ours = [*[reply(ttft=0.61, cached=379)] * 8, reply(ttft=0.61, cached=379, ended=25.0)]
     assert verdicts(run(*ours), run(*two)) == [True, True, False, False, False]
 
 
@@ -99,13 +100,14 @@ def test_failures_are_held_against_every_arm() -> None:
 
 def test_without_the_other_arm_there_is_no_comparison() -> None:
     names = [figure.name for figure in figures_of({OURS: [run(reply())]}, SYSTEMS)]
-    assert names == ["prefix: requests that failed", "prefix: cached share of prompt tokens, of an oracle's"]
+    shares = ["cached share of prompt tokens, of an oracle's", "output, of what was asked for"]
+    assert names == [f"prefix: {name}" for name in ("requests that failed", *shares)]
     assert len(figures_of({"round_robin": [run(reply())]}, SYSTEMS)) == 1
 
 
 def test_rays_own_prefix_router_is_shown_without_a_bar() -> None:
     made = figures_of({OURS: [run(reply(), reply())], "prefix_affinity": [run(reply(ttft=1.0))]}, SYSTEMS)
-    assert [(figure.value, figure.bar) for figure in made[3:]] == [(2.0, None), (0.5, None)]
+    assert [(figure.value, figure.bar) for figure in made[4:]] == [(2.0, None), (0.5, None)]
 
 
 def test_a_request_without_a_token_has_waited_for_ever() -> None:
