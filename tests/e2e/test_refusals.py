@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from local_cluster import EVENLY, SHORT_OF_MEMORY, SOON_S, BreakableCluster, paced_options
-from paced_model import slow_steps
 from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.context import _get_global_client
 
@@ -94,8 +93,8 @@ def figures(address: str, ingress: str) -> dict[str, float]:
     return found
 
 
-def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster, paced_model: Path) -> None:
-    with slow_steps(paced_model, 0.02):  # so that a batch takes most of a second on a fast machine, too
+def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> None:
+    with small.slow_steps(0.02):  # so that a batch takes most of a second on a fast machine, too
         answers = asyncio.run(flood(small.url))
     refused = [answer for answer in answers if answer.status != 200]
     assert {answer.status for answer in refused} == {429}

@@ -51,6 +51,18 @@ def nothing_kept(handle: LoopbackHandle) -> bool:
     return not any(replica.hub._attempts or replica.hub._kept for replica in handle.replicas.values())
 
 
+async def one_stream_with_a_short_lease() -> tuple[
+    LoopbackHandle, EngineClient, LoopbackReplica, asyncio.Future[list[int]]
+]:
+    """One replica that has a request of 300 tokens, and takes an ingress for lost after 1.5 s of silence."""
+    handle, client = await started(1)
+    (only,) = handle.replicas.values()
+    only.hub._lease_s = 1.5
+    job = asyncio.ensure_future(collect(client, request([1], 300)))
+    await until(lambda: submitted(handle) == 1)
+    return handle, client, only, job
+
+
 @pytest.mark.parametrize("break_", BREAKS)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_broken_channel_costs_no_computation(replicas: int, break_: Break) -> None:
@@ -80,16 +92,11 @@ def test_an_ingress_that_is_behind_says_that_it_lives_until_it_can_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
-        handle, client = await started(1)
-        (only,) = handle.replicas.values()
-        only.hub._lease_s = 1.5
-        job = asyncio.ensure_future(collect(client, request([1], 300)))
-        await until(lambda: submitted(handle) == 1)
+        handle, client, only, job = await one_stream_with_a_short_lease()
         relay, late = client._parts.channels.relay, asyncio.Event()
         drain = relay._drain
         monkeypatch.setattr(relay, "_drain", lambda: late.is_set() and drain())
-        for channel in list(only.hub._channels.values()):
-            only.hub.close(channel, "a test broke it")
+        engine_ends_it(only)
         await asyncio.sleep(4.0)
         late.set()
         drain()
@@ -105,11 +112,7 @@ def test_an_ingress_says_that_it_lives_until_the_next_channel_has_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
-        handle, client = await started(1)
-        (only,) = handle.replicas.values()
-        only.hub._lease_s = 1.5
-        job = asyncio.ensure_future(collect(client, request([1], 300)))
-        await until(lambda: submitted(handle) == 1)
+        handle, client, only, job = await one_stream_with_a_short_lease()
 
         def open_late(cid: str, epoch: int, resumption: bytes, *, target: str) -> LoopbackStream:
             async def late() -> None:
