@@ -176,6 +176,7 @@ class EngineReplica:
             "waiting": stats.scheduler.waiting,
             "swapped": stats.scheduler.swapped,
             "steps": stats.steps,
+            "turned_at": self._engine.turned_at,
             "generated_tokens": stats.scheduler.generated_tokens,
             "preemptions": stats.scheduler.preemptions,
             "recoveries": {kind.value: count for kind, count in stats.scheduler.recovery.finished.items()},

@@ -103,6 +103,7 @@ class EngineThread:
         self._snapshots: list[_Snapshot] = []  # handled, not answered yet
         self._closed = threading.Event()  # the inbox is not read any more
         self._turns = 0  # of the loop
+        self._turned_at = 0.0  # when the last one ended
         self._idle = False  # it waits for its inbox
         self._engine: Engine | None = None
         self._stats: EngineStats | None = None
@@ -238,6 +239,11 @@ class EngineThread:
         engine = self._running()
         return None if self._idle else (self._turns, engine.layers_run)
 
+    @property
+    def turned_at(self) -> float:
+        """``time.monotonic()`` when the last turn of its loop ended: what it freed was free by then."""
+        return self._turned_at
+
     def is_alive(self) -> bool:
         """Whether the engine is loaded and its thread runs."""
         return self._engine is not None and self._failure is None and self._thread.is_alive()
@@ -323,6 +329,7 @@ class EngineThread:
                 if delta.final:
                     self._live.discard(delta.request_id)
             self._stats, self._load = engine.stats(), engine.load.read()
+            self._turned_at = time.monotonic()
             batch = None if events is None else events.drain()
             self._answer(engine)
             self._on_outputs(StepOutputs(deltas, added, batch, self._load))

@@ -416,11 +416,13 @@ def test_the_thread_delivers_what_the_engine_makes(outputs: Outputs, make_engine
 def test_the_thread_aborts(outputs: Outputs) -> None:
     outputs.thread.submit(make_request("a", PROMPT, max_tokens=100, ignore_eos=True))
     outputs.thread.submit(make_request("b", PROMPT, max_tokens=4))
+    aborted_at = time.monotonic()
     outputs.thread.abort("a")
     outputs.thread.abort("unknown")
     deltas = outputs.until_finished("a", "b")
     assert deltas["a"][-1].finish_reason is FinishReason.ABORT
     assert len(made(deltas["b"])) == 4
+    assert aborted_at < outputs.thread.turned_at < time.monotonic()
 
 
 def test_wrong_requests_raise_in_the_caller(outputs: Outputs) -> None:
