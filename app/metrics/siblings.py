@@ -19,7 +19,10 @@ WITHIN_S = 2.0
 """An ingress that does not answer for so long is left out."""
 
 ALONE_S = 5.0
-"""How long an ingress that has found no other asks nobody: calling itself through Serve takes milliseconds."""
+"""How long an ingress that has found no other asks none of what is ``POLLED``: a call takes milliseconds."""
+
+POLLED = frozenset({"figures", "prefix_flow"})
+"""What is asked again and again, so that another ingress may be missed for a while."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +45,10 @@ class Siblings:
     async def ask(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of each; return the answers that come in time and are no errors. Never raises.
 
-        There may be none, not even this ingress's own: if it was the only one within the last ``ALONE_S``.
+        For a method in ``POLLED`` there may be none, not even this ingress's own: if it was the only one within
+        the last ``ALONE_S``.
         """
-        if self._clock() < self._alone_until:
+        if method in POLLED and self._clock() < self._alone_until:
             return []
         loop = asyncio.get_running_loop()
         # In an empty context: Serve must not take the calls for children of the request that asks.
@@ -60,6 +64,5 @@ class Siblings:
         except Exception:  # noqa: BLE001  (Serve raises many kinds; what this ingress itself knows remains)
             self.faults.add()
             return []
-        if len(answers) == 1:
-            self._alone_until = self._clock() + ALONE_S
+        self._alone_until = self._clock() + ALONE_S if len(answers) == 1 else -math.inf
         return [answer for answer in answers if isinstance(answer, list)]  # and no error

@@ -24,10 +24,17 @@ _SIBLINGS = ("app/metrics/test_siblings.py",)
 METRICS: list[Fault] = [
     Fault(
         "app/metrics/siblings.py",
-        "if len(answers) == 1:",
-        "if answers:",
+        "if len(answers) == 1 else -math.inf",
+        "if answers else -math.inf",
         _SIBLINGS,
         "an ingress with others does not ask them",
+    ),
+    Fault(
+        "app/metrics/siblings.py",
+        "if method in POLLED and self._clock() < self._alone_until:",
+        "if self._clock() < self._alone_until:",
+        _SIBLINGS,
+        "a request that an ingress which has just come has answered is not found for seconds",
     ),
     Fault(
         "app/api/request_trace.py",

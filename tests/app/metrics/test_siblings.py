@@ -19,8 +19,8 @@ class Deployment:
     def __init__(self, *answers: Any) -> None:
         self.answers, self.asked = list(answers), 0
 
-    def broadcast(self, method: str) -> Deployment:
-        assert method == "figures"
+    def broadcast(self, method: str, *arguments: object) -> Deployment:
+        assert (method, arguments) in {("figures", ()), ("lives", ("a request",))}
         self.asked += 1
         return self
 
@@ -59,3 +59,14 @@ def test_the_only_one_looks_for_others_now_and_then(monkeypatch: pytest.MonkeyPa
     now = ALONE_S
     for _ in range(2):
         assert asyncio.run(siblings.processes()) == [OWN, OTHER]
+
+
+def test_a_request_is_looked_for_at_all_even_if_there_was_one_a_moment_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment = deployed(monkeypatch, [OWN])
+    siblings = Siblings("quire", lambda: 0.0)
+    assert asyncio.run(siblings.processes()) == [OWN]
+    deployment.answers.append([OTHER])
+    assert asyncio.run(siblings.ask("lives", "a request")) == [[OWN], [OTHER]]
+    assert asyncio.run(siblings.processes()) == [OWN, OTHER], "it has found another"
