@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from app.background import Background
 from app.channel import relay
-from app.channel.ingress_channel import ChannelState, IngressChannel, OwnerEvents
+from app.channel.ingress_channel import IngressChannel, OwnerEvents
 from app.channel.wire_resume import Claim
 from app.routing import fleet
 from app.routing.replica import Route
@@ -76,16 +76,17 @@ class ChannelSet:
         return since is None or self._loop.time() - since < drain_timeout_s
 
     def opening(self) -> bool:
-        """Whether a member has not answered yet."""
+        """Whether a member has neither answered nor failed yet."""
         return any(
-            channel.state is ChannelState.OPENING
-            for replica, channel in self._channels.items()
-            if replica not in self._leaving
+            not channel.answered for replica, channel in self._channels.items() if replica not in self._leaving
         )
 
     def widen(self) -> None:
-        """Double the subset, as none of its replicas can run a waiting request; it narrows after ``WIDE_S``."""
-        if not self.fleet.widen_subset():
+        """Double the subset, as none of its replicas can run a waiting request; it narrows after ``WIDE_S``.
+
+        Nothing happens while some of them have yet to answer: these may.
+        """
+        if self.opening() or not self.fleet.widen_subset():
             return
         if self._narrowing is not None:
             self._narrowing.cancel()

@@ -145,6 +145,8 @@ class IngressChannel:
         """Errors that no connection explains; each is in the log with its traceback."""
         self._background = background or Background()
         self.state = ChannelState.OPENING
+        self.answered = False
+        """Whether the replica has opened a channel, or the first try has failed: within ``DEAD_S``."""
         self._stream = handle.options(stream=True, _by_reference=False)
         self._unary = handle.options(_by_reference=False)
         self._cid = cid
@@ -336,7 +338,7 @@ class IngressChannel:
         if self._generator is not None:
             cancel_call(self._generator)
             self._generator = None
-        self.state = ChannelState.CLOSED
+        self.state, self.answered = ChannelState.CLOSED, True
         route, self._route = self._route, None
         self._lose()  # one that has not opened resumes nothing
         if route is None:
@@ -382,7 +384,7 @@ class IngressChannel:
         self._frames += 1
         if frame.hello is not None:
             self._route = Route(self.replica, epoch)
-            self.state = ChannelState.OPEN
+            self.state, self.answered = ChannelState.OPEN, True
             broken = self._take_broken()
             self._resumed = broken is not None
             self._events.on_open(self._route, frame.hello, None if broken is None else broken.route)

@@ -128,7 +128,10 @@ class CountingEngine:
 
 
 class LoopbackReplica:
-    """One engine replica; ``kill`` breaks every call to it, now and later."""
+    """One engine replica; ``kill`` breaks every call to it, now and later.
+
+    Channels open after ``opens_after_s``.
+    """
 
     def __init__(
         self, name: str, limits: ModelLimits = LIMITS, weights: int = 0, build: Build = UNKNOWN_BUILD
@@ -139,6 +142,7 @@ class LoopbackReplica:
         self.hub = ChannelHub(hello, self.engine.abort, clock=loop_time, end_sequence=self.engine.end_sequence)
         self.engine.hub = self.hub
         self.dead = False
+        self.opens_after_s = 0.0
         self.cached_blocks = 0
         self.calls: set[asyncio.Task[Any]] = set()
 
@@ -185,8 +189,9 @@ class LoopbackStream:
         self.task: asyncio.Task[Any] | None = None
         self.unsent: Exception | None = None  # why the call could not be sent
 
-    async def pump(self, stream: AsyncIterator[bytes]) -> None:
+    async def pump(self, stream: AsyncIterator[bytes], after_s: float) -> None:
         try:
+            await asyncio.sleep(after_s)
             async for frame in stream:
                 self.queue.put_nowait(frame)
             self.queue.put_nowait(None)
@@ -261,7 +266,9 @@ class LoopbackHandle:
             stream.unsent = ConnectionError("the replica is unavailable")
             stream.queue.put_nowait(stream.unsent)
         else:
-            stream.task = replica.run(stream.pump(replica.hub.stream(cid, epoch, resumption)))
+            stream.task = replica.run(
+                stream.pump(replica.hub.stream(cid, epoch, resumption), replica.opens_after_s)
+            )
         return stream
 
     def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:

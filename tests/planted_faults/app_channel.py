@@ -14,6 +14,13 @@ _RESUME = ("app/channel/test_resumption.py", "app/fleet/test_resumed_requests.py
 
 CHANNEL: list[Fault] = [
     Fault(
+        "app/channel/channel_set.py",
+        "if self.opening() or not self.fleet.widen_subset():",
+        "if not self.fleet.widen_subset():",
+        ("app/fleet/test_subset_of_replicas.py",),
+        "an ingress whose channels open slowly opens channels to the whole fleet",
+    ),
+    Fault(
         "app/channel/channel_hub.py",
         "        elif channel.attempts or channel.unsent or channel.sent:",
         "        elif channel.attempts:",

@@ -69,7 +69,7 @@ def test_a_request_whose_subset_has_died_goes_on_elsewhere_and_the_subset_shrink
             assert await collect(client, request([1, 2])) == expected_tokens([1, 2], 30)
             wide = handle.fleet.members
             assert wide > PART.of(frozenset(handle.replicas))
-            long = asyncio.ensure_future(collect(client, request([3, 4], 9000)))
+            long = asyncio.ensure_future(collect(client, request([3, 4], 1500)))
             (other,) = await _running(handle)
             handle.announce(*(name for name, replica in handle.replicas.items() if not replica.dead))
             # It narrows while the long request runs: that one stays where it is, and keeps its channel.
@@ -81,7 +81,7 @@ def test_a_request_whose_subset_has_died_goes_on_elsewhere_and_the_subset_shrink
         await until(lambda: with_channels(handle) == narrow | {other.name})
         assert client.inspect()["moved"] == 0
         async with stepping(handle):
-            assert await long == expected_tokens([3, 4], 9000)
+            assert await long == expected_tokens([3, 4], 1500)
         await until(lambda: settled(handle.fleet, handle) and quiet(handle, client))
         await client.stop()
 
@@ -128,6 +128,26 @@ def test_without_any_replica_that_lives_it_takes_all_and_says_so() -> None:
         with pytest.raises(UnavailableError, match="no engine replica became ready within 20 s"):
             await collect(client, request([1]))
         assert handle.fleet.members == handle.fleet.known
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("opens_after_s", "wider"), [(8.0, False), (1000.0, True)])
+def test_channels_that_open_slowly_are_waited_for_before_others_are_opened(
+    opens_after_s: float, wider: bool
+) -> None:
+    """And if they hang, the request finds a replica outside of the subset before its time is over."""
+
+    async def test() -> None:
+        handle, client = begun()
+        part = PART.of(frozenset(handle.replicas))
+        for name in part:
+            handle.replicas[name].opens_after_s = opens_after_s
+        async with stepping(handle):
+            assert await collect(client, request([1, 2])) == expected_tokens([1, 2], 30)
+        assert (handle.fleet.members > part) is wider
+        assert (with_channels(handle) == part) is not wider
         await client.stop()
 
     run(test)
