@@ -57,19 +57,20 @@ def updated(page: str, documents: list[dict[str, Any]], charts: Mapping[str, Seq
     return f"{text.rstrip()}\n\n{marker or MARKER}\n\n" + "\n".join(sections.values())
 
 
-def write(reports: Path, page: Path) -> int:
-    """Update the page and its charts from the JSON files of a folder; returns how many files there are."""
-    documents = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
+def write(reports: Sequence[Path], page: Path) -> None:
+    """Update the page and its charts from these JSON files."""
+    documents = [json.loads(path.read_text()) for path in reports]
     charts = {one["command"]: draw(one, page.parent / PLOTS) for one in documents}
     page.write_text(updated(page.read_text(), documents, charts))
-    return len(documents)
 
 
 def main() -> None:
     folder = (Path("loadtests/reports"), "folder of JSON files")
     options = {"--reports": folder, "--page": (Path("docs/benchmarks.md"), "to be updated")}
     arguments = parse("benchmarks_page", __doc__, options)
-    print(f"wrote {write(arguments.reports, arguments.page)} sections to {arguments.page}")
+    reports = sorted(arguments.reports.glob("*.json"))
+    write(reports, arguments.page)
+    print(f"wrote {len(reports)} sections to {arguments.page}")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,15 @@ def save(command: str, figures: Sequence[Figure], out: Path, **extra: Any) -> No
     out.write_text(json.dumps(document, indent=2, default=_plain) + "\n")
 
 
+def missed(out: Path) -> list[str]:
+    """The figures in a JSON file that miss their bars, a line each; or that the command has not got so far."""
+    if not out.exists():
+        return ["it ended before it had figures; its output above says why"]
+    rows = [row for row in json.loads(out.read_text())["figures"] if not row.pop("holds")]
+    lines = [Figure(**row).line().removesuffix("  FAILED") for row in rows]
+    return [*lines, f"all its figures are in {out}"]
+
+
 def _plain(value: Any) -> Any:
     """A number of numpy's or torch's as Python's own; JSON knows no other."""
     return value.item()

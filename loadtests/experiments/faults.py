@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
@@ -20,7 +19,6 @@ from loadtests.experiments.fleet import (
     LIMIT_S,
     OPTIONS,
     Fleet,
-    left_figures,
     started,
     stream_figures,
     wrong_channels,
@@ -95,20 +93,14 @@ class Faults(Fleet):
         """Clients of streams and whole answers that vanish at random moments, 32 at once."""
         asyncio.run(vanish(self.cluster.url, count, seed=7, instance=self.cluster.instance))
         what = f"{count} random disconnects"
-
-        def left() -> list[Figure]:
-            engines = self.engines()
-            channels = most(f"{what}: channels missing or too many", wrong_channels(engines))
-            connections = most(f"{what}: connections left", self.cluster.connections())
-            return [*left_figures(what, engines, self.ingresses()), channels, connections]
-
-        seconds_until(lambda: all(figure.holds for figure in left()), 5.0)
-        return left()
+        found = self.nothing_left(what)
+        seconds_until(lambda: self.cluster.connections() == 0, 5.0)
+        channels = most(f"{what}: channels missing or too many", wrong_channels(self.engines()))
+        return [*found, channels, most(f"{what}: connections left", self.cluster.connections())]
 
     def engine_killed(self) -> list[Figure]:
         """SIGKILL of an engine replica amid streams."""
         victim = self.cluster.inspect()[0]["pid"]
-
         outcomes, _ = self.while_streaming(prompts(STREAMS), TOKENS, ENGINES, lambda: self.cluster.kill(victim))
         self._routable_again()
         return stream_figures("engine killed", outcomes, self._expected)
@@ -134,10 +126,8 @@ class Faults(Fleet):
     def _stop_one(self) -> float:
         """Seconds from the order to Serve until one of the engines' processes has ended."""
         before = self.cluster.engine_pids()
-        began = time.perf_counter()
         self.cluster.scale(ENGINES - 1)
-        seconds_until(lambda: any(gone(pid) for pid in before), LIMIT_S)
-        return time.perf_counter() - began
+        return seconds_until(lambda: any(gone(pid) for pid in before), LIMIT_S)
 
     def _routable_again(self) -> None:
         self.cluster.wait_routable(ENGINES)

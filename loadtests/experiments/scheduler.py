@@ -56,10 +56,8 @@ class Bench:
             self.run(1)
         self._replaces = load == "mix"
         for place in range(running):  # in the mix of all ages, so that they end one by one
-            length, output = (
-                (128, 1 + place * 128 // running) if self._replaces else (32 + place % 64, steps + 64)
-            )
-            self._add(self._text(length), output)
+            length = 128 if self._replaces else 32 + place % 64
+            self._add(self._text(length), 1 + place * 128 // running if self._replaces else steps + 64)
         self.run(2 * WINDOW)
         if load == "queue":
             common = self._text(255 * BLOCK_SIZE)
@@ -67,9 +65,8 @@ class Bench:
             self.run(1)
             for _ in range(WAITING):
                 self._add(common + self._text(BLOCK_SIZE), 16)
-            self._available = (
-                257 + running // 2
-            )  # one would fit, but for half of what is kept for those that run
+            # One would fit, but for half of what is kept for those that run.
+            self._available = 257 + running // 2
 
     def run(self, steps: int) -> None:
         """Append the processor time of each step to ``seconds``."""

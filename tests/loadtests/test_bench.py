@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from setuptools import find_packages
@@ -30,15 +33,46 @@ def test_every_measuring_command_is_run() -> None:
 
 def test_each_command_leaves_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands = {"good": bench.Command("platform", 1), "bad": bench.Command("loadtests.nothing", 1)}
-    monkeypatch.setattr(bench, "COMMANDS", commands)
-    page = tmp_path / "page.md"
-    page.write_text("By hand.\n")
-    options = ["--only", "good", "bad", "--reports", str(tmp_path), "--page", str(page)]
-    monkeypatch.setattr(sys, "argv", ["bench", *options])
-    (tmp_path / "bad.json").write_text("of an earlier run")
-    with pytest.raises(SystemExit, match=r"^checks failed: bad$"):
-        bench.main()
+    page = run(monkeypatch, tmp_path, commands, r"^checks failed:\nbad: it ended before it had figures")
     assert not (tmp_path / "bad.json").exists()
+    assert "## " not in page
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, commands: dict[str, bench.Command], error: str) -> str:
+    """Run ``commands`` over an earlier run's files; some fail with this ``error``. Returns the page."""
+    page = folder / "page.md"
+    page.write_text("By hand.\n")
+    options = ["--only", *commands, "--reports", str(folder), "--page", str(page)]
+    monkeypatch.setattr(bench, "COMMANDS", commands)
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    for name in commands:
+        (folder / f"{name}.json").write_text("of an earlier run")
+    with pytest.raises(SystemExit, match=error):
+        bench.main()
+    return page.read_text()
+
+
+def test_missed_bars_are_told_with_value_and_limit_and_keep_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = {
+        "fast": [report.Figure("speed", 3.0, "x", 2.0)],
+        "slow": [report.Figure("speed", 1.0, "x", 2.0), report.most("pause", 1.5, 1.0, " s")],
+    }
+
+    def measure(command: list[str], check: bool) -> Any:
+        out = Path(command[command.index("--json") + 1])
+        report.save(command[2], figures[command[2]], out)
+        return SimpleNamespace(returncode=command[2] == "slow")
+
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=measure))
+    monkeypatch.setattr(report, "commit", lambda: "abc")
+    told = "checks failed:\nslow: speed: 1x  bar >= 2\nslow: pause: 1.5 s  bar <= 1\n"
+    told += f"slow: all its figures are in {tmp_path}/slow.json"
+    commands = {name: bench.Command(name, 1) for name in figures}
+    page = run(monkeypatch, tmp_path, commands, f"^{re.escape(told)}$")
+    assert "`python -m fast`" in page
+    assert "slow" not in page
 
 
 def test_the_wheel_has_the_client_and_no_experiment() -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from loadtests.experiments.rivals import Prompts, Side, Workload
@@ -48,11 +48,9 @@ class PeerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.send_signal(signal.SIGCONT)
-        try:
+        with suppress(BrokenPipeError):  # the empty answer below says that the process has ended
             self._process.stdin.write(json.dumps({"prompts": prompts, "output": workload.output}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the empty answer below says that the process has ended
         answer = self._process.stdout.readline()
         if not answer.strip().isdigit():
             raise PeerError(f"{self._name} did not answer; its log is {self._log}")
