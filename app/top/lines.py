@@ -184,7 +184,7 @@ def replica_lines(replica: Mapping[str, Any]) -> list[str]:
     figures = {
         "Channel": replica["state"],
         "KV blocks": counts,
-        "Blocks in demand": f"{number(replica['demand'])} of {number(replica['pool'])}",
+        "KV demand, blocks": f"{number(replica['demand'])} of {number(replica['pool'])}",
         "Host blocks used": f"{number(replica['host'][0])} of {number(replica['host'][1])}",
         "Running, waiting": f"{replica['running']}, {replica['waiting']}",
         "Preempted, swapped": f"{replica['preempted']}, {replica['swapped']}",

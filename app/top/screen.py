@@ -16,7 +16,7 @@ from app.top import lines
 from app.top.server import Fleet, History, Server, Trouble
 
 MOST_POINTS = 600
-_OTHER_COLUMNS = 62  # of the table, beside the bar, with their padding
+_OTHER_COLUMNS = 64  # of the table, beside the bar, with their padding
 
 Order = tuple[str, Callable[[Mapping[str, Any]], Any]]
 
@@ -28,7 +28,7 @@ def _figure(name: str) -> Callable[[Mapping[str, Any]], Any]:
 COLUMNS: tuple[tuple[str, int], ...] = (
     ("Replica", 10),
     ("KV blocks", 0),
-    ("Need", 5),
+    ("Demand", 7),
     ("Run", 4),
     ("Wait", 4),
     ("Tok/s", 6),
@@ -40,7 +40,7 @@ COLUMNS: tuple[tuple[str, int], ...] = (
 
 ORDERS: tuple[Order, ...] = (
     ("Replica", lambda replica: lines.short_name(replica["name"])),
-    ("Need", lambda replica: -replica.get("demand", -1) / max(replica.get("pool", 1), 1)),
+    ("Demand", lambda replica: -replica.get("demand", -1) / max(replica.get("pool", 1), 1)),
     ("Run", _figure("running")),
     ("Wait", lambda replica: -sum(replica.get(name, 0) for name in ("waiting", "preempted", "swapped"))),
     ("Tok/s", _figure("tokens_s")),

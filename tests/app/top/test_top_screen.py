@@ -53,7 +53,7 @@ def test_it_shows_a_real_fleet_and_opens_a_replica(fleet: LocalServer, http: htt
             assert "░·" in row  # the prompt is cached, most is free
             assert "Replica▾" in screen
             await pilot.press("s")
-            assert "Need▾" in await until(pilot, "Need▾")
+            assert "Demand▾" in await until(pilot, "Demand▾")
             await pilot.press("enter")
             screen = await until(pilot, "Replica a1b2 of")
             assert f"of {pool}" in screen
@@ -160,7 +160,7 @@ def test_models_take_turns_replicas_are_sorted_and_old_figures_are_called_old() 
             assert screen.index("aaaa") < screen.index("bbbb")
             assert "opening" in screen
             await pilot.press("s")
-            screen = await until(pilot, "Need▾")
+            screen = await until(pilot, "Demand▾")
             assert screen.index("bbbb") < screen.index("aaaa")
             await pilot.press("m")
             assert "a fixed number" in await until(pilot, "second (2 of 2)")
