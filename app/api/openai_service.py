@@ -93,7 +93,9 @@ class OpenAIService:
         self.engine_wait_s = engine_wait_s
         self.overload = overload or OverloadControl()
         self.tracer = tracer
-        self.state = ModelState(engines, model, lambda: self.overload.refusing)
+        self.state = ModelState(
+            engines, model, lambda: self.overload.refusing, lambda: tokenizer.takes_system_messages
+        )
         self.admission = Admission(
             model, live, lambda: self.options, lambda: self.overload, recent or RecentRequests()
         )

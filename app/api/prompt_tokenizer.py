@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
@@ -34,6 +35,8 @@ MESSAGE_CHARS = 50
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """What a template may raise over messages, or variables, that it was not written for."""
+
+_TRIAL = "A system message."
 
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
@@ -86,6 +89,26 @@ class PromptTokenizer:
         if self._template is not None:
             self._template.compile()
         self._encode(" ")
+        _ = self._trial
+
+    @property
+    def takes_system_messages(self) -> bool:
+        """Whether the model's template writes them; false until it has been tried."""
+        return self._trial.done() and self._trial.result()
+
+    @cached_property
+    def _trial(self) -> Future[bool]:
+        """In a thread, as the template comes with the model and may run for ever."""
+        return self._executor.submit(self._writes_system_messages)
+
+    def _writes_system_messages(self) -> bool:
+        if self._template is None:
+            return False
+        turns = [{"role": "system", "content": _TRIAL}, {"role": "user", "content": "Hello"}]
+        try:
+            return _TRIAL in self._template.render(turns)
+        except _TEMPLATE_ERRORS:
+            return False
 
     async def encode_texts(
         self, texts: Sequence[str], max_tokens: int, add_special_tokens: bool = True

@@ -27,10 +27,17 @@ class EngineStatus(Protocol):
 class ModelState:
     """The state of one model at one ingress replica."""
 
-    def __init__(self, engines: EngineStatus, model: str, overloaded: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engines: EngineStatus,
+        model: str,
+        overloaded: Callable[[], bool],
+        takes_system_messages: Callable[[], bool],
+    ) -> None:
         self._engines = engines
         self._model = model
         self._overloaded = overloaded
+        self._takes_system_messages = takes_system_messages
         self._started = int(time.time())
 
     def health(self) -> dict[str, Any]:
@@ -52,6 +59,7 @@ class ModelState:
             "object": "model",
             "created": self._started,
             "owned_by": "quire",
+            "takes_system_messages": self._takes_system_messages(),
         }
         return entry if limits is None else {**entry, "max_model_len": limits.max_model_len}
 

@@ -139,6 +139,7 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
     """Serve ``folder`` on a free port of 127.0.0.1 until the block ends."""
     client = LocalClient(config)
     tokenizer = PromptTokenizer(TokenizerParts.read(folder))
+    tokenizer.warm_up()
     api = ApiServer([model], IngressOptions(), instance="here")
     service = OpenAIService(
         client,

@@ -14,6 +14,12 @@ from app.api.keys import ENVIRONMENT, KeyFile, digest_of
 from app.api.routes import GENERATING
 
 WATCH = """
+window.asked = [];
+const really = window.fetch;
+window.fetch = (url, how) => {
+  if (how && how.body) window.asked.push(JSON.parse(how.body).messages);
+  return really(url, how);
+};
 window.lengths = [];
 new MutationObserver(() => {
   const answers = document.querySelectorAll(".assistant");
@@ -46,14 +52,22 @@ def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
         tab.open(server.url)
         tab.until(f"document.getElementById('model').textContent === {json.dumps(MODEL)}")
         tab.run(WATCH)
+        tab.until("!document.getElementById('instructions').hidden")
         send(tab, "What is the capital of France?")
         lengths = tab.run("window.lengths")
         assert len(set(lengths)) >= 3
         assert lengths == sorted(lengths)
         assert alerts(tab) == []
+        (asked,) = tab.run("window.asked")
+        assert asked == [
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": "What is the capital of France?"},
+        ]
         assert "first token after" in tab.run("document.getElementById('pace').textContent")
 
+        tab.run("document.getElementById('system').value = ' '")
         send(tab, "word " * 600)
+        assert [message["role"] for message in tab.run("window.asked[1]")] == ["user", "assistant", "user"]
         assert len(alerts(tab)) == 1
         assert "exceeds the context length of 512 tokens" in alerts(tab)[0]
         for width in (390, 1280):

@@ -58,6 +58,25 @@ def small_model(
     return PromptTokenizer(TokenizerParts.of(AutoTokenizer.from_pretrained(folder), folder))
 
 
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", True),
+        ("{{ messages[-1].content }}", False),
+        ("{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages }}", False),
+        ("{% if %}", False),
+        (None, False),
+    ],
+)
+def test_whether_a_template_takes_system_messages_is_tried(
+    tmp_path: Path, template: str | None, takes: bool
+) -> None:
+    tokenizer = small_model(tmp_path, template)
+    tokenizer.warm_up()
+    assert tokenizer._trial.result(timeout=60) is takes
+    assert tokenizer.takes_system_messages is takes
+
+
 def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer, reference: Any) -> None:
     turns = [{"role": message.role, "content": message.content} for message in CAPITAL]
     text = reference.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
