@@ -80,7 +80,6 @@ class LocalServer:
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
         import ray
-        from ray.exceptions import RayError
 
         # This process would otherwise only wait for Ray's processes.
         building = threading.Thread(target=import_module, args=(serving.IMPORT_PATH.partition(":")[0],))
@@ -96,7 +95,7 @@ class LocalServer:
                     log_to_driver=True,
                     logging_level=logging.ERROR,
                 )
-        except (RayError, RuntimeError, OSError) as error:
+        except Exception as error:  # Ray raises a bare one if its node takes longer than 30 s
             raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
         finally:
             building.join()
@@ -230,9 +229,13 @@ class LocalServer:
             raise ConfigError(f"Serve's proxy does not start: {_last_line(error)}") from error
 
     def ready(self) -> int | None:
-        """Number of running engine replicas; ``None`` if unknown, as while Serve's controller restarts."""
+        """Number of running engine replicas; ``None`` if unknown.
+
+        That is so while Serve's controller restarts, or builds another application: it then says nothing of the
+        one that runs.
+        """
         application = self._application()
-        return None if application is None else _counted(application, *LOADED)
+        return _counted(application, *LOADED) if application is not None and application.deployments else None
 
     def _application(self) -> Any:
         """Serve's status of the application; ``None`` if unknown."""

@@ -427,6 +427,16 @@ def status_of(**deployments: str) -> SimpleNamespace:
     return SimpleNamespace(applications={serving.APP_NAME: application})
 
 
+def test_replicas_have_not_gone_while_another_deploy_builds(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    """Meanwhile Serve names no deployment, though all run on."""
+    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    course = iter([status_of(engine="HEALTHY", ingress="HEALTHY"), status_of(), status_of(engine="UPDATING")])
+    monkeypatch.setattr(server, "_details", lambda: SimpleNamespace(_get_status=lambda: next(course)))
+    assert [server.ready() for _ in range(3)] == [1, None, 0]
+
+
 def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: SimpleNamespace) -> list[str]:
     """What the launcher says while the application goes through ``course``; model a serves from the start."""
     statuses = iter(course)
