@@ -77,7 +77,8 @@ def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[st
     elif serving.haproxy_enabled() and not serving.haproxy_mended():
         logger.warning(
             "Serve's HAProxy lets requests run on whose clients have left, and idle connections lock others "
-            "out; set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` prints (docs/deployment.md)"
+            "out; set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` prints before `ray start` "
+            "(docs/deployment.md)"
         )
     return assemble(options, replica_class, room, tries)
 

@@ -209,10 +209,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a new key and its entry for the file."""
+    """Print a new key, and a key file with it."""
     parser = argparse.ArgumentParser(prog="python -m app.api.keys", description="Make an API key.")
     commands = parser.add_subparsers(dest="command", required=True)
-    new = commands.add_parser("new", help="print a new key and its entry in the key file")
+    new = commands.add_parser("new", help="print a new key, and a key file with it")
     new.add_argument("id", help="who gets the key; appears in logs and metrics, never the key itself")
     parsed = parser.parse_args(arguments)
     key = f"qk_{secrets.token_urlsafe(32)}"
@@ -221,7 +221,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ValidationError:
         print("quire: an id has 1 to 64 letters, digits, and . _ -", file=sys.stderr)
         return 1
-    print(f"key, shown only now: {key}\nentry in the key file:\n  - id: {entry.id}\n    sha256: {entry.sha256}")
+    print(
+        f"key, shown only now: {key}\n"
+        "the key file, which the option api_keys_file names; if there is one, add the lines after `keys:`\n"
+        f"keys:\n  - id: {entry.id}\n    sha256: {entry.sha256}"
+    )
     return 0
 
 
