@@ -17,7 +17,7 @@ from app import config, logs
 from app.background import Background
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
-from app.channel.engine_attempt import run_attempt
+from app.channel.engine_attempt import request_of, run_attempt
 from app.channel.wire_sections import Figures
 from app.config import ServedModel
 from app.deployment_version import version_of
@@ -32,6 +32,7 @@ from app.routing.requirement import Build
 from app.watchdog import Watchdog
 from engine.engine_thread import EngineThread, StepOutputs
 from engine.errors import EngineDeadError
+from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 from engine.kv.kv_events import KvSnapshot
 
@@ -128,13 +129,13 @@ class EngineReplica:
         """
         return await asyncio.wrap_future(self._engine.reset_prefix_cache())
 
-    async def block_map(self, *, target: str) -> BlockMap:
-        """What each KV block holds, for the live page.
+    async def block_map(self, by: str, keys: list[int], *, target: str) -> BlockMap:
+        """What each KV block holds, for the live page; see ``EngineThread.block_map``.
 
         Raises:
             EngineDeadError: the engine's thread has ended.
         """
-        return self._engine.block_map()
+        return self._engine.block_map(GroupBy(by), keys, request_of)
 
     async def check_health(self) -> None:
         """Called by Serve's controller, which replaces this replica after three failures.

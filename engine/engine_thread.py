@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.kv.block_groups import GroupBy, by_holder, by_prefix
 from engine.kv.block_keys import KeyScheme
 from engine.kv.block_map import BlockMap, block_map
 from engine.kv.kv_events import KvBatch, KvSnapshot
@@ -209,14 +210,35 @@ class EngineThread:
         self._ask(wanted)
         return wanted.done
 
-    def block_map(self) -> BlockMap:
+    def block_map(
+        self,
+        by: GroupBy = GroupBy.STATE,
+        keys: Sequence[int] = (),
+        name_of: Callable[[str], str] = str,
+    ) -> BlockMap:
         """What each block holds now; takes no lock, and none of the engine's thread's time.
+
+        ``keys`` are of prefixes that have a name: see ``by_prefix``. ``name_of`` makes the name of a request of
+        its id; requests of one name and tenant are one.
 
         Raises:
             EngineDeadError: the engine has stopped.
         """
         state = self._running().scheduler.state
-        return block_map(state.pool, state.host)
+        found = block_map(state.pool, state.host)
+        if by is GroupBy.PREFIX:
+            groups, named = by_prefix(state.index.sample(found.each), keys)
+            groups += bytes(len(found.host))
+            return found._replace(groups=groups, names=tuple(f"{key:016x}" for key in named))
+        if by is GroupBy.REQUEST:
+            held = [
+                ((name_of(request), tenant), device, host)
+                for (request, tenant), device, host in state.holders()
+            ]
+            groups, holders = by_holder(held, found.each, len(found.device), len(found.host))
+            names, tenants = (tuple(holder[at] for holder in holders) for at in (0, 1))
+            return found._replace(groups=groups, names=names, tenants=tenants)
+        return found
 
     def stats(self) -> EngineStats:
         """The last snapshot; takes no lock."""

@@ -34,6 +34,8 @@ from app.metrics.exposition import CONTENT_TYPE
 from app.metrics.fleet_figures import FleetFigures, ModelFigures, nobody
 from app.metrics.samples import Process
 from app.routing.prefix_flow import PrefixGroup
+from engine.kv.block_groups import GroupBy
+from engine.kv.block_map import BlockMap
 
 MOST_ASKING = 4
 """Most questions about requests that wait for the other ingresses at a time; further ones queue."""
@@ -100,7 +102,7 @@ class ApiServer:
         self._services: dict[str, OpenAIService] = {}
         self._figures: list[ModelFigures] = []
         self.fleet_figures = FleetFigures(self._figures, others)
-        self.block_maps = BlockMaps(lambda model, replica: self._services[model].block_map(replica))
+        self.block_maps = BlockMaps(self._block_map)
         self.prefix_flows = PrefixFlows(self._ask_prefix_flow)
         self.live_feed = LiveFeed(
             lambda: self.fleet_figures.processes(),
@@ -203,6 +205,12 @@ class ApiServer:
     def prefix_flow(self, model: str) -> list[PrefixGroup]:
         """Where this ingress sent prompts of a model that begin alike; nothing if it does not serve it."""
         return self._services[model].prefix_flow() if model in self._services else []
+
+    async def _block_map(self, model: str, replica: str, by: GroupBy) -> BlockMap:
+        """Its prefixes are named as in the flow of the router."""
+        groups = await self.prefix_flows.get(model) if by is GroupBy.PREFIX else ()
+        keys = [group.key for group in groups if group.blocks]
+        return await self._services[model].block_map(replica, by, keys)
 
     async def _ask_prefix_flow(self, model: str) -> list[list[PrefixGroup]]:
         return await self._ask_others("prefix_flow", model) or [self.prefix_flow(model)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -16,11 +18,12 @@ from app.api.errors import ApiError, admin_only
 from app.api.home import page_response
 from app.api.key_limits import KeyLimits
 from app.api.tenant import tenant_of
-from app.dashboard.block_maps import digits
+from app.dashboard.block_maps import digits, shown_names
 from app.dashboard.live_feed import MOST_VIEWERS, STREAM_S, LiveFeed
 from app.dashboard.prefix_flows import shown as shown_prefixes
 from app.dashboard.recent_requests import MOST_ENDED
 from engine.errors import shown
+from engine.kv.block_groups import GroupBy
 
 MOST_LIVES = 8
 """Requests with one ID that an answer has at most, the last ones first."""
@@ -70,7 +73,8 @@ async def _joined(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncIte
 async def blocks(request: Request) -> Response:
     """The block map of one replica; each cell is a digit, the value of its ``BlockState``.
 
-    Whoever follows it learns when others come and go, so with keys it is for administrators.
+    ``by`` asks for its groups, too, in base64. Whoever follows a map learns when others come and go, so with
+    keys it is for administrators.
     """
     server: ApiServer = request.app.state.get_server()
     limits: KeyLimits | None = request.state.key_limits
@@ -80,8 +84,14 @@ async def blocks(request: Request) -> Response:
     replica = request.query_params.get("replica", "")
     if not service.has_replica(replica):
         raise ApiError(404, f"the model {service.model!r} has no replica {shown(replica)}", "replica")
-    found = await server.block_maps.get(service.model, replica)
-    answer = {"each": found.each, "device": digits(found.device), "host": digits(found.host)}
+    asked = request.query_params.get("by", GroupBy.STATE.value)
+    if asked not in list(GroupBy):
+        raise ApiError(400, f"by is {shown(asked)} but must be one of {', '.join(GroupBy)}", "by")
+    found = await server.block_maps.get(service.model, replica, by := GroupBy(asked))
+    answer: dict[str, Any] = {"each": found.each, "device": digits(found.device), "host": digits(found.host)}
+    if by is not GroupBy.STATE:
+        answer["groups"] = base64.b64encode(found.groups).decode()
+        answer["names"] = shown_names(found, _tenant(request, server) if limits is None else None)
     return JSONResponse(answer, headers={"cache-control": "no-store"})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
 from app.metrics.request_figures import RequestFigures
 from app.routing.prefix_flow import PrefixFlow, PrefixGroup
+from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 
 PROMPT_END_TOKENS = 16
@@ -55,7 +56,7 @@ class Engines(TokenGenerator, Protocol):
 
     async def reset_prefix_cache(self) -> CacheReset: ...
 
-    async def block_map(self, replica: str) -> BlockMap: ...
+    async def block_map(self, replica: str, by: GroupBy = ..., keys: Sequence[int] = ...) -> BlockMap: ...
 
     @property
     def flow(self) -> PrefixFlow: ...
@@ -235,13 +236,13 @@ class OpenAIService:
         """
         return await self._engines.reset_prefix_cache()
 
-    async def block_map(self, replica: str) -> BlockMap:
-        """What each KV block of an engine replica holds.
+    async def block_map(self, replica: str, by: GroupBy, keys: Sequence[int]) -> BlockMap:
+        """What each KV block of an engine replica holds; see ``EngineThread.block_map``.
 
         Raises:
             UnavailableError: it has no open channel, or does not answer.
         """
-        return await self._engines.block_map(replica)
+        return await self._engines.block_map(replica, by, keys)
 
     @property
     def num_live(self) -> int:

@@ -19,6 +19,7 @@ from app.api import chat_messages, openai_types, output_options
 from app.api.messages import request as messages
 from app.api.responses import request as responses
 from app.api.tools import tool_use
+from engine.kv.block_groups import GroupBy
 from engine.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BIAS_ENTRIES,
@@ -302,6 +303,7 @@ def _paths() -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": _STRING}
     of_model = {"name": "model", "in": "query", "schema": _STRING}
     of_replica = {**of_model, "name": "replica", "required": True}
+    of_grouping = {**of_model, "name": "by", "schema": {"enum": list(GroupBy), "default": GroupBy.STATE}}
     reset = "Every engine, or those of one model, forgets its cached prefixes; with the option admin_routes."
     anthropic: Any = {"error": "AnthropicError"}
     no_embeddings = _operation("404 with the reason: no model that is served is made for it.")
@@ -327,7 +329,7 @@ def _paths() -> dict[str, Any]:
         "/dashboard/blocks": {
             "get": {
                 **_operation("The KV blocks of a replica.", answer=_object("each", "device", "host")),
-                "parameters": [of_model, of_replica],
+                "parameters": [of_model, of_replica, of_grouping],
             }
         },
         "/dashboard/prefixes": {

@@ -30,6 +30,11 @@ class AttemptEngine(Protocol):
         """End a request and all its sequences, whatever its state."""
 
 
+def request_of(engine_id: str) -> str:
+    """The ID of the request of an attempt, by that which the engine knows the attempt by."""
+    return engine_id.rpartition("@")[0] or engine_id
+
+
 async def run_attempt(
     hub: ChannelHub, engine: AttemptEngine, cid: str, epoch: int, payload: bytes
 ) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from app.channel.failures import first_line, is_defect
 from app.fleet.generation import UnavailableError
+from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 
 WITHIN_S = 2.0
@@ -16,7 +18,7 @@ WITHIN_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-async def ask_block_map(handle: Any, replica: str) -> BlockMap:
+async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[int]) -> BlockMap:
     """Call ``replica`` through the engine deployment's ``handle``.
 
     Raises:
@@ -25,7 +27,8 @@ async def ask_block_map(handle: Any, replica: str) -> BlockMap:
 
     async def ask() -> BlockMap:
         async with asyncio.timeout(WITHIN_S):
-            return BlockMap(*await handle.options(_by_reference=False).block_map.remote(target=replica))
+            asked = handle.options(_by_reference=False).block_map
+            return BlockMap(*await asked.remote(by.value, list(keys), target=replica))
 
     try:
         # In an empty context: Serve must not take the call for a child of the request that asks.

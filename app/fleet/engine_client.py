@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from app.routing.load import LoadReport
 from app.routing.policies import Policy
 from app.routing.predictions import Predictions
 from app.routing.prefix_flow import PrefixFlow
+from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 
 OPENING_S = 1.0
@@ -254,8 +255,8 @@ class EngineClient:
             raise UnavailableError("no engine replica has an open channel; try again later")
         return await reset_prefix_caches(self._handle, replicas)
 
-    async def block_map(self, replica: str) -> BlockMap:
-        """What each KV block of ``replica`` holds.
+    async def block_map(self, replica: str, by: GroupBy = GroupBy.STATE, keys: Sequence[int] = ()) -> BlockMap:
+        """What each KV block of ``replica`` holds; see ``EngineThread.block_map``.
 
         Raises:
             UnavailableError: it cannot be called, or does not answer.
@@ -263,7 +264,7 @@ class EngineClient:
         await self.start()
         if replica not in self._reachable():
             raise UnavailableError(f"no channel to a replica {replica!r} is open")
-        return await ask_block_map(self._handle, replica)
+        return await ask_block_map(self._handle, replica, by, keys)
 
     def _reachable(self) -> set[str]:
         """Replicas that can be called: routable ones, and those outside of this ingress's subset."""

@@ -23,12 +23,17 @@ class BlockState(IntEnum):
 class BlockMap(NamedTuple):
     """One byte for every ``each`` blocks, the state of the first of them: a sample of a large pool.
 
-    Both maps together have at most ``MOST_CELLS`` bytes.
+    Both maps together have at most ``MOST_CELLS`` bytes. If asked for, ``groups`` has a byte for each cell of
+    both, the device's first, that says to which of the ``names`` it belongs: see
+    :mod:`engine.kv.block_groups`. Of names of requests, ``tenants`` are those that sent them.
     """
 
     each: int
     device: bytes
     host: bytes
+    groups: bytes = b""
+    names: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = ()
 
 
 def block_map(pool: BlockPool, host: HostPool) -> BlockMap:

@@ -61,6 +61,10 @@ class PrefixIndex:
         """Trees that hold at least one block."""
         return len(self._roots)
 
+    def sample(self, each: int) -> list[PrefixNode | None]:
+        """The node of every ``each``-th block; any thread may call it, and may see a node die."""
+        return self._nodes[::each]
+
     def visible_from(self, position: int) -> int:
         """Index in a block table of the first block that a token at ``position`` or later can see."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self._pool.block_size

@@ -209,6 +209,19 @@ class SchedulerState:
         if self.observer is not None:
             self.observer.ended(sequence)
 
+    def holders(self) -> list[tuple[tuple[str, str], tuple[int, ...], tuple[int, ...]]]:
+        """Request id and tenant, device table and host table of each sequence that has blocks.
+
+        Any thread may call it; what changes meanwhile may be seen or not.
+        """
+        found = []
+        for sequence in (*self.running, *self.waiting):
+            *_, tenant, _ = sequence.root
+            tables = tuple(sequence.block_table), tuple(sequence.host_table)
+            if any(tables):
+                found.append(((sequence.request_id, str(tenant)), *tables))
+        return found
+
     def oldest_start(self, priority: float) -> float:
         """The first start of all live sequences of one priority, in virtual time; 0 if there are none."""
         starts = []

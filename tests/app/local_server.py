@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from app.routing.prefix_flow import PrefixFlow
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs
+from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 from engine.request import FinishReason, Request, TokenDelta
 
@@ -104,8 +105,8 @@ class LocalClient:
     async def reset_prefix_cache(self) -> CacheReset:
         return CacheReset({"local": await asyncio.wrap_future(self.engine.reset_prefix_cache())}, {})
 
-    async def block_map(self, replica: str) -> BlockMap:
-        return self.engine.block_map()
+    async def block_map(self, replica: str, by: GroupBy = GroupBy.STATE, keys: Sequence[int] = ()) -> BlockMap:
+        return self.engine.block_map(by, keys)
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         for delta in outputs.deltas:

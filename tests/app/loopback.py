@@ -328,12 +328,12 @@ class LoopbackHandle:
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(reset()))
 
-    def _block_map(self, *, target: str) -> LoopbackResponse:
+    def _block_map(self, by: str, keys: list[int], *, target: str) -> LoopbackResponse:
         async def answer() -> BlockMap:
             replica = self.replicas[target]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")
-            return BlockMap(1, bytes(replica.cached_blocks), b"")
+            return BlockMap(1, bytes(replica.cached_blocks), b"", names=(by, *map(str, keys)))
 
         return LoopbackResponse(asyncio.get_running_loop().create_task(answer()))
 

@@ -165,6 +165,17 @@ def test_every_answer_and_its_log_line_have_one_request_id(
     assert re.match(r"[-\d]+ [:.\d]+ INFO ingress:\w+ ", line), line
 
 
+def test_the_live_page_says_which_request_holds_a_replicas_blocks(
+    cluster: LocalCluster, http: httpx.Client
+) -> None:
+    wanted = [{"replica": state["replica"], "by": "request"} for state in cluster.inspect()]
+    asked = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=asked, headers={"x-request-id": "holds@1"}) as response:
+        next(response.iter_lines())
+        found = [http.get("/dashboard/blocks", params=params).json()["names"] for params in wanted]
+    assert ["holds@1"] in found
+
+
 def test_many_clients_at_once_all_get_their_own_answer(sdk: openai.OpenAI) -> None:
     def ask(number: int) -> str:
         prompt = f"{number}, {number + 1}, {number + 2}," * 3

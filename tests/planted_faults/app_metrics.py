@@ -13,6 +13,7 @@ _HISTOGRAM = ("engine/test_histogram.py",)
 _VIEW = ("app/dashboard/test_fleet_view.py",)
 _MAPS = ("app/dashboard/test_block_maps.py",)
 _MAP = ("engine/kv/test_block_map.py",)
+_GROUPS = ("engine/kv/test_block_groups.py",)
 _FLOW = ("app/routing/test_prefix_flow.py",)
 _FEED = ("app/dashboard/test_live_feed.py",)
 _CHOICE = ("app/routing/test_choice.py",)
@@ -238,6 +239,55 @@ METRICS: list[Fault] = [
         "await self._asked[key][1]",
         _MAPS,
         "a viewer that leaves cancels the others' answer",
+    ),
+    Fault(
+        "app/dashboard/block_maps.py",
+        "now, key = self._clock(), (model, replica, by)",
+        "now, key = self._clock(), (model, replica, GroupBy.STATE)",
+        _MAPS,
+        "a viewer gets the grouping that another has asked for",
+    ),
+    Fault(
+        "app/dashboard/block_maps.py",
+        "if tenant is None or not found.tenants:",
+        "if True:",
+        _MAPS,
+        "a tenant reads the IDs of others' requests off the block map",
+    ),
+    Fault(
+        "engine/kv/block_groups.py",
+        "beginnings[node] = group if beginnings.get(node, group) == group else SEVERAL",
+        "beginnings[node] = group",
+        _GROUPS,
+        "the beginning of two prefixes belongs to one of them",
+    ),
+    Fault(
+        "engine/kv/block_groups.py",
+        "cells[at] = number if cells[at] in (NONE, number) else SEVERAL",
+        "cells[at] = number",
+        _GROUPS,
+        "a block of two requests belongs to the last one",
+    ),
+    Fault(
+        "engine/kv/block_groups.py",
+        "if block != NO_BLOCK and not block % each:",
+        "if block != NO_BLOCK:",
+        _GROUPS,
+        "a sampled map shows blocks in cells of others",
+    ),
+    Fault(
+        "engine/kv/block_groups.py",
+        "            if not left:\n                break\n",
+        "",
+        _GROUPS,
+        "a map of a large pool holds up its replica for as long as it has blocks",
+    ),
+    Fault(
+        "app/channel/engine_attempt.py",
+        'return engine_id.rpartition("@")[0] or engine_id',
+        "return engine_id",
+        ("app/channel/test_channel.py::test_the_engines_name_of_an_attempt_has_the_requests_id",),
+        "the block map names attempts instead of requests",
     ),
     Fault(
         "engine/kv/block_map.py",

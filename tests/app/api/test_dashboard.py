@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -20,10 +22,14 @@ from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.api.tenant import tenant_of
 from app.dashboard import live_feed
+from app.dashboard.block_maps import BlockMaps
 from app.dashboard.prefix_flows import PrefixFlows
 from app.fleet.journal import AttemptNotes
 from app.routing.prefix_flow import PrefixFlow
 from app.routing.replica import Compared
+from engine.kv.block_groups import GroupBy
+from engine.kv.block_map import BlockMap
+from engine.request import CacheNamespace
 
 AXE = resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
@@ -37,6 +43,15 @@ scaled(1, "old"); scaled(2, "old"); scaled(2, "old", "new"); scaled(1, "old", "n
 0
 """
 """The page is told that a replica comes some time after the target has risen, and goes after it has fallen."""
+
+
+async def few_blocks(replica: str, by: GroupBy = GroupBy.STATE, keys: Sequence[int] = ()) -> BlockMap:
+    """Of the prefix whose key is 12, and of a request of this tenant beside another's."""
+    of_prefix, of_request = bytes([255, 1, 1, 0, 0]), bytes([255, 1, 0, 0, 2])
+    states = BlockMap(1, bytes([3, 2, 1, 0]), bytes([2]))
+    if by is GroupBy.PREFIX:
+        return states._replace(groups=of_prefix, names=tuple(f"{key:016x}" for key in keys))
+    return states._replace(groups=of_request, names=("shown", "secret"), tenants=("", "other"))
 
 
 def test_the_page_loads_nothing_and_may_not(http: httpx.Client) -> None:
@@ -81,13 +96,52 @@ def test_a_replica_shows_what_each_block_holds(
     found = answer.json()
     assert (found["each"], len(found["device"])) == (1, fleet.client.engine.stats().num_blocks)
     assert set(found["device"] + found["host"]) <= set("0123")
-    for changed, message in (
-        ({"replica": "other"}, "has no replica 'other'"),
-        ({"model": "other"}, "other"),
+    for changed, status, message in (
+        ({"replica": "other"}, 404, "has no replica 'other'"),
+        ({"model": "other"}, 404, "other"),
+        ({"by": "color"}, 400, "by is 'color' but must be one of state, prefix, request"),
     ):
         refused = http.get("/dashboard/blocks", params=wanted | changed)
-        assert refused.status_code == 404
+        assert refused.status_code == status
         assert message in refused.json()["error"]["message"]
+
+
+def test_a_replica_shows_which_prefix_and_which_request_each_block_belongs_to(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of others' requests it says that they are there, but not their names."""
+    fleet.set_options(monkeypatch, tenant_header="x-tenant")
+    engine = fleet.client.engine
+    prompt = [7, 8, 9, 10] * 12
+    key = engine.key_scheme.keys(
+        prompt, CacheNamespace(tenant=tenant_of(Headers({"x-tenant": "a"}), "x-tenant"))
+    )[1]
+    monkeypatch.setattr(fleet.client, "flow", flow := PrefixFlow())
+    for _ in range(3):
+        flow.add([11, key], "quire#engine#a1b2", "prefix", prompt, 0)
+    monkeypatch.setattr(fleet.api, "prefix_flows", PrefixFlows(fleet.api._ask_prefix_flow))
+    monkeypatch.setattr(fleet.api, "block_maps", BlockMaps(fleet.api._block_map))
+    body = {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    sent = {"x-request-id": "held", "x-tenant": "a"}
+    wanted = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
+    with http.stream("POST", "/v1/completions", json=body, headers=sent) as response:
+        next(response.iter_lines())
+        seen = {
+            (by, tenant): http.get(
+                "/dashboard/blocks", params=wanted | {"by": by}, headers={"x-tenant": tenant}
+            ).json()
+            for by, tenant in (("request", "a"), ("request", "b"), ("prefix", "b"))
+        }
+    own, others, prefixes = (
+        Counter(names[group - 1] for group in base64.b64decode(found["groups"]) if group)
+        for found in seen.values()
+        for names in [found["names"]]
+    )
+    (name,) = own
+    assert name.startswith("held")
+    assert own[name] >= 3
+    assert others.keys() == {None}
+    assert prefixes[f"{key:016x}"] >= 3
 
 
 @pytest.fixture
@@ -248,6 +302,7 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
     fleet: LocalServer, http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet.client, "flow", flow := PrefixFlow())
+    monkeypatch.setattr(fleet.client, "block_map", few_blocks)
     for _ in range(3):
         flow.add([11, 12], "quire#engine#a1b2", "prefix", [5] * 40, 0)
     body, headers = {"prompt": [5] * 40, "max_tokens": 3}, {"x-request-id": "shown"}
@@ -277,8 +332,36 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
         assert tab.run("document.getElementById('cells').textContent").startswith(
             "A cell is a block, by position"
         )
+        tab.press("Tab", 9)
+        for by, groups in (
+            ("prefix", ["prefix 000000000000000c: 2", "several prefixes: 1", "no prefix known: 1"]),
+            ("request", ["request shown: 1", "several requests: 1", "request of another tenant: 1"]),
+        ):
+            tab.press("ArrowRight", 39)
+            assert tab.run("location.search").endswith(f"&by={by}")
+            tab.until("document.querySelectorAll('#groups li').length === 3")
+            listed = tab.run("[...document.querySelectorAll('#groups li')].map((item) => item.textContent)")
+            assert sorted(listed) == sorted(groups)
+        tab.press("Tab", 9)
+        for cell in (
+            "Block 0: shared, several requests",
+            "Block 1: referenced, request shown",
+            "Block 2: cached",
+            "Block 3: free",
+            "Host block 0: swapped, request of another tenant",
+            "Host block 0: swapped, request of another tenant",
+        ):
+            tab.press("ArrowRight", 39)
+            assert tab.run("document.getElementById('map').ariaValueText") == cell
+            assert tab.run("document.getElementById('cell').textContent") == cell
+        tab.run("asked = find('request').value = ''")
+        tab.press("ArrowUp", 38)
+        tab.press("Home", 36)
+        tab.press("ArrowRight", 39)
+        tab.press("Enter", 13, "\r")
+        assert tab.run("asked") == "shown"
         tab.run(f"{AXE};0")
-        for width in (390, 1280):
+        for width in (390, 1280, 1920):
             for dark in (False, True):
                 tab.look(width, 900, dark)
                 found = tab.run(

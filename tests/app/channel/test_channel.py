@@ -15,7 +15,7 @@ from virtual_time import loop_time, run_virtually
 
 from app.channel import wire
 from app.channel.channel_hub import CALL_END_S, ChannelHub
-from app.channel.engine_attempt import run_attempt
+from app.channel.engine_attempt import request_of, run_attempt
 from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
 from engine.errors import ClientLimitError, GrammarFault, InvalidRequestError
@@ -68,6 +68,10 @@ async def next_records(stream: AsyncIterator[bytes]) -> list[wire.Record]:
         frame = wire.unpack_frame(await anext(stream))
         if frame.records:
             return frame.records
+
+
+def test_the_engines_name_of_an_attempt_has_the_requests_id() -> None:
+    assert [request_of(name) for name in ("a@b@0f:7", "plain")] == ["a@b", "plain"]
 
 
 def test_records_of_one_step_share_a_frame_and_waiting_tokens_merge() -> None:

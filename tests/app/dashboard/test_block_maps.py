@@ -8,7 +8,8 @@ import gc
 import pytest
 from virtual_time import loop_time, run_virtually
 
-from app.dashboard.block_maps import EVERY_S, BlockMaps, digits
+from app.dashboard.block_maps import EVERY_S, BlockMaps, digits, shown_names
+from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 
 
@@ -20,12 +21,12 @@ class Replicas:
         self.asked: list[tuple[str, str]] = []
         self.error: Exception | None = None
 
-    async def ask(self, model: str, replica: str) -> BlockMap:
+    async def ask(self, model: str, replica: str, by: GroupBy) -> BlockMap:
         self.asked.append((model, replica))
         await asyncio.sleep(self.takes_s)
         if self.error is not None:
             raise self.error
-        return BlockMap(1, bytes([len(self.asked)]), b"")
+        return BlockMap(1, bytes([len(self.asked)]), b"", names=(by,))
 
 
 def test_viewers_share_an_answer_and_a_later_one_gets_another() -> None:
@@ -100,6 +101,22 @@ def test_a_failure_that_no_viewer_waits_for_is_not_reported_as_forgotten() -> No
         assert complaints == []
 
     run_virtually(test())
+
+
+def test_groupings_are_asked_for_apart() -> None:
+    async def test() -> None:
+        maps = BlockMaps(Replicas().ask, loop_time)
+        found = await asyncio.gather(*(maps.get("m", "a", by) for by in GroupBy))
+        assert [one.names for one in found] == [(by,) for by in GroupBy]
+
+    run_virtually(test())
+
+
+def test_requests_of_other_tenants_have_no_names() -> None:
+    found = BlockMap(1, b"", b"", names=("one", "two"), tenants=("a", "b"))
+    assert shown_names(found, "b") == [None, "two"]
+    assert shown_names(found, None) == ["one", "two"]
+    assert shown_names(BlockMap(1, b"", b"", names=("prefix",)), "b") == ["prefix"]
 
 
 def test_cells_are_digits() -> None:

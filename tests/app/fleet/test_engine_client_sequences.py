@@ -19,6 +19,7 @@ from app.routing.calibration import OutputLength
 from app.routing.ledger import Ledger, Route
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError
+from engine.kv.block_groups import GroupBy
 from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.structured_output import FORM_FAILED
@@ -464,7 +465,8 @@ def test_single_requests_run_beside_families() -> None:
 def test_the_chosen_replica_says_what_its_blocks_hold() -> None:
     async def test() -> None:
         handle, client = await with_caches(2)
-        assert await client.block_map("replica-1") == (1, bytes(20), b"")
+        found = await client.block_map("replica-1", GroupBy.PREFIX, [7])
+        assert (found.each, found.device, found.names) == (1, bytes(20), ("prefix", "7"))
         with pytest.raises(UnavailableError, match="no channel to a replica 'replica-7'"):
             await client.block_map("replica-7")
         handle.replicas["replica-1"].dead = True  # its channel does not know yet
