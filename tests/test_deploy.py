@@ -268,6 +268,51 @@ def test_the_cluster_survives_its_head_and_an_upgrade(name: str) -> None:
             assert pod["spec"]["containers"][0][probe]["exec"]["command"][0] == "bash"
 
 
+@services
+def test_pods_may_do_no_more_than_they_need(name: str) -> None:
+    """As the Pod Security Standard "restricted" asks; the user is that of the image."""
+    user = re.search(r"useradd .*--uid (\d+)", (DEPLOY / "Dockerfile").read_text())
+    assert user is not None
+    assert f"USER {user[1]}\n" in (DEPLOY / "Dockerfile").read_text()
+    spec = ray_service(name)
+    redis = documents("redis.yaml")[1]["spec"]["template"]
+    for pod in [*pods(spec), redis]:
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod is redis or context["runAsUser"] == int(user[1])
+        assert pod is redis or pod["spec"]["enableServiceLinks"] is False
+    containers = [container for pod in [*pods(spec), redis] for container in pod["spec"]["containers"]]
+    for container in [*containers, spec["rayClusterConfig"]["autoscalerOptions"]]:
+        limited = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == limited
+
+
+def test_prometheus_finds_services_that_are_there() -> None:
+    """KubeRay's own have the name of the RayCluster, another one with each upgrade."""
+    ports = {
+        one["metadata"]["name"]: one["spec"]["ports"][0]["port"]
+        for one in documents("services.yaml")
+        if one["kind"] == "Service"
+    }
+    jobs = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (target,) = jobs[0]["static_configs"][0]["targets"]
+    (lookup,) = jobs[1]["dns_sd_configs"]
+    (node,) = lookup["names"]
+    asked = {target.split(".")[0]: int(target.split(":")[1]), node.split(".")[0]: lookup["port"]}
+    assert asked == ports
+
+
+@services
+def test_services_and_policies_select_the_pods(name: str) -> None:
+    head, workers = (pod["metadata"]["labels"] for pod in pods(ray_service(name)))
+    workers["ray.io/serve"] = "true"  # by KubeRay
+    for one in documents("services.yaml"):
+        selector = one["spec"]["selector"].get("matchLabels", one["spec"]["selector"])
+        assert selector.items() <= workers.items()
+        assert (selector.items() <= head.items()) is (one["metadata"]["name"] == "quire-nodes")
+
+
 def test_the_policies_let_clients_reach_the_api_alone() -> None:
     for policy in documents("network-policy.yaml"):
         assert "Ingress" in policy["spec"]["policyTypes"]
