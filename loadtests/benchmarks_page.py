@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from loadtests.plots import draw
@@ -18,7 +17,6 @@ from loadtests.report import parse
 
 PLOTS = "plots"
 """The folder of the charts, beside the page."""
-NONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 MARKER = "<!-- Written by python -m loadtests.benchmarks_page -->"
 
 
@@ -45,14 +43,14 @@ def section(document: dict[str, Any], charts: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def updated(page: str, documents: list[dict[str, Any]], charts: Mapping[str, Sequence[str]] = NONE) -> str:
+def updated(page: str, documents: list[dict[str, Any]], charts: dict[str, list[str]] | None = None) -> str:
     """The page with each document's section in the place of the one of the same command, or at its end."""
     text, marker, old = page.partition(MARKER)
     sections = {
         part.splitlines()[0]: part.strip() + "\n" for part in re.split(r"(?m)^(?=## `)", old) if part.strip()
     }
     for document in documents:
-        made = section(document, charts.get(document["command"], ()))
+        made = section(document, (charts or {}).get(document["command"], ()))
         sections[made.splitlines()[0]] = made
     return f"{text.rstrip()}\n\n{marker or MARKER}\n\n" + "\n".join(sections.values())
 

@@ -30,11 +30,13 @@ class Chart(NamedTuple):
 
 _ENGINES = r"(\([a-z]\) .+ out) (ours|ours in int4|transformers.*|vLLM|llama\.cpp.*)"
 _FLEETS = r"(.+?): (ours|Ray's default|Ray's best here|clairvoyant)[^:]*: "
+_ROUTED = r"((?:equal|shared|pressure): .+): ([\w ]+): "
 CHARTS = (
     Chart("throughput", "Output tokens per second, offline", _ENGINES, "loadtests.throughput"),
     Chart("autoscaling_hours", "Replica-hours (simulated)", f"{_FLEETS}replica-hours", "loadtests.autoscaling"),
     Chart("autoscaling", "Requests in time, % (simulated)", f"{_FLEETS}in time", "loadtests.autoscaling"),
-    Chart("routing", "Prompt tokens found cached, % (simulated)", r"(.+): ([\w ]+): hits", "loadtests.routing"),
+    Chart("routing", "Prompt tokens found cached, % (simulated)", _ROUTED + "hits", "loadtests.routing"),
+    Chart("routing_output", "Output tokens per second (simulated)", _ROUTED + "output.*", "loadtests.routing"),
     Chart("memory", "Average batch (simulated)", r"(.+): average batch, (.+)", "loadtests.memory"),
 )
 

@@ -77,7 +77,7 @@ def parse(
     (all by default). A number must be above 0 where its default is.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m loadtests.{command}",
+        prog=f"python -m {command if '.' in command else f'loadtests.{command}'}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

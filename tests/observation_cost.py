@@ -270,7 +270,7 @@ def main() -> None:
         "--rounds": (16, "of each"),
         "--seconds": (2.5, "of each stretch"),
     }
-    arguments = parse("observation_cost", __doc__, options)
+    arguments = parse("tests.observation_cost", __doc__, options)
     figures: list[Figure] = []
     alone = None
     if "looking" in arguments.only:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loadtests.benchmarks_page import MARKER, section, updated, write
+from loadtests.experiments.routing.runs import Summary
+from loadtests.experiments.routing.scenarios import SCENARIOS
 from loadtests.plots import CHARTS, draw
+from loadtests.report import save
 
 
 def document(command: str, value: float, bar: float | None = None, holds: bool = True) -> dict[str, Any]:
@@ -62,11 +67,37 @@ def test_charts_are_drawn_beside_the_page_and_shown_in_their_sections(tmp_path: 
     assert (tmp_path / "again" / "throughput.svg").read_text() == chart
 
 
+def test_the_routing_command_makes_its_charts(tmp_path: Path) -> None:
+    """From the names of its own figures to the page; only what its runs yield is made up."""
+    times = {"short": array("f", [1.0])}
+    figures = []
+    for place, name in enumerate(("equal", "shared", "cold")):
+        scenario = SCENARIOS[name](1)
+        seen = [
+            Summary(1000.0 + run, 0.5 + place / 10, 0.02, times, 1.0, 0, True, 8, 1.0, 1.0)
+            for run in range(len(scenario.runs))
+        ]
+        figures += [replace(figure, name=f"{name}: {figure.name}") for figure in scenario.judge(seen)]
+    page = tmp_path / "benchmarks.md"
+    page.write_text("By hand.\n")
+    save("loadtests.routing", figures, tmp_path / "routing.json", seeds=1)
+    write([tmp_path / "routing.json"], page)
+    assert "![routing](plots/routing.svg)\n![routing output](plots/routing_output.svg)\n" in page.read_text()
+    hits, output = ((tmp_path / "plots" / name).read_text() for name in ("routing.svg", "routing_output.svg"))
+    for chart in (hits, output):
+        for text in ("prefix", "oracle", "round robin", "equal: at saturation", "shared: at saturation"):
+            assert f">{text}</text>" in chart
+        assert "cold" not in chart
+    assert ">60</text>" in hits
+    assert ">1,000</text>" in output
+
+
 def test_charts_find_the_figures_that_the_commands_make() -> None:
     made = {
         "autoscaling": ("six ramps: ours: in time", "six ramps: Ray's best here, Ray 2, 30/600 s: in time"),
         "autoscaling_hours": ("a day in two hours: clairvoyant 95%: replica-hours",),
         "routing": ("equal: at saturation: round robin: hits",),
+        "routing_output": ("pressure: 1 ingress: prefix: output or more",),
         "memory": ("161/338: average batch, Oracle, first fit",),
     }
     by_file = {chart.file: chart.pattern for chart in CHARTS}
