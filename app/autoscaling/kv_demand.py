@@ -65,6 +65,8 @@ _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
 _STRAGGLERS = 0.1
 """Share of the replicas, at least one, whose slow steps are their own: a larger fleet would not help."""
+_STRAGGLER_STEP = 1.2
+"""Of the TPOT target: a straggler's step counts for no more."""
 _RISES = 3.0
 """Usual rises of the rate of prompts that a smaller fleet must bear; standard deviations of a steady one."""
 _MOST_ADDED = 4
@@ -141,7 +143,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
 
 def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
     stats: Collection[ReplicaStats] = snapshot.replicas.values()
-    held = growth = sequences = backlog = largest = slots = pool = rate = steps = 0.0
+    held = growth = sequences = backlog = largest = slots = pool = rate = steps = capped = 0.0
     num_with_slots = num_slow = 0
     for replica in stats:
         held += replica.referenced_blocks + replica.waiting_blocks
@@ -152,11 +154,13 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         pool += replica.num_blocks
         rate += replica.prefill_rate
         steps += replica.step_seconds
+        capped += min(replica.step_seconds, _STRAGGLER_STEP * config.tpot_target_s)
         num_slow += replica.step_seconds > config.tpot_target_s
         if replica.max_running:  # unknown for replicas of an earlier version
             slots += replica.max_running
             num_with_slots += 1
     reporting = len(stats)
+    slow = num_slow == reporting or num_slow > max(1.0, _STRAGGLERS * reporting)
     scale = state.known(snapshot) / reporting
     held, growth, sequences = held * scale, growth * scale, sequences * scale
     mean_blocks = (held + growth) / max(sequences, 1.0)
@@ -172,8 +176,8 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         pool=pool / reporting,
         slots=slots / max(num_with_slots, 1),
         prefill_rate=rate / reporting,
-        step_s=steps / reporting,
-        slow=num_slow == reporting or num_slow > max(1.0, _STRAGGLERS * reporting),
+        step_s=(steps if slow else capped) / reporting,
+        slow=slow,
     )
 
 

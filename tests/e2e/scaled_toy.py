@@ -15,6 +15,7 @@ from app.autoscaling.policy import KvDemandPolicy
 from app.autoscaling.snapshot import ReplicaStats
 
 BLOCKS = 100.0
+SLOW_STEP_S = 0.2  # four times the target
 FIRST = 3
 
 
@@ -42,6 +43,8 @@ class Toy:
             raise ValueError("a test broke it")
         stats = dict.fromkeys(ReplicaStats._fields, 0.0)
         stats.update(num_blocks=BLOCKS, prefill_rate=1000.0)
+        if self._name in orders.get("slow", ()):
+            stats.update(step_seconds=SLOW_STEP_S)
         return dict.fromkeys(stats, math.nan) if orders.get("nan") else stats
 
 

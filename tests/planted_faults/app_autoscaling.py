@@ -48,6 +48,13 @@ AUTOSCALING: list[Fault] = [
         "one straggler holds the fleet for ever",
     ),
     Fault(
+        "app/autoscaling/kv_demand.py",
+        "step_s=(steps if slow else capped) / reporting,",
+        "step_s=steps / reporting,",
+        _DEMAND,
+        "one very slow straggler makes the fleet larger",
+    ),
+    Fault(
         "app/autoscaling/scaling_state.py",
         "min(max(self.reported, len(snapshot.replicas)), snapshot.running)",
         "snapshot.running",

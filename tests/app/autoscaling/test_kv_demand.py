@@ -337,11 +337,15 @@ def test_what_holds_a_fleet_that_could_be_smaller(change: dict[str, Any], held: 
 @pytest.mark.parametrize(
     ("fleet", "slow", "held"), [(2, 1, False), (2, 2, True), (40, 4, False), (40, 5, True)]
 )
-def test_stragglers_hold_no_fleet_for_ever(fleet: int, slow: int, held: bool) -> None:
+@pytest.mark.parametrize("seconds", [0.06, 6.0])
+def test_stragglers_hold_no_fleet_for_ever(fleet: int, slow: int, held: bool, seconds: float) -> None:
+    """And they make none larger, however slow they are."""
     config, state, target = ScalingConfig(), ScalingState(), fleet
     for second in range(600):
-        reports = [stats(1.0, step_seconds=0.06 if place < slow else 0.01) for place in range(target)]
-        target = min(target, decide(snapshot(float(second), target, *reports), config, state).target)
+        reports = [stats(1.0, step_seconds=seconds if place < slow else 0.01) for place in range(target)]
+        wanted = decide(snapshot(float(second), target, *reports), config, state).target
+        assert held or wanted <= fleet
+        target = min(target, wanted)
         if target < fleet:
             break
     assert (target == fleet) is held
