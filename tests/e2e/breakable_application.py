@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ POOLS = "pools.json"
 
 
 class BreakableReplica(EngineReplica):
-    """Dies or gets stuck on request."""
+    """Dies, gets stuck or slow, or runs out of memory on request."""
 
     async def __init__(self, model: ServedModel) -> None:  # type: ignore[misc]
         folder = Path(model.options.service.model)
@@ -40,17 +42,21 @@ class BreakableReplica(EngineReplica):
         if pools.is_file():
             engine = dataclasses.replace(model.options.engine, num_blocks=_take(pools))
             model = dataclasses.replace(model, options=model.options.model_copy(update={"engine": engine}))
+        self._delay_s = 0.0
+        self._most_tokens: int | None = None
+        self._computed: list[int] = []  # tokens of each computation since the last order
+        self._sampling_s = 0.0
         await super().__init__(model)
+        runner = self._engine._engine.runner  # type: ignore[union-attr]
+        runner.run = self._delayed(runner.run)  # type: ignore[method-assign]
+        runner.decoder.forward = self._limited(runner.decoder.forward)  # type: ignore[method-assign]
+        runner.sampler.sample = self._timed(runner.sampler.sample)  # type: ignore[method-assign]
 
     async def generate(self, cid: str, payload: bytes, *, meta: dict[str, int]) -> dict[str, Any]:
         """Run one attempt, and die if it is of a poisonous request."""
         if wire.unpack_submission(payload).token_ids[0] == POISON:
-            self._loop.call_later(DIES_AFTER_S, self._break)
+            self._loop.call_later(DIES_AFTER_S, self._engine._inbox.put, object())
         return await super().generate(cid, payload, meta=meta)
-
-    async def break_engine(self, *, target: str) -> None:
-        """Make the engine's loop raise, as a bug in it would."""
-        self._break()
 
     async def stick_engine(self, *, target: str) -> None:
         """Make the engine's next step never end."""
@@ -64,8 +70,51 @@ class BreakableReplica(EngineReplica):
         for channel in list(self._hub._channels.values()):
             self._hub.close(channel, "a test cut it")
 
-    def _break(self) -> None:
-        self._engine._inbox.put(object())  # type: ignore[arg-type]
+    async def slow_down(self, seconds: float, *, target: str) -> None:
+        """Have each step of the engine take so much longer from now on."""
+        self._delay_s = seconds
+
+    async def limit_memory(self, most: int | None, *, target: str) -> list[int]:
+        """Have the device's memory suffice for ``most`` tokens at a time, or for all.
+
+        Returns how many each computation since the order before was of.
+        """
+        self._most_tokens = most
+        computed, self._computed = self._computed, []
+        return computed
+
+    async def sampling_s(self, *, target: str) -> float:
+        """Processor time that the engine has spent on choosing tokens."""
+        return self._sampling_s
+
+    def _delayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def delayed(*how: Any) -> Any:
+            time.sleep(self._delay_s)
+            return run(*how)
+
+        return delayed
+
+    def _limited(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        import torch  # not in the process that builds the application
+
+        def limited(token_ids: torch.Tensor, *how: Any) -> Any:
+            if self._most_tokens is not None:
+                self._computed.append(len(token_ids))
+                if len(token_ids) > self._most_tokens:
+                    raise torch.OutOfMemoryError("a test has taken the memory")
+            return forward(token_ids, *how)
+
+        return limited
+
+    def _timed(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*how: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return sample(*how)
+            finally:
+                self._sampling_s += time.thread_time() - began
+
+        return timed
 
 
 def _take(pools: Path) -> int:

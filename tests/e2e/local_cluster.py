@@ -161,20 +161,10 @@ class BreakableCluster(LocalCluster):
         """What the processes of the replicas have written."""
         return list(Path(self._instance.ray_folder).glob("session_latest/logs/worker-*.err"))
 
-    def break_engine(self, replica: str) -> None:
-        """Make the loop of a replica's engine raise."""
+    def tell(self, replica: str, order: str, *how: Any) -> Any:
+        """Call a method of one ``BreakableReplica``, which does it harm."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
-        handle.break_engine.remote(target=replica).result(timeout_s=30)
-
-    def cut_channels(self, replica: str) -> None:
-        """End the channels of a replica; both their ends live."""
-        handle = serve.get_deployment_handle("engine", serving.APP_NAME)
-        handle.cut_channels.remote(target=replica).result(timeout_s=30)
-
-    def stick_engine(self, replica: str) -> None:
-        """Make a step of a replica's engine never end."""
-        handle = serve.get_deployment_handle("engine", serving.APP_NAME)
-        handle.stick_engine.remote(target=replica).result(timeout_s=30)
+        return getattr(handle, order).remote(*how, target=replica).result(timeout_s=30)
 
 
 def kill_all(process: psutil.Popen) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; abo
 STEP_S = 0.1  # of an engine whose steps are counted
 LONG_PROMPT = 15 * BUDGET  # tokens
 CROWD, CROWD_PROMPT = 8, 4 * BUDGET  # prompts of one request of many, and their tokens
+ROWS, SAMPLED, VOCABULARY = 8, 24, 49_152  # of a batch that samples, tokens of each
 LONG = 120  # tokens of a few streams; enough that a stopping replica is gone before they end
 
 
@@ -202,7 +203,7 @@ def streams_of_a_node_that_is_killed_go_on(cluster: BreakableCluster, undisturbe
 
 def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     victim = cluster.inspect()[0]
-    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.stick_engine(victim["replica"])))
+    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.tell(victim["replica"], "stick_engine")))
     check_same(outcomes, undisturbed)
     assert max(gap for outcome in outcomes for gap in outcome.gaps) < MOVED_S
     wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica whose engine is stuck")
@@ -256,7 +257,7 @@ def test_channels_that_break_amid_streams_cost_no_computation(
 
     def cut() -> None:
         for state in cluster.inspect():
-            cluster.cut_channels(state["replica"])
+            cluster.tell(state["replica"], "cut_channels")
 
     outcomes = asyncio.run(while_streaming(cluster, cut))
     check_same(outcomes, undisturbed)
@@ -305,11 +306,58 @@ def test_garbage_is_not_sought_in_what_an_engine_has_loaded(cluster: BreakableCl
     assert all(state["frozen_objects"] > 100_000 for state in cluster.inspect())
 
 
-def test_a_long_prompt_and_a_flood_of_one_client_delay_no_other(cluster: BreakableCluster) -> None:
-    """All on one engine, as the other one takes nothing new."""
+@pytest.fixture
+def lone(cluster: BreakableCluster) -> Iterator[str]:
+    """The only replica that takes anything new."""
+    other, one = (state["replica"] for state in cluster.inspect())
+    cluster.cordon([other], SOON_S)
+    yield one
+    cluster.cordon([], 0.0)
 
-    def prompt(first: int, length: int) -> list[int]:
-        return [first, *range(1000, 1000 + length - 1)]
+
+def prompt(first: int, length: int) -> list[int]:
+    return [first, *range(1000, 1000 + length - 1)]
+
+
+def test_a_large_top_k_of_one_row_is_no_cost_of_the_others(cluster: BreakableCluster, lone: str) -> None:
+    """By the engine's processor time; together with the others' it was 14 times as much."""
+
+    async def sample(*top_ks: int) -> None:
+        async with Client(cluster.url, cluster.instance) as client:
+            how = [{"prompt": prompt(k, 8), "top_k": k, "temperature": 1.0, "ignore_eos": True} for k in top_ks]
+            outcomes = await asyncio.gather(*(client.stream("/v1/completions", SAMPLED, **one) for one in how))
+        assert [outcome.fault for outcome in outcomes] == [""] * ROWS
+
+    spent = [cluster.tell(lone, "sampling_s")]
+    for top_ks in (range(5, 5 + ROWS), [*range(5, 4 + ROWS), VOCABULARY - 1]):
+        asyncio.run(sample(*top_ks))
+        spent.append(cluster.tell(lone, "sampling_s"))
+    small, large = spent[1] - spent[0], spent[2] - spent[1]
+    assert large < 4 * small
+
+
+def test_a_step_without_memory_is_halved(cluster: BreakableCluster, lone: str) -> None:
+    """Until it fits; the engine lives, and says the same."""
+
+    async def ask() -> str:
+        async with Client(cluster.url, cluster.instance) as client:
+            outcome = await client.complete(prompt(1, 200), 4)
+        assert outcome.fault == ""
+        return outcome.text
+
+    before = cluster.engine_pids()
+    said = asyncio.run(ask())
+    cluster.tell(lone, "limit_memory", 64)
+    try:
+        assert asyncio.run(ask()) == said
+    finally:
+        computed = cluster.tell(lone, "limit_memory", None)
+    assert computed == [200, 200, 100, 50, 50, 100, 50, 50, 1, 1, 1]
+    assert cluster.engine_pids() == before
+
+
+def test_a_long_prompt_and_a_flood_of_one_client_delay_no_other(cluster: BreakableCluster, lone: str) -> None:
+    """All on one engine."""
 
     async def running(count: int) -> None:
         live = lambda: sum(state["live_requests"] for state in cluster.inspect()) == count  # noqa: E731
@@ -354,8 +402,4 @@ def test_a_long_prompt_and_a_flood_of_one_client_delay_no_other(cluster: Breakab
         ]
         assert len(later) >= CROWD, "it waited for half of the flood, which came before it"
 
-    cluster.cordon([cluster.inspect()[0]["replica"]], SOON_S)
-    try:
-        asyncio.run(everything())
-    finally:
-        cluster.cordon([], 0.0)
+    asyncio.run(everything())

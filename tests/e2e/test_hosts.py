@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -18,6 +21,7 @@ import psutil
 import pytest
 from local_cluster import SOON_S, BreakableCluster
 
+from app.launch.port_block import PortBlock
 from loadtests.client import INSTANCE
 from loadtests.cluster import application, gone, replica_pids, wait_for
 
@@ -26,6 +30,21 @@ IDLE = 4100
 POLL_S = 0.02
 HTTP = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))  # connects anew each time
 BODY = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+
+
+def test_why_ray_does_not_start_is_told_in_one_line(paced_model: Path) -> None:
+    """Here its first process has no time to start, as on a busy machine."""
+    ports = PortBlock()
+    command = [sys.executable, "-m", "app", f"port={ports.take()}", *ALONE, f"model={paced_model}"]
+    environment = {**os.environ, "RAY_gcs_server_port_wait_time_s": "0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ports.release()
+    (told,) = re.findall("^Ray's logs are in (.*)/ray/session_latest/logs$", ended.stdout, re.MULTILINE)
+    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    assert [command for command in commands if told in command] == []
+    assert ended.returncode == 1
+    shutil.rmtree(told)
+    assert re.fullmatch("quire: Ray does not start: .*\n", ended.stderr)
 
 
 def answer_of(url: str) -> str:

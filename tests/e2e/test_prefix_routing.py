@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 
-from loadtests.client import MODEL
+from loadtests.client import MODEL, Client, Outcome
+from loadtests.cluster import wait_for
 
+CLIENTS, ASKED = 4, 16
 SHOPS = ("shoes", "lamps", "books", "tea")
 
 
@@ -57,3 +61,29 @@ def test_a_tenant_does_not_find_anothers_prompt(cluster: BreakableCluster) -> No
         assert again["prompt_tokens_details"]["cached_tokens"] >= 128
     with cluster.http(headers={"x-tenant": "two"}) as two:
         assert ask(two, "maps", "Hello?")["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_replica_that_is_slow_gets_less(cluster: BreakableCluster) -> None:
+    """Each client asks again once it has its answer; the slow replica gives none until the other gave most."""
+    slow, fast = (state["replica"] for state in cluster.inspect())
+    answered: list[Outcome] = []
+
+    def routed() -> Counter[str]:
+        (ingress,) = wait_for(cluster.ingresses, SOON_S, "the ingress does not answer")
+        return Counter(ingress["routed"])
+
+    async def keep_asking(client: Client, number: int) -> None:
+        while len(answered) < ASKED:
+            answered.append(await client.complete([number, len(answered), 20, 30], 6))
+        await asyncio.to_thread(cluster.tell, slow, "slow_down", 0.0)
+
+    async def ask() -> None:
+        async with Client(cluster.url, cluster.instance) as client:
+            await asyncio.gather(*(keep_asking(client, 1000 + number) for number in range(CLIENTS)))
+
+    before = routed()
+    cluster.tell(slow, "slow_down", 0.5)
+    asyncio.run(ask())
+    assert [outcome.fault for outcome in answered if outcome.fault] == []
+    got = routed() - before
+    assert got[slow] <= CLIENTS < got[fast]

@@ -91,7 +91,7 @@ def whichever_ingress_answers_knows_what_the_others_know(faults: RoutingFaults) 
             http.post("/v1/completions", json=body, headers={"x-request-id": name}).raise_for_status()
         owners = Counter[str]()
         for name in names:
-            # An ingress that was alone may not have looked for others since.
+            # An ingress hears of the other from Serve, in its own time.
             known = lambda name=name: http.get(f"/dashboard/requests/{name}").json().get("requests")  # noqa: E731
             lives = [wait_for(known, SOON_S, "an ingress does not ask the other") for _ in range(2)]
             assert lives[0] == lives[1]
