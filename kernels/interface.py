@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,11 +143,11 @@ class RowLogprobs:
 
 
 class Recording(ABC):
-    """What one run asked of the device, to be done again with new contents of the same tensors."""
+    """What a run asks of the device, to be done again and again with new contents of its input, in any size."""
 
     @abstractmethod
-    def replay(self) -> None:
-        """Do it all again; results lie where those of the recorded run lay.
+    def replay(self, sizes: Sequence[int], parts: int = 1) -> Iterator[None]:
+        """Do it in so many parts, and yield after each; results lie where :meth:`Kernels.record` said.
 
         Raises ``MemoryError`` if there is too little; the results are then garbage.
         """
@@ -182,13 +182,17 @@ class Kernels(ABC):
         """
         return run()
 
-    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
-        """Call ``run`` and return its result and a recording of it, or ``None`` where there can be none.
+    def record(
+        self, run: Callable[[Sequence[int]], Tensor], most: Sequence[int]
+    ) -> tuple[Tensor, Recording] | None:
+        """Note what ``run(sizes)`` asks of the device for sizes from 1 to ``most``, without doing any of it.
 
-        ``run`` takes its input from tensors that stay where they are, and uses these operations alone. Replayed
-        work computes the same bits. Results hold as in :meth:`in_buffers`; a replay is a run.
+        ``run`` is called a few times, with sizes up to one more than ``most``. It takes its input from tensors
+        that stay where they are, and uses these operations alone. Returns its result for ``most``, of which a
+        replay fills the first part, and the recording; ``None`` where there can be none. Replayed work computes
+        the same bits. Results hold as in :meth:`in_buffers`; a replay is a run.
         """
-        return run(), None
+        return None
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         """``[T], [V, H] -> [T, H]``: rows of ``table``, times ``scale`` if there is one, rounded."""

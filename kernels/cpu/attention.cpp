@@ -308,14 +308,17 @@ struct PairScratch {
 };
 
 // The tiles of some positions and heads of a request: start(tile), run(tile, index of the head, head), end(tile).
-// Meanwhile the next tile is fetched, all heads of a position together: memory answers best in the order of its
-// addresses. Behind the last tile comes the first one of `after`, if it is not null. `fetched`: so has this first tile.
+// Meanwhile the next tile is fetched, all heads of a position together, and positions of four parts of it by turns: the
+// memory answers best to several streams in the order of addresses. Behind the last tile comes the first one of `after`,
+// if it is not null. `fetched`: so has this first tile.
 template <class Start, class Run, class End>
 static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range positions, int64_t first_head,
                        int64_t num_heads, const PairScratch& room, bool fetched, const Item* after, const Start& start,
                        const Run& run, const End& end) {
     const int64_t dim = call.padded_dim();
+    constexpr int64_t STREAMS = 4;
     const bf16* places[2][2 * TILE];  // of a tile's keys, then of its values
+    const bf16* wanted[2 * TILE];     // of the next tile, in the order in which they are fetched
     const auto locate_tile = [&](int64_t tile, int which, int64_t of, Range within) {
         const Range visible{std::max<int64_t>(within.begin - tile, 0), std::min<int64_t>(within.end - tile, TILE)};
         locate(call, kv, of, tile, visible, places[which]);
@@ -332,8 +335,9 @@ static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range 
         Fetch ahead;
         const auto take = [&](int64_t from, int64_t of, Range within, int64_t head, int64_t heads) {
             locate_tile(from, other, of, within);
-            ahead = {places[other], places[other] + 2 * TILE, head * call.head_dim,
-                     (heads * call.head_dim + UNIT - 1) / UNIT};
+            for (int64_t i = 0; i < 2 * TILE; ++i)
+                wanted[i] = places[other][i / TILE * TILE + i % STREAMS * (TILE / STREAMS) + i % TILE / STREAMS];
+            ahead = {wanted, wanted + 2 * TILE, head * call.head_dim, (heads * call.head_dim + UNIT - 1) / UNIT};
         };
         if (tile + TILE < positions.end) {
             take(tile + TILE, request, positions, first_head, num_heads);

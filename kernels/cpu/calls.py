@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,16 +69,61 @@ _RETURN_STATUS = ("quire_linear", "quire_codes_linear", "quire_attention")
 
 
 class CallRecording(Recording):
-    """The calls of one run, as words for ``quire_replay``, and the buffers that they write to."""
+    """Calls as words for ``quire_replay``, and the buffers that they write to."""
 
-    def __init__(self, replay: Callable[[int, int], int], words: list[int], kept: list[Any]) -> None:
-        self._replay = replay
-        self._words: NDArray[np.int64] = np.array(words, dtype=np.uint64).view(np.int64)
+    def __init__(self, functions: dict[str, Any], calls: _Calls, sized: list[_Sized], kept: list[Any]) -> None:
+        self._replay = functions["quire_replay"]
+        self._words = calls.as_array()
+        self._begins = calls.begins
+        self._sized = sized
+        self._sizes: Sequence[int] = ()
         self._kept = kept
 
-    def replay(self) -> None:
-        if self._replay(self._words.ctypes.data, len(self._words)):
-            raise MemoryError("no memory for a step")
+    def replay(self, sizes: Sequence[int], parts: int = 1) -> Iterator[None]:
+        if sizes != self._sizes:
+            for size, sized in zip(sizes, self._sized, strict=True):
+                self._words[sized.places] = sized.factors * size
+            self._sizes = sizes
+        count, address = len(self._begins), self._words.ctypes.data
+        bounds = [self._begins[part * count // parts] for part in range(parts)] + [len(self._words)]
+        for begin, end in pairwise(bounds):
+            if self._replay(address + begin * self._words.itemsize, end - begin):
+                raise MemoryError("no memory for a step")
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """Words that are multiples of one of a run's sizes."""
+
+    places: NDArray[np.int64]
+    factors: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What a run calls: ``words`` for ``quire_replay``, and where each call's begin."""
+
+    words: list[int] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+
+    def as_array(self) -> NDArray[np.int64]:
+        return np.array(self.words, dtype=np.uint64).view(np.int64)
+
+    def sized(self, larger: _Calls, size: int) -> _Sized:
+        """The words that are multiples of ``size``: with one more of it, a run makes the ``larger`` calls."""
+        if larger.begins != self.begins:
+            raise _CannotRecord
+        words, others = self.as_array(), larger.as_array()
+        places = np.flatnonzero(words != others)
+        factors = others[places] - words[places]
+        if not np.array_equal(factors * size, words[places]):
+            raise _CannotRecord
+        return _Sized(places, factors)
+
+
+class _CannotRecord(Exception):
+    """What a run does is no list of calls, or depends on its sizes in another way."""
 
 
 @dataclass(slots=True)
@@ -110,15 +156,18 @@ class Calls:
         self._buffers: dict[str, Tensor] = {}
         self._buffered = False  # a run is going on whose results lie in the buffers
         self._taken: dict[str, int] = {}  # results of a use that it keeps
-        self._words: list[int] | None = None  # if it is being recorded
+        self._noted: _Calls | None = None  # if it is being recorded
         self._kept: list[Any] = []
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        """Call ``name`` and return what it returns, and note the call if the run is recorded."""
-        if self._words is not None:
-            words = [_word(type_, value) for type_, value in zip(REPLAYED[name], arguments, strict=True)]
-            self._words += [self._numbers[name], *words]
-        return self._functions[name](*arguments)
+        """Call ``name`` and return what it returns; or note the call, if the run is recorded, and return 0."""
+        noted = self._noted
+        if noted is None:
+            return self._functions[name](*arguments)
+        noted.begins.append(len(noted.words))
+        words = [_word(type_, value) for type_, value in zip(REPLAYED[name], arguments, strict=True)]
+        noted.words += [self._numbers[name], *words]
+        return 0
 
     def empty(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, kept_for_all: bool = False) -> Tensor:
         """An uninitialized tensor for a result.
@@ -136,13 +185,14 @@ class Calls:
         if buffer is None or buffer.numel() < size:
             room = max(size, 64, 2 * buffer.numel() if buffer is not None else 0)
             buffer = self._buffers[use] = torch.empty(room, dtype=torch.uint8)
-        if self._words is not None:
+        if self._noted is not None:
             self._kept.append(buffer)
         return buffer[:size].view(dtype).view(shape)
 
     def give_up(self) -> None:
         """Something happens that cannot be recorded."""
-        self._words = None
+        if self._noted is not None:
+            raise _CannotRecord
 
     def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
         """See :meth:`kernels.interface.Kernels.in_buffers`."""
@@ -154,17 +204,32 @@ class Calls:
         finally:
             self._buffered = False
 
-    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
+    def record(
+        self, run: Callable[[Sequence[int]], Tensor], most: Sequence[int]
+    ) -> tuple[Tensor, Recording] | None:
         """See :meth:`kernels.interface.Kernels.record`."""
-        self._words, self._kept = [], []
         try:
-            result = self.in_buffers(run)
-            words, kept = self._words, self._kept
+            self._note(run, [size + 1 for size in most])  # makes all buffers as large as they need be
+            calls, result, kept = self._note(run, most)
+            sized = []
+            for place, size in enumerate(most):
+                larger = [*most]
+                larger[place] += 1
+                sized.append(calls.sized(self._note(run, larger)[0], size))
+        except _CannotRecord:
+            return None
+        return result, CallRecording(self._functions, calls, sized, [*kept, result])
+
+    def _note(
+        self, run: Callable[[Sequence[int]], Tensor], sizes: Sequence[int]
+    ) -> tuple[_Calls, Tensor, list[Any]]:
+        """The calls of ``run(sizes)``, none of which is carried out, its result and its buffers."""
+        calls = self._noted = _Calls()
+        self._kept = []
+        try:
+            return calls, self.in_buffers(lambda: run(sizes)), self._kept
         finally:
-            self._words, self._kept = None, []
-        if words is None:
-            return result, None
-        return result, CallRecording(self._functions["quire_replay"], words, [*kept, result])
+            self._noted, self._kept = None, []
 
 
 def _word(type_: type, value: Any) -> int:

@@ -31,7 +31,6 @@ constexpr int64_t kPairsAhead = 24;       // fetched ahead by a single tile
 constexpr int64_t kPairBlock = 256 << 10;  // bytes of x that stay in the second-level cache,
 constexpr int64_t kPairBlockTiles = 8;     // or so many tiles if that is more
 constexpr int64_t kPairThreadWork = 1 << 17;  // multiply-adds that are worth a thread
-constexpr int64_t kPairShares = 6;        // parts of the work a thread takes, so that a late one takes fewer
 
 QUIRE_INLINE __m512 dot(__m512 sum, __m512i pairs, __m512i x) {
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(x));
@@ -116,18 +115,28 @@ inline void multiply_pairs(const PairWeight& weight, const Bf16* x, int64_t x_st
   const int64_t most = std::max<int64_t>(kPairBlock / row_bytes / kPairRows, kPairBlockTiles) * kPairRows;
   const int64_t blocks = (rows + most - 1) / most;
   threads = static_cast<int>(std::min<int64_t>(threads, 1 + rows * pairs * 2 * weight.columns / kPairThreadWork));
-  quire::parallel_for(blocks * panels, threads * kPairShares, threads, [&](int64_t i) {
-    const int64_t first = i / panels * rows / blocks, end = (i / panels + 1) * rows / blocks;
-    const int64_t p = i % panels, tiles = (end - first + kPairRows - 1) / kPairRows;
-    const char* panel = weight.panels + p * panel_bytes;
-    const int64_t column = p * kWidth, left = std::min<int64_t>(weight.columns - column, kWidth);
-    const __mmask32 mask = left == kWidth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-    for (int64_t t = 0; t < tiles; ++t) {  // the first two fetch half of the next panel each
-      const int64_t row = first + t * (end - first) / tiles, count = first + (t + 1) * (end - first) / tiles - row;
-      const char* ahead = tiles == 1 ? panel + kPairsAhead * kPairBytes : panel + panel_bytes + t * pairs * 64;
-      kPairTiles[count - 1](PairTile{panel, pairs, x + row * x_stride, x_stride, ahead, tiles == 1 ? 2 : t < 2 ? 1 : 0,
-                                     weight.bias == nullptr ? nullptr : weight.bias + column,
-                                     y + row * weight.columns + column, weight.columns, mask});
+  quire::shrinking_ranges(blocks * panels, threads, [&](int64_t begin, int64_t stop) {
+    for (int64_t i = begin; i < stop; ++i) {
+      const int64_t first = i / panels * rows / blocks, end = (i / panels + 1) * rows / blocks;
+      const int64_t p = i % panels, tiles = (end - first + kPairRows - 1) / kPairRows;
+      const char* panel = weight.panels + p * panel_bytes;
+      const int64_t column = p * kWidth, left = std::min<int64_t>(weight.columns - column, kWidth);
+      const __mmask32 mask = left == kWidth ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+      const bool streams = tiles == 1 || i == begin;  // nothing has fetched this panel
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t row = first + t * (end - first) / tiles, count = first + (t + 1) * (end - first) / tiles - row;
+        const char* ahead = panel + kPairsAhead * kPairBytes;
+        int64_t lines = 0;
+        if (streams && t == 0) {
+          lines = 2;
+        } else if (i + 1 < stop && t < 2) {  // the next panel: all of it at once, or half by each of the first two
+          lines = streams ? 2 : 1;
+          ahead = (p + 1 < panels ? panel + panel_bytes : weight.panels) + (streams ? 0 : t * pairs * 64);
+        }
+        kPairTiles[count - 1](PairTile{panel, pairs, x + row * x_stride, x_stride, ahead, lines,
+                                       weight.bias == nullptr ? nullptr : weight.bias + column,
+                                       y + row * weight.columns + column, weight.columns, mask});
+      }
     }
   });
 }

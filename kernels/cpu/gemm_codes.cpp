@@ -194,7 +194,7 @@ void multiply(const CodedWeight& weight, const X* x, int64_t x_stride, int64_t r
     code_row(x + r * x_stride, size, codes + r * count * kGroup, groups + r * count);
   });
   const auto& run = weight.bits == 8 ? kCodeTiles<8> : kCodeTiles<4>;
-  quire::parallel_for(panels_of(weight), threads * kShares, threads, [&](int64_t p) {
+  const auto multiply_panel = [&](int64_t p) {
     const uint8_t* panel = static_cast<const uint8_t*>(weight.panels) + p * count * group_bytes(weight.bits);
     const int64_t column = p * kWidth, there = std::min<int64_t>(columns - column, kWidth);
     const float* bias = weight.bias == nullptr ? nullptr : weight.bias + column;
@@ -212,6 +212,9 @@ void multiply(const CodedWeight& weight, const X* x, int64_t x_stride, int64_t r
         }
       }
     }
+  };
+  quire::shrinking_ranges(panels_of(weight), threads, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) multiply_panel(p);
   });
 }
 

@@ -53,8 +53,10 @@ class CpuKernels(Kernels):
     def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
         return self._calls.in_buffers(run)
 
-    def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
-        return self._calls.record(run)
+    def record(
+        self, run: Callable[[Sequence[int]], Tensor], most: Sequence[int]
+    ) -> tuple[Tensor, Recording] | None:
+        return self._calls.record(run, most)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return pack_linear(self._calls, weight, bias, self.num_threads)

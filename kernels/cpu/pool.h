@@ -40,6 +40,26 @@ void parallel_for(int64_t count, int64_t parts, int threads, const Body& body) {
     });
 }
 
+// body(begin, end) for ranges that cover 0 .. count and get shorter: half of what is left for all threads, then half of
+// the rest, and so on. So most of the work runs in long ranges, and still the threads end together.
+template <class Body>
+void shrinking_ranges(int64_t count, int threads, const Body& body) {
+    int64_t rounds = 1;
+    while (rounds < 6 && (count >> rounds) >= threads) ++rounds;
+    const auto start_of = [=](int64_t part) {
+        const int64_t round = part / threads, place = part % threads;
+        if (round == rounds) return count;
+        const int64_t begin = count - (round == 0 ? count : count >> round);
+        const int64_t end = round + 1 == rounds ? count : count - (count >> (round + 1));
+        return begin + place * (end - begin) / threads;
+    };
+    if (threads <= 1) return parallel_ranges(count, 1, 1, body);
+    parallel_for(rounds * threads, rounds * threads, threads, [&](int64_t part) {
+        const int64_t begin = start_of(part), end = start_of(part + 1);
+        if (begin < end) body(begin, end);
+    });
+}
+
 // What a C function that may need memory returns: 0, or 1 if there was none.
 template <class Body>
 int status_of(const Body& body) {

@@ -2,7 +2,8 @@
 
 On the CPU the shapes are those of SmolLM2-135M. Attention reads a paged cache of 30 layers (one layer alone
 would fit a large CPU's caches); the peer gathers the blocks and calls SDPA. Linear: the layers' four maps,
-against ``F.linear``. Both sides take turns and the best time of each counts.
+against ``F.linear``. Both sides and what shows the machine's limit (reductions of 256 MB, square products of
+2,048) take turns, and the best time of each counts.
 
 ``--device cuda`` measures attention in Triton with the heads of Llama-3-8B in bfloat16. The peer is torch's
 SDPA on contiguous keys and values, with the fastest backend that takes them.
@@ -47,23 +48,25 @@ GPU_ATTENTION |= {f"prefill, {context}": (1, context, context) for context in (5
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 BYTES = "bytes"
 Call = Callable[[], object]
-Limits = dict[object, float]
-"""What the machine does at best: bytes moved in a second (``BYTES``), and operations by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One operation on both sides; ``amount`` is its bytes, or its operations in the dtype ``kind``."""
+    """One operation on both sides; ``amount`` is its bytes, or its operations in the dtype ``kind``.
+
+    ``limit`` is how much of that the machine does in a second at best.
+    """
 
     name: str
     ours: float  # seconds
     theirs: float
+    limit: float
     amount: float
     kind: object
     bar: float | None = None
     peer: str = ""
 
-    def figures(self, limits: Limits) -> list[Figure]:
+    def figures(self) -> list[Figure]:
         """The ratio, with its bar, our rate, and its share of the limit."""
         rate = self.amount / self.ours
         scale, unit = (1e9, " GB/s") if self.kind == BYTES else (1e12, " TFLOP/s")
@@ -71,7 +74,8 @@ class Measured:
         return [
             Figure(f"{self.name}: {peer} over ours", self.theirs / self.ours, "x", self.bar),
             Figure(f"{self.name}: a second", rate / scale, unit),
-            Figure(f"{self.name}: of the limit", rate / limits[self.kind]),
+            Figure(f"{self.name}: of the limit", rate / self.limit),
+            Figure(f"{self.name}: limit", self.limit / scale, unit),
         ]
 
 
@@ -151,36 +155,35 @@ class Cpu:
         torch.set_num_threads(threads)
         self._kernels = CpuKernels(threads)
         self._rounds = rounds
-
-    def limits(self) -> Limits:
-        """Reductions of 256 MB, and square products of 2,048."""
         numbers = torch.ones(1 << 26)
-        reductions = by_turns(8, numbers.sum, numbers.max, lambda: torch.dot(numbers, numbers))
-        found: Limits = {BYTES: numbers.nbytes / min(map(min, reductions))}
-        for dtype in (torch.float32, torch.bfloat16):
+        reductions: tuple[Call, ...] = (numbers.sum, numbers.max, partial(torch.dot, numbers, numbers))
+        self._limits: dict[object, tuple[float, Sequence[Call]]] = {BYTES: (numbers.nbytes, reductions)}
+        products: list[Call] = []
+        for dtype in (torch.float32, torch.bfloat16):  # what is narrow can be computed wide
             a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-            ours = partial(self._kernels.linear, a, self._kernels.pack_linear(b.T, None))
-            found[dtype] = 2 * 2048**3 / min(self._best(ours, partial(torch.matmul, a, b)))
-        # What is narrow can be computed wide.
-        return found | {torch.bfloat16: max(found[torch.bfloat16], found[torch.float32])}
+            packed = self._kernels.pack_linear(b.T, None)
+            products += [partial(self._kernels.linear, a, packed), partial(torch.matmul, a, b)]
+            self._limits[dtype] = 2 * 2048**3, [*products]
 
     def measure(self) -> Iterator[Measured]:
         for name, case in CPU_ATTENTION.items():
             amount, kind = CPU_HEADS.amount(*case)
-            yield Measured(name, *self._best(*self._attention(name, *case)), LAYERS * amount, kind, 1.0)
+            yield Measured(name, *self._best(kind, *self._attention(name, *case)), LAYERS * amount, kind, 1.0)
         parameters = LAYERS * sum(k * n for k, n in MAPS)
         for dtype, bar in LINEAR_BARS.items():
             for rows in LINEAR_ROWS:
                 name = f"linear, {rows} row{'s' if rows > 1 else ''}, {str(dtype).removeprefix('torch.')}"
                 few = rows <= 8  # it then reads the weights, else it computes
                 amount = parameters * dtype.itemsize if few else 2 * parameters * rows
-                times = self._best(*self._linear(rows, dtype))
-                yield Measured(name, *times, amount, BYTES if few else dtype, bar)
+                kind = BYTES if few else dtype
+                yield Measured(name, *self._best(kind, *self._linear(rows, dtype)), amount, kind, bar)
 
-    def _best(self, ours: Call, theirs: Call) -> tuple[float, float]:
-        """Seconds of each side. Torch's threads spin for a while after its turn, so ours waits for them."""
-        first, second, _ = by_turns(self._rounds, ours, theirs, partial(time.sleep, 0.02))
-        return min(first), min(second)
+    def _best(self, kind: object, ours: Call, theirs: Call) -> tuple[float, float, float]:
+        """Seconds of each side, and the limit. Torch's threads spin after its turn, so that others wait."""
+        amount, calls = self._limits[kind]
+        pause = partial(time.sleep, 0.02)
+        turns = by_turns(self._rounds, ours, theirs, *(each for call in calls for each in (pause, call)), pause)
+        return min(turns[0]), min(turns[1]), amount / min(map(min, turns[3:-1:2]))
 
     def _attention(self, name: str, requests: int, context: int, queries: int) -> tuple[Call, Call]:
         q, pool, metadata = CPU_HEADS.step(requests, context, queries, LAYERS, "cpu")
@@ -211,7 +214,7 @@ class Gpu:
     """Measures the kernels in Triton."""
 
     @staticmethod
-    def limits() -> Limits:
+    def limits() -> dict[object, float]:
         """A copy of 1 GB, and square products of 8,192."""
         source, target = (torch.randn(1 << 29, device="cuda").bfloat16() for _ in range(2))
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -220,8 +223,8 @@ class Gpu:
             torch.bfloat16: 2 * 8192**3 / seconds(lambda: a @ b, 5),
         }
 
-    @staticmethod
-    def measure() -> Iterator[Measured]:
+    def measure(self) -> Iterator[Measured]:
+        limits = self.limits()
         for name, (requests, context, queries) in GPU_ATTENTION.items():
             q, pool, metadata = GPU_HEADS.step(requests, context, queries, 1, "cuda")
             kernel = get_kernels("triton", torch.device("cuda")).attention
@@ -235,7 +238,7 @@ class Gpu:
             check(name, result, expected)
             torch.cuda.empty_cache()
             amount, kind = GPU_HEADS.amount(requests, context, queries)
-            yield Measured(name, ours, theirs, amount, kind, peer=backend)
+            yield Measured(name, ours, theirs, limits[kind], amount, kind, peer=backend)
 
 
 def seconds(call: Call, rounds: int = 20) -> float:
@@ -298,17 +301,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     arguments = parse("kernels", __doc__, options, argv)
     device = Gpu() if arguments.device == "cuda" else Cpu(arguments.threads, arguments.rounds)
-    results: list[Measured] = []
+    figures: list[Figure] = []
     with torch.inference_mode():
-        limits = device.limits()
         for result in device.measure():
-            results.append(result)
+            figures += result.figures()
             if arguments.json is not None:
-                so_far = [one for made in results for one in made.figures(limits)]
-                save("loadtests.kernels", so_far, arguments.json)
-        later = device.limits()  # the machine may have been busy
-    limits = {kind: max(rate, later[kind]) for kind, rate in limits.items()}
-    figures = [figure for result in results for figure in result.figures(limits)]
-    for kind, rate in limits.items():
-        figures.append(Figure(f"limit, {kind}", rate / 1e9, " GB/s" if kind == BYTES else " GFLOP/s"))
+                save("loadtests.kernels", figures, arguments.json)
     finish("loadtests.kernels", figures, arguments, "kernel", threads=arguments.threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from tiny_engines import TINY_MODELS, make_request, run_to_end, tiny_engine_conf
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.execution import recorded_steps
 from engine.execution.batch import Batch
 from engine.execution.recorded_steps import LONGEST_S, _Size
 from kernels.cpu.build import BuildError, find_compilers
+from kernels.cpu.calls import CallRecording
 from kernels.cpu.linear import prefers_onednn
 
 try:
@@ -67,8 +67,8 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 def test_replays_equal_the_plain_decoder(
     model: str, dtype: str, weights: str, tiny_models: dict[str, Path]
 ) -> None:
-    """Requests of different lengths come and go, so that sizes of steps recur with other contexts."""
-    engine = engine_of(tiny_models[model], dtype=dtype, weights=weights, num_threads=2)
+    """Requests of different lengths come and go, and some steps do not sample."""
+    engine = engine_of(tiny_models[model], dtype=dtype, weights=weights, num_threads=2, token_budget=16)
     steps = check_every_step(engine)
     first = itertools.count(2)  # tokens, so that none shares a prefix
     for lengths in ((3, 20, 9), (31, 2), (5, 19, 8), (29, 4)):
@@ -77,59 +77,71 @@ def test_replays_equal_the_plain_decoder(
             for index, length in enumerate(lengths)
         ]
         run_to_end(engine, *requests)
-    decoded = {size for size, decodes in steps if decodes}
-    again = {size for size, count in Counter(size for size, _ in steps).items() if count > 1}
-    assert {1, 2, 3} <= {size.tokens for size in decoded}
-    assert {2, 3} <= {size.requests for size in again - decoded}
+    assert {1, 2, 3} <= {size.tokens for size, decodes in steps if decodes}
+    assert {2, 3} <= {size.requests for size, decodes in steps if not decodes}
     recordings = engine.runner._steps._recordings
-    if weights == "model" and prefers_onednn(getattr(torch, dtype)):
-        assert not any(recordings.values())
-    else:
-        assert {size for size, recorded in recordings.items() if recorded} == decoded | again
+    assert set(recordings) == {True, False}
+    recorded = weights != "model" or not prefers_onednn(getattr(torch, dtype))
+    assert all((recording is not None) == recorded for recording in recordings.values())
 
 
-def test_sizes_that_were_not_used_for_longest_are_forgotten(
+def test_long_steps_are_replayed_layer_by_layer_for_the_watchdog(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_steps, "_MOST", 3)
     engine = engine_of(tiny_models["Llama"])
-    check_every_step(engine)
-    for first, length in enumerate((5, 6, 5, 7, 8, 5, 6), 2):
-        prompt = [first, *range(2, 1 + length)]
-        run_to_end(engine, make_request(f"{first}", prompt, max_tokens=3, ignore_eos=True))
-    assert [size.tokens for size in engine.runner._steps._recordings] == [5, 6, 1]
+    steps, layers = engine.runner._steps, engine.runner.decoder.layers
+    took, now = LONGEST_S + 0.1, itertools.count()
+    steps._clock = lambda: next(now) * took
+    replay, asked = CallRecording.replay, []
 
+    def noted(self: CallRecording, sizes: Sequence[int], parts: int) -> Iterator[None]:
+        asked.append((sizes[0], parts))
+        before = engine.layers_run
+        for part, _ in enumerate(replay(self, sizes, parts)):
+            assert engine.layers_run == before + part * len(layers) // parts
+            yield
 
-def test_long_steps_run_layer_by_layer_for_the_watchdog(tiny_models: dict[str, Path]) -> None:
-    engine = engine_of(tiny_models["Llama"])
-    steps = engine.runner._steps
-    times = itertools.count(0.0, LONGEST_S + 0.1)
-    steps._clock = lambda: next(times)
+    monkeypatch.setattr(CallRecording, "replay", noted)
     for first in (2, 3, 4):
-        run_to_end(engine, make_request(f"{first}", [first, 5, 6, 7], max_tokens=3, ignore_eos=True))
-    assert [size.tokens for size, recorded in steps._recordings.items() if recorded] == [1]
-    assert [size.tokens for size in steps._recordings] == [1]
+        run_to_end(engine, make_request(f"{first}", [first, 5, 6, 7], max_tokens=2, ignore_eos=True))
+        took = 0.0 if first == 3 else LONGEST_S + 0.1
+    assert asked == [(4, len(layers)), (1, 1), (4, len(layers)), (1, 1), (4, len(layers)), (1, 1)]
+    run_to_end(engine, make_request("5", [5, 5, 6, 7], max_tokens=1, ignore_eos=True))
+    assert asked[-1] == (4, 1)
 
 
 def test_kernels_that_cannot_record_run_every_step(tiny_models: dict[str, Path]) -> None:
     engine = Engine(tiny_engine_config(tiny_models["Llama"], kernels="reference"))
     deltas = run_to_end(engine, make_request("one", [3, 4, 5], max_tokens=6, ignore_eos=True))
     assert sum(len(delta.token_ids) for delta in deltas["one"]) == 6
-    assert not any(engine.runner._steps._recordings.values())
+    assert engine.runner._steps._recordings == {True: None}
 
 
 def test_a_failed_run_leaves_no_recording_open(tiny_models: dict[str, Path]) -> None:
     engine = engine_of(tiny_models["Llama"])
     kernels = engine.runner.decoder.kernels
 
-    def fail() -> Tensor:
+    def fail(sizes: Sequence[int]) -> Tensor:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        kernels.record(fail)
+        kernels.record(fail, (4,))
     x = torch.ones(2, 8)
     first, second = (kernels.rms_norm(x * scale, torch.ones(8), 1e-6) for scale in (1.0, -1.0))
     assert torch.equal(first, -second)  # results that nobody records have memory of their own
+
+
+def test_what_depends_on_sizes_in_another_way_is_not_recorded(tiny_models: dict[str, Path]) -> None:
+    kernels = engine_of(tiny_models["Llama"]).runner.decoder.kernels
+    x, weight = torch.ones(9, 8), torch.ones(8)
+
+    def norm(rows: int) -> Tensor:
+        return kernels.rms_norm(x[:rows], weight, 1e-6)
+
+    assert kernels.record(lambda sizes: norm(sizes[0]), (4, 5)) is not None
+    assert kernels.record(lambda sizes: norm(sizes[0] + 1), (4,)) is None
+    assert kernels.record(lambda sizes: norm(sizes[0] + sizes[1]), (4, 3)) is None
+    assert kernels.record(lambda sizes: [norm(1) for _ in range(sizes[0])].pop(), (4,)) is None
 
 
 def test_one_token_of_a_longer_prompt_is_no_decode(tiny_models: dict[str, Path]) -> None:
