@@ -24,12 +24,24 @@ def multiply(threads: int, rows: int = 96) -> Tensor:
     return kernels.linear(X[:rows], kernels.pack_linear(WEIGHT, None))
 
 
-def test_every_number_of_threads_gives_the_same_bits() -> None:
-    """More threads than cores, and then fewer than the pool holds by now."""
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_every_number_of_threads_gives_the_same_bits(form: str) -> None:
+    """More threads than cores, and then fewer than the pool holds by now; none is what memory held before."""
+    x = X.bfloat16() if form == "bfloat16" else X
+
+    def product(threads: int, rows: int) -> Tensor:
+        kernels = CpuKernels(threads)
+        weight = WEIGHT.to(x.dtype)
+        packed = kernels.pack_codes(weight, 8, None) if form == "int8" else kernels.pack_linear(weight, None)
+        del weight
+        torch.full((rows, len(WEIGHT)), torch.nan, dtype=x.dtype)  # its memory is free again
+        return kernels.linear(x[:rows], packed)
+
     for rows in (1, 96):
-        expected = multiply(1, rows)
+        expected = product(1, rows)
+        assert not expected.isnan().any()
         for threads in (2, 7, 3):
-            assert torch.equal(multiply(threads, rows), expected)
+            assert torch.equal(product(threads, rows), expected)
 
 
 def test_many_short_jobs_in_a_row() -> None:
