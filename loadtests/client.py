@@ -265,10 +265,10 @@ async def complete_all(
         return await asyncio.gather(*(client.complete(prompt, max_tokens) for prompt in prompts))
 
 
-async def vanish(url: str, count: int, seed: int, instance: str = "") -> int:
+async def vanish(url: str, count: int, seed: int, instance: str = "", at_once: int = 32) -> int:
     """``count`` clients that hang up at random moments: before an answer, after a moment, amid the stream.
 
-    A third waits for a whole answer. 32 are there at once. Returns how many had read some of their stream.
+    A third waits for a whole answer. Returns how many had read some of their stream.
     """
     rng = random.Random(seed)
     plans = [
@@ -283,7 +283,7 @@ async def vanish(url: str, count: int, seed: int, instance: str = "") -> int:
         return bool((await client.complete(text, 200, **how)).events)
 
     async with Client(url, instance) as client:
-        return sum(await closed_loop(32, plans, one))
+        return sum(await closed_loop(at_once, plans, one))
 
 
 def stream_blocking(

@@ -30,6 +30,7 @@ from loadtests.workloads import prompts
 ENGINES = 2
 STREAMS, TOKENS = 16, 64
 LONG_STREAMS = 8  # enough to be on both engines, whatever the router has learned of these
+AT_ONCE = 128  # clients that vanish: each then takes an eighth less of the processors than with 32
 LONG_S = 8.0  # the least that a long stream takes; it outlives the replica that was told to stop
 
 
@@ -90,8 +91,8 @@ class Faults(Fleet):
         return latency_figures(delays, gaps)
 
     def many_disconnects(self, count: int) -> list[Figure]:
-        """Clients of streams and whole answers that vanish at random moments, 32 at once."""
-        asyncio.run(vanish(self.cluster.url, count, seed=7, instance=self.cluster.instance))
+        """Clients of streams and whole answers that vanish at random moments; 10,000 take about 2.5 minutes."""
+        asyncio.run(vanish(self.cluster.url, count, 7, self.cluster.instance, AT_ONCE))
         what = f"{count} random disconnects"
         found = self.nothing_left(what)
         seconds_until(lambda: self.cluster.connections() == 0, 5.0)
