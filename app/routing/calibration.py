@@ -78,14 +78,20 @@ class StepModel:
 
 
 class OutputLength:
-    """Tokens that a sequence makes here, on average; 256 before any has ended."""
+    """Tokens that a sequence makes here, on average; 256 before any has ended.
+
+    That counts as one sequence, so that a few short answers correct it: waiting for a slot is charged by it.
+    From 64 on, each weighs 1/64.
+    """
 
     def __init__(self) -> None:
         self.tokens = 256.0
+        self._count = 1
 
     def learn(self, tokens: float) -> None:
         """Take in the length of a sequence that has ended by itself or at its limit."""
-        self.tokens += (min(max(tokens, 0.0), 1e7) - self.tokens) / 64
+        self._count = min(self._count + 1, 64)
+        self.tokens += (min(max(tokens, 0.0), 1e7) - self.tokens) / self._count
 
 
 class ReuseShare:

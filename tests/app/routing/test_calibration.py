@@ -51,6 +51,17 @@ def test_expected_output_follows_what_ends() -> None:
     assert math.isclose(outputs.tokens, 40, rel_tol=0.02)
 
 
+def test_a_few_short_answers_correct_what_is_expected_before_any() -> None:
+    outputs = OutputLength()
+    for _ in range(8):
+        outputs.learn(16)
+    assert outputs.tokens == pytest.approx((256 + 8 * 16) / 9)
+    for _ in range(1000):
+        outputs.learn(16)
+    outputs.learn(80)
+    assert outputs.tokens == pytest.approx(16 + (80 - 16) / 64), "one of many weighs 1/64"
+
+
 def test_reuse_is_the_share_of_what_is_made_again() -> None:
     reuse = ReuseShare()
     assert reuse.share == 0.0

@@ -74,3 +74,21 @@ def test_large_blocks_do_not_make_a_full_replica_as_good_as_an_empty_one() -> No
     fleet.report(fleet.routes[1], replace(large, free=20, referenced=20, running=20))
     chosen = Counter(fleet.send(50) for _ in range(8))
     assert chosen == {"r1": 8}
+
+
+def test_after_a_few_short_answers_full_seats_are_a_short_wait() -> None:
+    # Eight run in steps of 20 ms. If they made 256 tokens each, one would end in 0.6 s; of 16, in 0.04 s.
+    fleet = Fleet(2)
+    fleet.store(0, prefix(1, 40))
+    full = replace(IDLE, running=8, kv_tokens=5_000, max_running=8)
+
+    def choice(number: int) -> str:
+        for route, load in zip(fleet.routes, (full, IDLE), strict=True):
+            fleet.report(route, load)
+        chosen = fleet.send(*prompt(prefix(1, 40), 1, number), 24)
+        assert fleet.ledger.release(fleet.attempts, generated=16)
+        return chosen
+
+    chosen = [choice(100 + number) for number in range(20)]
+    assert chosen[0] == "r1", "until an answer has ended"
+    assert set(chosen[10:]) == {"r0"}, "0.1 s of waiting is less than computing 640 tokens again"
