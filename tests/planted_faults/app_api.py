@@ -56,6 +56,13 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/prompt_tokenizer.py",
+        "            return _TRIAL in self._template.render(turns)",
+        "            return bool(self._template.render(turns))",
+        ("app/api/test_prompt_tokenizer.py",),
+        "the chat page offers a system message that the template drops",
+    ),
+    Fault(
+        "app/api/prompt_tokenizer.py",
         "            work += sum(map(len, texts)) - length\n",
         "",
         ("app/api/test_prompt_tokenizer.py",),

@@ -12,6 +12,13 @@ _LAUNCHER = ("app/launch/test_launcher.py",)
 
 LAUNCH: list[Fault] = [
     Fault(
+        "app/launch/local_server.py",
+        "if application is not None and application.deployments else None",
+        "if application is not None else None",
+        _LAUNCHER,
+        "while Serve builds another application, the launcher says that all replicas have gone",
+    ),
+    Fault(
         "app/launch/haproxy.py",
         '        "x-serve-.*",\n',
         "",
