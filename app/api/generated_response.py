@@ -52,7 +52,7 @@ class ResponseMaker:
             InvalidRequestError: the engines would refuse it.
         """
         if job.caller.limits is not None:
-            job = within_context(job, job.caller.limits)
+            job = within_context(job, job.caller.limits, limits)
         if job.prompt_tokens <= INLINE_TOKENS:
             check_prompts(job, limits)
         else:

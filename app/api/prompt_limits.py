@@ -23,15 +23,16 @@ def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits)
     return prompt[-keep:]
 
 
-def within_context(job: GenerationJob, key: KeyLimits) -> GenerationJob:
-    """The job with no more output than the key's longest context allows.
+def within_context(job: GenerationJob, key: KeyLimits, limits: FleetLimits) -> GenerationJob:
+    """The job with no more output than the key's longest context allows; the replicas' may be shorter.
 
     Raises:
         InvalidRequestError: it asks for more.
     """
     params = job.options.params
-    most = key.context(max(map(len, job.prompts)), params.max_tokens)
-    if most == params.max_tokens:
+    longest = max(map(len, job.prompts))
+    most = key.context(longest, params.max_tokens)
+    if most is None or most == params.max_tokens or longest + most >= limits.max_tokens:
         return job
     return replace(job, options=replace(job.options, params=replace(params, max_tokens=most)))
 

@@ -126,6 +126,13 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/prompt_limits.py",
+        " or longest + most >= limits.max_tokens:\n",
+        ":\n",
+        ("app/api/test_prompt_limits.py",),
+        "a key whose longest context exceeds the model's cannot leave max_tokens out",
+    ),
+    Fault(
+        "app/api/prompt_limits.py",
         "    sequences = len(job.prompts) * params.width\n",
         "    sequences = len(job.prompts)\n",
         ("app/api/test_prompt_limits.py",),

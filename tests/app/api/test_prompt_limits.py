@@ -8,8 +8,10 @@ import pytest
 
 from app.api.caller import Caller
 from app.api.choices import GenerationJob
+from app.api.key_limits import KeyLimits
+from app.api.keys import ApiKey
 from app.api.openai_types import parse_chat, parse_completion
-from app.api.prompt_limits import check_prompts, within_logprobs
+from app.api.prompt_limits import check_prompts, within_context, within_logprobs
 from app.fleet.fleet_limits import FleetLimits
 from engine.errors import InvalidRequestError
 from engine.request import MAX_PROMPT_SCORES, ModelLimits
@@ -65,3 +67,14 @@ def test_output_of_any_length_ends_where_its_log_probabilities_reach_the_limit()
     assert within_logprobs(asked, LIMITS, 2 * room) is asked
     with pytest.raises(InvalidRequestError, match="max_response_logprobs"):
         within_logprobs(asked, LIMITS, 1)
+
+
+def test_a_keys_context_that_exceeds_the_models_limits_nothing() -> None:
+    """Without ``max_tokens`` the output ends with the shorter of the two."""
+    options = parse_chat({"messages": [{"role": "user", "content": "a"}]}).options
+    asked = GenerationJob(options, [[1] * 8, [1]], True, Caller("", "test"))
+    for context, most in ((LIMITS.max_tokens + 1, None), (LIMITS.max_tokens, None), (100, 92)):
+        key = KeyLimits(ApiKey(id="k", sha256="0" * 64, max_context_tokens=context))
+        kept = within_context(asked, key, LIMITS)
+        assert kept.options.params.max_tokens == most
+        check_prompts(kept, LIMITS)
