@@ -22,7 +22,8 @@ Set an option in one of these ways:
 Sizes are bytes, or text such as `512MB` and `2GiB`. `auto` is the same as leaving an option out.
 
 To change an option of a running application, change `args` and deploy again. The column *restarts* names the
-deployments whose replicas are then replaced; for an option that names none, running replicas go on.
+deployments whose replicas are then replaced; for an option that names none, running replicas go on. The column
+*live* names those whose `user_config` can change the option instead, in running replicas.
 [Deployment](deployment.md#deploying-again) describes how.
 """
 
@@ -34,7 +35,9 @@ def page() -> str:
         title, _, rest = (field.annotation.__doc__ or "").partition("\n\n")[0].partition(": ")
         rows = [_row(option) for option in OPTIONS.values() if option.group == group]
         parts.append(f"## {title}\n\n{rest[:1].upper()}{rest[1:]}\n")
-        parts.append("\n".join(["| option | default | restarts | meaning |", "|---|---|---|---|", *rows, ""]))
+        parts.append(
+            "\n".join(["| option | default | restarts | live | meaning |", "|---|---|---|---|---|", *rows, ""])
+        )
     return "\n".join(parts)
 
 
@@ -48,8 +51,14 @@ def show_default(value: Any) -> str:
 
 
 def _row(option: Option) -> str:
-    restarts = ", ".join(option.restarts)
-    return f"| `{option.name}` | `{show_default(option.default)}` | {restarts} | {option.description} |"
+    cells = (
+        f"`{option.name}`",
+        f"`{show_default(option.default)}`",
+        ", ".join(option.restarts),
+        ", ".join(option.live_in),
+        option.description,
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
