@@ -5,6 +5,7 @@ from __future__ import annotations
 from app.metrics.aliases import ALIASES
 from app.metrics.samples import METRICS
 from app.metrics.table import TABLE, Kind, Metric, Source
+from app.routing.policies import ROUTING_REASONS
 
 INTRODUCTION = """\
 # Metrics
@@ -59,21 +60,22 @@ _REASONS = """\
 
 `quire_routing_decisions_total{reason}` says what decided for a replica, against the one that was second:
 
-| reason | the chosen replica |
-|---|---|
-| `only` | is the only one that can run the request |
-| `prefix` | has more of the prompt cached |
-| `wait` | has fewer prompts to compute first |
-| `compute` | computes the prompt faster, or delays fewer running streams |
-| `streaming` | decodes faster, or slows down fewer sequences |
-| `eviction` | evicts fewer cached blocks |
-| `admission` | has sequence slots and blocks, or will have them sooner |
-| `balance` | costs as much as others and has less booked |
-| `victims` | stays, while cheaper ones may stop soon |
-| `policy` | was chosen by another `routing` than `prefix` |
-| `fault` | was chosen after a defect; see `quire_faults_total` |
-
 """
+
+_CHOSEN = {
+    "only": "is the only one that can run the request",
+    "prefix": "has more of the prompt cached",
+    "wait": "has fewer prompts to compute first",
+    "compute": "computes the prompt faster, or delays fewer running streams",
+    "streaming": "decodes faster, or slows down fewer sequences",
+    "eviction": "evicts fewer cached blocks",
+    "admission": "has sequence slots and blocks, or will have them sooner",
+    "balance": "costs as much as others and has less booked",
+    "victims": "stays, while cheaper ones may stop soon",
+    "policy": "was chosen by another `routing` than `prefix`",
+    "fault": "was chosen after a defect; see `quire_faults_total`",
+}
+"""What each of ``ROUTING_REASONS`` says of the chosen replica."""
 
 _ALIASES = """\
 ## Other names
@@ -92,7 +94,9 @@ def page() -> str:
     aliases: list[tuple[str, ...]] = [
         (f"`{_name(alias.name, alias.kind)}`", _original(alias.of, alias.values)) for alias in ALIASES
     ]
-    parts += [_REASONS, _ALIASES, _table(("Name", "Metric"), aliases)]
+    reasons: list[tuple[str, ...]] = [(f"`{reason}`", _CHOSEN[reason]) for reason in ROUTING_REASONS]
+    parts += [_REASONS, _table(("reason", "the chosen replica"), reasons)]
+    parts += [_ALIASES, _table(("Name", "Metric"), aliases)]
     return "".join(parts).rstrip("\n") + "\n"
 
 

@@ -21,7 +21,7 @@ No term is a threshold, and none concerns the fleet as a whole: a hot replica ch
 ``policies.cheapest`` holds the tie rule and computes the copy deficit.
 
 To add a term: learn its state in ``ReplicaHistory``, or take it from the load report; add its coefficient to
-``ReplicaView`` and to ``view_of``, and one line to ``costs``.
+``ReplicaView`` and to ``view_of``, its name to ``TERMS``, and its seconds to both sums in ``costs``.
 """
 
 from __future__ import annotations

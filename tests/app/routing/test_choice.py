@@ -134,12 +134,15 @@ def test_each_reason_is_found() -> None:
     fleet = Calibration(BLOCK)
     request = RoutingRequest("r", 3207, 100.0, keys=list(range(200)))
     here, there = several((0, 0), (0, 0))
+    fleet.reuse._lost = 1.0
     cases = {
         "wait": replace(there, backlog_s=5.0),
         "compute": replace(there, token_cost=2 * here.token_cost),
         "streaming": replace(there, streaming_weight=1e6),
+        "eviction": replace(there, free_tokens=0.0, evictable_tokens=1e6),
         "admission": replace(there, free_slots=-10.0, slot_s=100.0),
     }
+    assert list(cases) == list(TERMS)
     for reason, worse in cases.items():
         assert cheapest([here, worse], [0, 0], request, fleet, 0.0)[:4] == (0, 0, 0, reason)
     assert cheapest([here, there], [200, 0], request, fleet, 0.0).reason == "prefix"
