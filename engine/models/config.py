@@ -63,8 +63,8 @@ class QKNormSpan(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorms:
-    """The RMS norms of a layer, by name in the checkpoint; ``None`` where there is none."""
+class NormPlaces:
+    """Where a layer has RMS norms, and their names in the checkpoint; ``None`` where there is none."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # on what attention adds to the residual
@@ -88,7 +88,7 @@ class Family:
 
     qkv_bias: bool | None = None  # None: as ``attention_bias`` says, which covers the output projection, too
     qk_norm: QKNormSpan | None = None  # RMS norms of queries and keys before RoPE
-    norms: LayerNorms = LayerNorms()
+    norms: NormPlaces = NormPlaces()
     norms_round_once: bool = False  # norms multiply by their weight in float32
     norms_add_one: bool = False  # norms multiply by 1 + weight, in float32, and round once
     scaled_embedding: bool = False  # by sqrt(hidden_size), rounded to the model's dtype
@@ -124,7 +124,7 @@ FAMILIES: Mapping[str, Family] = {
         tie_word_embeddings=True,
     ),
     "Gemma2ForCausalLM": Family(
-        norms=LayerNorms(
+        norms=NormPlaces(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
             after_mlp="post_feedforward_layernorm",
@@ -145,7 +145,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         qk_norm=QKNormSpan.ROW,
-        norms=LayerNorms(
+        norms=NormPlaces(
             before_attention=None,
             after_attention="post_attention_layernorm",
             before_mlp=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ import torch
 from kernels import cpu
 from kernels.cache_dir import cache_root
 from kernels.cpu import BuildError, CpuKernels, build, load_or_reference
+from kernels.cpu.calls import REPLAYED
 from kernels.interface import Activation
 from kernels.reference import ReferenceKernels
 from kernels.registry import get_kernels
@@ -175,3 +177,8 @@ def test_denormals_survive_the_loading() -> None:
 def test_the_number_of_threads_must_be_positive() -> None:
     with pytest.raises(ValueError, match="num_threads is 0"):
         CpuKernels(0)
+
+
+def test_a_recording_numbers_functions_as_the_library_does() -> None:
+    listed = re.findall(r"Replayed<(\w+)>::function", (build.SOURCE_FOLDER / "replay.cpp").read_text())
+    assert listed == list(REPLAYED)

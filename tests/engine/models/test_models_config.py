@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def test_agrees_with_transformers_about_its_own_defaults(family: str) -> None:
 def test_every_family_is_tested() -> None:
     assert {f"{family}ForCausalLM" for family in FAMILIES} == set(ARCHITECTURES)
     assert {family for family, _ in TINY_MODELS.values()} == set(FAMILIES)
+
+
+def test_every_family_is_written_down() -> None:
+    root = Path(__file__).parents[3]
+    rows = re.findall(r"^\| `(\w+ForCausalLM)` \|", (root / "docs/models.md").read_text(), flags=re.MULTILINE)
+    assert rows == list(ARCHITECTURES)
+    assert f"{len(ARCHITECTURES)} decoder families" in (root / "README.md").read_text()
 
 
 def test_gemma_as_released() -> None:
