@@ -139,6 +139,26 @@ def test_tests_exist(page: Path) -> None:
 
 
 @pages
+def test_measured_figures_have_a_command_and_a_commit(page: Path) -> None:
+    """A section that tells of a machine, a commit or a rate names what measures it, or the benchmarks."""
+    assert [part.splitlines()[0] for part in sections(page.read_text()) if not is_founded(part)] == []
+
+
+def sections(text: str) -> list[str]:
+    return [part for part in re.split(r"(?m)^(?=#+ )", text) if part]
+
+
+def is_founded(section: str) -> bool:
+    measured = r"\d (?:µs|[GM]B/s|[GT]FLOP/s|tokens/s)\b|\bcommit `?[0-9a-f]{7}|\bEPYC\b|\bbusy cores\b"
+    if not re.search(measured, section) or "benchmarks.md#" in section:
+        return True
+    command = re.search(
+        r"python -m (?:tests|loadtests|clients|pytest|timeit)\b|^\$ time ", section, flags=re.MULTILINE
+    )
+    return command is not None and re.search(r"\bcommit `?[0-9a-f]{7}", section) is not None
+
+
+@pages
 def test_make_has_the_targets(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = set(re.findall(r"(?:`|\$ )make ([\w-]+)", page.read_text()))
@@ -176,3 +196,10 @@ def test_the_checks_see_what_is_wrong() -> None:
     assert source_of("loadtests.no") is None
     assert source_of("app") == ROOT / "app" / "__main__.py"
     assert "test_the_checks_see_what_is_wrong" in defined_tests()
+    assert sections("a\n# b\nc\n## d\n") == ["a\n", "# b\nc\n", "## d\n"]
+    assert is_founded("At 5 s it ends.")
+    assert not is_founded("It takes 40 µs.")
+    assert not is_founded("On an AMD EPYC, at commit 0123456, it takes 40 ms.")
+    assert not is_founded("`python -m tests.speed` says 40 µs.")
+    assert is_founded("`python -m tests.speed` says 40 µs at commit `0123456`.")
+    assert is_founded("It takes 40 µs ([all](benchmarks.md#here)).")
