@@ -13,6 +13,13 @@ _LAUNCHER = ("app/launch/test_launcher.py",)
 LAUNCH: list[Fault] = [
     Fault(
         "app/launch/local_server.py",
+        "        except Exception as error:  # Ray raises a bare one",
+        "        except (RuntimeError, OSError) as error:  # Ray raises a bare one",
+        _LAUNCHER,
+        "a start of Ray that takes too long ends in a traceback",
+    ),
+    Fault(
+        "app/launch/local_server.py",
         "if application is not None and application.deployments else None",
         "if application is not None else None",
         _LAUNCHER,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import socket
 import threading
@@ -228,6 +229,18 @@ def test_a_status_that_cannot_be_read_does_not_end_the_server(
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
     monkeypatch.setattr("ray.get", get)
     assert local_server.LocalServer(config.LaunchOptions(port=1), instance).ready() is None
+
+
+def test_a_node_of_ray_that_is_late_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    def late(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("ray.init", late)
+    with pytest.raises(ConfigError, match=r"^Ray does not start: Exception: The current node timed out"):
+        local_server.LocalServer(config.LaunchOptions(), instance).start()
 
 
 def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, instance: Instance) -> None:
