@@ -50,6 +50,11 @@ MUCH = 1_500_000_000
 """Bytes of this process from which on what the tests before have left is given back."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Files of one folder come together: between others, pytest 9.1 loses its fixtures (pytest#14971)."""
+    config.args.sort()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """With ``--dist loadgroup``, one worker runs a whole file, and two all end-to-end tests, each on one Ray.
