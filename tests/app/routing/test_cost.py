@@ -321,7 +321,10 @@ def test_a_replica_costs_the_same_whoever_is_beside_it_and_in_any_order(
 ) -> None:
     views = [view(state, fleet) for state in states]
     cached = [data.draw(st.integers(0, request.tokens // BLOCK)) for _ in views]
-    together = costs(views, cached, request, fleet, 5.0)
+    parts: list[tuple[float, ...]] = []
+    together = costs(views, cached, request, fleet, 5.0, parts=parts)
+    assert together == pytest.approx([sum(of_one) for of_one in parts])
+    assert {len(of_one) for of_one in parts} == {len(cost.TERMS)}
     order = data.draw(st.permutations(range(len(views))))
     shuffled = costs([views[at] for at in order], [cached[at] for at in order], request, fleet, 5.0)
     assert shuffled == [together[at] for at in order]
