@@ -312,6 +312,7 @@ def main(argv: Sequence[str]) -> None:
         "--arms": ([OURS, *COMPARED], f"of {', '.join(ROUTERS)}"),
         "--dtype": ("auto", "of the engines: float32 where bf16 has instructions"),
         "--requests": (200, "of each run that count, on average"),
+        "--load": (LOAD, "of the capacity with everything cached; its bars are for the default"),
     }
     arguments = parse("routing --live", __doc__, options, argv)
     traffic = asyncio.run(Traffic.make(PromptTokenizer(TokenizerParts.read(resolve(MODEL)))))
@@ -321,8 +322,9 @@ def main(argv: Sequence[str]) -> None:
         capacity = stage.capacity()
         for seed in range(1, arguments.seeds + 1):
             for arm, found in runs.items():
-                found.append(stage.run(arm, seed, LOAD * capacity, arguments.requests))
-    figures = [Figure(f"capacity when all is cached, of which the load is {LOAD:.0%}", capacity, " requests/s")]
+                found.append(stage.run(arm, seed, arguments.load * capacity, arguments.requests))
+    what = f"capacity when all is cached, of which the load is {arguments.load:.0%}"
+    figures = [Figure(what, capacity, " requests/s")]
     for arm, found in runs.items():
         figures += shown(arm, found)
     figures += figures_of(runs, traffic.systems)
