@@ -31,6 +31,7 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 logger = logging.getLogger(__name__)
 
+_PREFAULT_S = 1.0  # at most, at start: where the system is slow to map pages, prompts would wait for it instead
 _BAR_FROM = 8  # prompts; fewer are done before a bar helps
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """What a chat template may raise, about messages that it refuses or by its own mistakes."""
@@ -153,6 +154,9 @@ class LLM:
         self.engine = Engine(EngineConfig(model=str(self.folder), **options), offline=True)
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._made = 0
+        end = time.monotonic() + _PREFAULT_S
+        while self.engine.prefault() and time.monotonic() < end:
+            pass
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -127,7 +127,7 @@ struct GeluTanh {  // 1 + tanh(u) = 2 sigmoid(2 u), u = sqrt(2 / pi) * (gate + 0
 template <class Activation, class T>
 static inline vf activated(vf gate, vf up) {
     const vf power = Activation::power(gate), most = splat(128.0f);
-    return rounded<T>(gate / (splat(1.0f) + exp2(power > most ? most : power))) * up;
+    return rounded<T>(gate / one_plus_exp2(power > most ? most : power)) * up;
 }
 
 template <class Activation, class T>

@@ -121,6 +121,23 @@ static inline vf exp2(vf x) {
 }
 static inline float exp2(float x) { return exp2(splat(x))[0]; }
 
+// 1 + 2 ** x for x <= 128, to the bit as exp2() gives it.
+static inline vf one_plus_exp2(vf x) {
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
+    x = _mm512_max_ps(splat(-126.0f), x);  // in this order a NaN stays
+    const vf whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = x - whole;
+    vf y = splat(1.326472725e-3f);
+    y = fma(y, part, splat(9.671512786e-3f));
+    y = fma(y, part, splat(5.550733744e-2f));
+    y = fma(y, part, splat(2.402224208e-1f));
+    y = fma(y, part, splat(6.931469776e-1f));
+    y = fma(y, part, splat(1.0f));
+    return splat(1.0f) + _mm512_scalef_ps(y, whole);
+#else
+    return splat(1.0f) + exp2(x);
+#endif
+}
+
 // tanh(x) to a few units in the last place, also near 0. It is e / (e + 2) with e = 2 ** t - 1 and t = 2 log2(e) x:
 // exact scaling by the nearest integer of t, a Taylor series of 2 ** part - 1 for the rest. NaN stays NaN.
 static inline vf tanh(vf x) {

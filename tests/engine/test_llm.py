@@ -206,6 +206,12 @@ def test_a_failure_is_in_its_result_and_leaves_nothing_behind(
     assert tiny.generate([[5, 6]])[0].token_ids
 
 
+def test_the_pool_is_mapped_before_the_first_prompt(tiny: LLM) -> None:
+    cache = tiny.engine.runner.kv_cache
+    assert cache._prefaulter is not None
+    assert cache._prefaulter.prefaulted == cache.pool.nbytes or cache._prefaulter._advise is None
+
+
 def test_wrong_options_are_named(tiny_models: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"unknown options blocks, size; options: block_size, .*num_blocks"):
         LLM(tiny_models["Llama"], size=1, blocks=5)

@@ -50,6 +50,13 @@ EXECUTION: list[Fault] = [
         "a guess can fail a request",
     ),
     Fault(
+        "engine/llm.py",
+        "while self.engine.prefault() and time.monotonic() < end:",
+        "while False:",
+        _LLM,
+        "an offline engine's prompts wait for the system to map the pool",
+    ),
+    Fault(
         "kernels/cpu/pool.h",
         "if (round == rounds) return count;",
         "if (round == rounds) return count - 1;",
