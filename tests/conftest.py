@@ -46,8 +46,9 @@ SECOND_RAY = {"test_autoscaling.py", "test_deploys.py", "test_routing_faults.py"
 SERVER = "server"
 """Group of the tests that use the fixture of that name."""
 
-MUCH = 1_500_000_000
-"""Bytes of this process from which on what the tests before have left is given back."""
+MUCH, MORE = 1_500_000_000, 500_000_000
+"""Bytes of this process from which on what the tests before have left is given back, which takes a second; and by
+which it must have grown since it was last given back."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,11 +104,23 @@ def turn(item: pytest.Item) -> int:
     return max((place for place, name in enumerate(DEPLOYMENTS) if name in used), default=0)
 
 
+class Memory:
+    """Of this process, for the fixture below."""
+
+    too_much = MUCH
+
+    @classmethod
+    def look(cls) -> None:
+        """Give back what is left over, if that is too much by now."""
+        if psutil.Process().memory_info().rss > cls.too_much:
+            give_back()
+            cls.too_much = max(psutil.Process().memory_info().rss + MORE, MUCH)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_engines_of_other_modules() -> None:
     """Without this the engines of all modules add up."""
-    if psutil.Process().memory_info().rss > MUCH:
-        give_back()
+    Memory.look()
 
 
 @pytest.fixture(autouse=True)

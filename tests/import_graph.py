@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class Modules:
         """``paths`` and ``sources`` by the modules' full names; paths are relative to the root."""
         self._paths = dict(paths)
         self._trees = {name: ast.parse(sources[name]) for name in paths}
+        self._imported: dict[str, list[ImportedName]] = {}
 
     @classmethod
     def read(cls, root: Path = ROOT, packages: Iterable[str] = PACKAGES) -> Modules:
@@ -62,20 +63,27 @@ class Modules:
         """The folder of a module, such as ``engine/kv``."""
         return str(PurePosixPath(self._paths[module]).parent)
 
-    def imported_names(self, module: str) -> Iterator[ImportedName]:
+    def imported_names(self, module: str) -> list[ImportedName]:
         """All imports of project modules anywhere in ``module``: at the top, in functions, for types only."""
+        if module not in self._imported:  # to walk over all trees takes a second
+            self._imported[module] = self._find_imported(module)
+        return self._imported[module]
+
+    def _find_imported(self, module: str) -> list[ImportedName]:
+        found = []
         for node in ast.walk(self._trees[module]):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name in self._paths:
-                        yield ImportedName(module, alias.name, None)
+                        found.append(ImportedName(module, alias.name, None))
             elif isinstance(node, ast.ImportFrom):
                 source = self._absolute(module, node)
                 for alias in node.names:
                     if f"{source}.{alias.name}" in self._paths:
-                        yield ImportedName(module, f"{source}.{alias.name}", None)
+                        found.append(ImportedName(module, f"{source}.{alias.name}", None))
                     elif source in self._paths:
-                        yield ImportedName(module, source, alias.name)
+                        found.append(ImportedName(module, source, alias.name))
+        return found
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:
         if not node.level:

@@ -1,4 +1,4 @@
-"""The list of planted faults is refused where it does not fit the sources."""
+"""The list of planted faults is refused where it does not fit the sources; verdicts, and the time they take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from tests.planted_faults.__main__ import ListError, check
 from tests.planted_faults.catalog import FAULTS
+from tests.planted_faults.estimate import Estimate
 from tests.planted_faults.fault import Fault
+from tests.planted_faults.verdict import Verdict, passes, summary
 
 SOUND = Fault(
     "engine/kv/block_keys.py", "KEY_BYTES = 8", "KEY_BYTES = 4", ("engine/kv/test_block_keys.py",), "short keys"
@@ -40,3 +42,51 @@ def test_any_other_is_named(change: dict[str, object], message: str) -> None:
 
 def test_the_list_fits_the_sources() -> None:
     check(FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("status", "hangs", "verdict"),
+    [
+        (0, False, Verdict.SURVIVED),
+        (1, False, Verdict.CAUGHT),
+        (-11, False, Verdict.CRASHED),
+        (4, False, Verdict.BROKEN),
+        (5, False, Verdict.BROKEN),
+        (None, False, Verdict.UNDECIDED),
+        (None, True, Verdict.HUNG),
+        (0, True, Verdict.SURVIVED),
+    ],
+)
+def test_only_a_hang_that_is_expected_is_caught(status: int | None, hangs: bool, verdict: Verdict) -> None:
+    assert Verdict.of(dataclasses.replace(SOUND, hangs=hangs), status) is verdict
+
+
+def verdicts(*of: Verdict) -> dict[Fault, Verdict]:
+    """Of as many faults."""
+    return {dataclasses.replace(SOUND, why=str(number)): verdict for number, verdict in enumerate(of)}
+
+
+def test_95_of_100_pass_if_all_are_decided() -> None:
+    caught, hung = [Verdict.CAUGHT] * 94, [Verdict.HUNG]
+    assert passes(verdicts(*caught, *hung, *[Verdict.SURVIVED] * 5))
+    assert not passes(verdicts(*caught, *[Verdict.SURVIVED] * 6))
+    assert not passes(verdicts(*caught, *hung, *[Verdict.CAUGHT] * 4, Verdict.UNDECIDED))
+    lines = summary(verdicts(*caught, Verdict.SURVIVED, Verdict.UNDECIDED))
+    assert lines[0] == "94 of 96 planted faults were caught (97.9%)"
+    assert lines[1].startswith("1 not decided")
+    assert [line.split(":")[0] for line in lines[2:]] == ["SURVIVED", "NOT DECIDED"]
+
+
+def test_what_tests_took_without_a_fault_tells_how_long_they_may_take_with_it() -> None:
+    other = dataclasses.replace(SOUND, tests=("a/test_b.py::test_c",), hangs=True)
+    compiled = dataclasses.replace(other, file="kernels/cpu/sampling.cpp", hangs=False)
+    estimate = Estimate(
+        [
+            {"engine/kv/test_block_keys.py::test_a": 40.0, "engine/kv/test_block_keys.py::TestB::test_c": 10.0},
+            {"a/test_b.py::test_c": 2.0, "a/test_b.py::test_d": 60.0},
+        ]
+    )
+    assert [estimate.seconds(one) for one in (SOUND, other, compiled)] == [53.0, 5.0, 45.0]
+    assert [estimate.limit_s(one) for one in (SOUND, other, compiled)] == [530.0, 50.0, 450.0]
+    assert estimate.remaining_s(100.0, [other, compiled], [SOUND]) == 106.0
+    assert estimate.remaining_s(100.0, [], [SOUND]) == 0.0

@@ -1,14 +1,16 @@
 """Plant one fault after another in a copy of the tree and see whether the unit tests of the file notice.
 
 ``python -m tests.planted_faults`` runs all of them; ``--only admission relay`` those whose file or description
-contains one of the words. The exit status is 1 when fewer than 95% are caught, and 2 when the list itself is
-wrong: a text that does not occur exactly once, tests that fail without any fault or that cannot run.
+contains one of the words. The exit status is 1 when fewer than 95% are caught or some tests did not end in time,
+and 2 when the list itself is wrong: a text that does not occur exactly once, tests that fail without any fault or
+cannot run with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -18,10 +20,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.planted_faults.catalog import FAULTS
+from tests.planted_faults.estimate import Estimate
 from tests.planted_faults.fault import Fault
-from tests.planted_faults.tree import ROOT, Tree, Verdict
-
-BAR = 0.95
+from tests.planted_faults.tree import ROOT, Tree
+from tests.planted_faults.verdict import Verdict, passes, summary
 
 
 class ListError(Exception):
@@ -56,42 +58,58 @@ def exists(test: str) -> bool:
     return path.exists() and (not name or f"\ndef {name}(" in path.read_text())
 
 
-def plant(faults: Sequence[Fault], processes: int) -> dict[Fault, Verdict]:
-    """Try every fault, ``processes`` at a time, and print what comes of each.
+def plant(faults: Sequence[Fault], jobs: int) -> dict[Fault, Verdict]:
+    """Try every fault, ``jobs`` at a time, and print what comes of each and about when the last will end.
 
     Raises:
-        ListError: tests fail without any fault, or cannot run.
+        ListError: tests fail without any fault.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.planted_faults.warm"])
     verdicts: dict[Fault, Verdict] = {}
-    with tempfile.TemporaryDirectory(prefix="quire-faults-") as folder, ThreadPoolExecutor(processes) as pool:
+    with tempfile.TemporaryDirectory(prefix="quire-faults-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees: SimpleQueue[Tree] = SimpleQueue()
-        for number in range(processes):
+        for number in range(jobs):
             trees.put(Tree(Path(folder) / str(number), context))
 
-        def sound(tests: Sequence[str]) -> None:
+        def sound(tests: Sequence[str]) -> dict[str, float]:
             tree = trees.get()
-            if tree.status(tests, limit_s=None) != 0:  # all at once: on a busy machine they take minutes
+            if tree.status(tests) != 0:
                 raise ListError(f"tests fail without any fault:\n{tree.output()}")
+            times = tree.times()
             trees.put(tree)
+            return times
 
         def attempt(fault: Fault) -> tuple[Fault, Verdict, float, str]:
             tree = trees.get()
             began = time.monotonic()
-            verdict = tree.verdict(fault)
+            with tree.planted(fault):
+                verdict = Verdict.of(fault, tree.status(fault.tests, estimate.limit_s(fault)))
             output = tree.output()
             trees.put(tree)
             return fault, verdict, time.monotonic() - began, output
 
         files = sorted({test for fault in faults for test in fault.tests})
-        list(pool.map(sound, filter(None, (files[number::processes] for number in range(processes)))))
-        for done in as_completed([pool.submit(attempt, fault) for fault in faults]):
+        print(f"running {len(files)} files of tests without any fault", flush=True)
+        began = time.monotonic()
+        parts = filter(None, (files[number::jobs] for number in range(jobs)))
+        estimate = Estimate(pool.map(sound, parts))
+        print(f"they pass, in {time.monotonic() - began:.0f} s; {len(faults)} faults, {jobs} at a time", flush=True)
+        began, left = time.monotonic(), set(faults)
+        # The longest first: so the last ones end together.
+        ordered = sorted(faults, key=estimate.seconds, reverse=True)
+        for done in as_completed([pool.submit(attempt, fault) for fault in ordered]):
             fault, verdict, seconds, output = done.result()
             verdicts[fault] = verdict
-            print(f"{verdict.value:24} {seconds:5.1f} s  {fault.file}: {fault.why}", flush=True)
+            left.discard(fault)
+            remaining = estimate.remaining_s(time.monotonic() - began, verdicts, left)
+            print(
+                f"{len(verdicts)}/{len(faults)} {verdict.value:24} {seconds:5.1f} s  {fault.file}: {fault.why}"
+                f"  ({remaining / 60:.0f} min left)",
+                flush=True,
+            )
             if verdict is Verdict.BROKEN:
-                raise ListError(output)
+                print(output, flush=True)
     return verdicts
 
 
@@ -99,23 +117,20 @@ def main() -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_faults", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="words in a fault's file or description")
-    parser.add_argument("--processes", type=int, default=2, help="faults at a time")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time")
     arguments = parser.parse_args()
     faults = [one for one in FAULTS if any(word in f"{one.file} {one.why}" for word in arguments.only)]
     if not faults:
         parser.error("no fault is about that")
+    began = time.monotonic()
     try:
         check(FAULTS)
-        verdicts = plant(faults, arguments.processes)
+        verdicts = plant(faults, arguments.jobs)
     except ListError as error:
         print(error, file=sys.stderr)
         return 2
-    survivors = [fault for fault, verdict in verdicts.items() if verdict is Verdict.SURVIVED]
-    caught = len(faults) - len(survivors)
-    print(f"\n{caught} of {len(faults)} planted faults were caught ({caught / len(faults):.0%})")
-    for fault in survivors:
-        print(f"survived: {fault.file}: {fault.why}\n  - {fault.old}\n  + {fault.new}")
-    return int(caught < BAR * len(faults))
+    print(f"\nin {(time.monotonic() - began) / 60:.0f} min:", *summary(verdicts), sep="\n")
+    return 2 if Verdict.BROKEN in verdicts.values() else int(not passes(verdicts))
 
 
 if __name__ == "__main__":

@@ -18,3 +18,5 @@ class Fault:
     """Unit tests of the file, relative to ``tests/``; of one that takes long, ``file::test``."""
     why: str
     """What goes wrong with it, as one would report it."""
+    hangs: bool = False
+    """Whether its symptom is that the tests never end; any other fault whose tests do not is not decided."""

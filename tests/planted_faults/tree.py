@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
+import json
 import os
+import py_compile
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -26,18 +28,8 @@ COPIED = (
     "pyproject.toml",
     "serve_config.yaml",
 )
-LIMIT_S = 300.0
-"""After which the tests of a fault hang: it may make a loop endless."""
-
-
-class Verdict(Enum):
-    """What came of a fault."""
-
-    CAUGHT = "caught"
-    HUNG = "caught: the tests hang"
-    CRASHED = "caught: the tests crash"
-    SURVIVED = "SURVIVED"
-    BROKEN = "BROKEN: the tests do not run"
+OUTPUT, TIMES = "output", "times.json"
+"""In the folder of a tree, of the last run of tests: what it printed, and the seconds of each test function."""
 
 
 class Tree:
@@ -52,28 +44,29 @@ class Tree:
                 shutil.copytree(ROOT / name, folder / name, ignore=ignored)
             else:
                 shutil.copy(ROOT / name, folder / name)
+        # Once, not in the process of each fault. By default the time and size of a source tell whether its
+        # bytecode is current: a second fault of the same size in the same second would pass for the first.
+        by_content = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder, quiet=2, invalidation_mode=by_content)
 
-    def verdict(self, fault: Fault) -> Verdict:
-        """Run the tests of ``fault`` with it."""
+    @contextlib.contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """With ``fault`` in its file."""
         path = self._folder / fault.file
         source = path.read_text()
         path.write_text(source.replace(fault.old, fault.new))
         try:
-            status = self.status(fault.tests)
+            yield
         finally:
             path.write_text(source)
-        if status is None:
-            return Verdict.HUNG
-        if status < 0:
-            return Verdict.CRASHED
-        return {0: Verdict.SURVIVED, 1: Verdict.CAUGHT}.get(status, Verdict.BROKEN)
 
-    def status(self, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> int | None:
+    def status(self, tests: Sequence[str], limit_s: float | None = None) -> int | None:
         """Exit status of pytest on ``tests``; negative: a signal's number; ``None``: it took over ``limit_s``.
 
-        What it printed is in the file ``output`` of the folder.
+        Without ``limit_s`` each test has its usual limit instead.
         """
-        process = self._context.Process(target=run_tests, args=(str(self._folder), list(tests)))
+        arguments = (str(self._folder), list(tests), limit_s is None)
+        process = self._context.Process(target=run_tests, args=arguments)
         process.start()
         process.join(limit_s)
         status = process.exitcode
@@ -85,23 +78,42 @@ class Tree:
 
     def output(self) -> str:
         """What the last run of tests printed."""
-        return (self._folder / "output").read_text()
+        return (self._folder / OUTPUT).read_text()
+
+    def times(self) -> dict[str, float]:
+        """Seconds of each test function of the last run, which has ended by itself: ``file::test``."""
+        seconds: dict[str, float] = json.loads((self._folder / TIMES).read_text())
+        return seconds
 
 
-def run_tests(folder: str, tests: list[str]) -> None:
-    """In a process of its own: run pytest in ``folder``; exit with its status."""
+class Times:
+    """A plugin of pytest: how long each test function takes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        name = report.nodeid.partition("[")[0].removeprefix("tests/")  # type: ignore[attr-defined]
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration  # type: ignore[attr-defined]
+
+
+def run_tests(folder: str, tests: list[str], limits: bool) -> None:
+    """In a process of its own: run pytest in ``folder``; exit with its status. ``limits``: each test has one."""
     os.setsid()
     os.chdir(folder)
     sys.path[:] = [folder, *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
     sys.modules.pop("tests", None)
-    sys.dont_write_bytecode = True  # else a second fault of the same size and time passes for the first
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    sys.dont_write_bytecode = False  # so that pytest rewrites each file of tests once
+    output = os.open(OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     import pytest  # the tests' own, in their own process
 
-    options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--timeout=120"]
-    status = pytest.main([*options, *(f"tests/{test}" for test in tests)])
+    options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    if not limits:
+        options.append("--timeout=0")  # a test that fails for its slowness would pass for one that notices
+    times = Times()
+    status = pytest.main([*options, *(f"tests/{test}" for test in tests)], plugins=[times])
+    Path(TIMES).write_text(json.dumps(times.seconds))
     sys.stdout.flush()
     os._exit(int(status))  # threads of a broken engine must not keep it

@@ -1,5 +1,7 @@
 """Imported once, before the processes that run the tests are forked: what takes seconds to import."""
 
+import gc
+
 import fastapi
 import httpx
 import hypothesis
@@ -9,3 +11,6 @@ import torch
 import transformers
 
 __all__ = ["fastapi", "httpx", "hypothesis", "pytest", "ray", "torch", "transformers"]
+
+gc.collect()
+gc.freeze()  # no process walks over these objects again, which would copy their memory, too
