@@ -86,6 +86,7 @@ class EngineReplica:
         # stream for 0.14 s.
         gc.collect()
         gc.freeze()
+        self._frozen_objects = gc.get_freeze_count()  # to count them takes 25 ms
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at startup and whenever ``user_config`` changes."""
@@ -168,7 +169,7 @@ class EngineReplica:
         return {
             "replica": ray.serve.get_replica_context().replica_id.unique_id,
             "pid": os.getpid(),
-            "frozen_objects": gc.get_freeze_count(),
+            "frozen_objects": self._frozen_objects,
             "live_requests": self._engine.num_live,
             "referenced_blocks": stats.scheduler.referenced_blocks,
             "cached_blocks": stats.scheduler.cached_blocks,

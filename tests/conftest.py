@@ -47,8 +47,8 @@ SERVER = "server"
 """Group of the tests that use the fixture of that name."""
 
 MUCH, MORE = 1_500_000_000, 500_000_000
-"""Bytes of this process from which on what the tests before have left is given back, which takes a second; and by
-which it must have grown since it was last given back."""
+"""Bytes of this process from which on what the tests before have left is given back, and by which it must have
+grown since the last time: that takes a second."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -94,7 +94,10 @@ def plant(faults: Sequence[Fault], jobs: int) -> dict[Fault, Verdict]:
         began = time.monotonic()
         parts = filter(None, (files[number::jobs] for number in range(jobs)))
         estimate = Estimate(pool.map(sound, parts))
-        print(f"they pass, in {time.monotonic() - began:.0f} s; {len(faults)} faults, {jobs} at a time", flush=True)
+        print(
+            f"they pass, in {time.monotonic() - began:.0f} s; {len(faults)} faults, {jobs} at a time",
+            flush=True,
+        )
         began, left = time.monotonic(), set(faults)
         # The longest first: so the last ones end together.
         ordered = sorted(faults, key=estimate.seconds, reverse=True)
