@@ -13,7 +13,7 @@ import resource
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 NAME = "quire-haproxy"
@@ -27,6 +27,10 @@ TOTAL, PER_ADDRESS = "RAY_SERVE_HAPROXY_MAXCONN", "QUIRE_HAPROXY_CONNECTIONS_PER
 
 MAXCONN = 16384
 """All connections, where the limit of open files allows it: each needs two, to the client and to an ingress."""
+
+THREADS, CORES_PER_THREAD = "RAY_SERVE_HAPROXY_NBTHREAD", 4
+"""Variable with HAProxy's number of threads; unless set, one for so many cores, and at most Serve's four. Many
+streams' events come together: one thread takes them in one go, where several wake up for a few each."""
 
 OTHER_FILES = 300
 """Files beside those of connections: listeners, checks, logs."""
@@ -75,7 +79,8 @@ def main() -> None:
     memory = path.with_name("servers.json")
     config, servers = with_servers(path.read_text(), recall(memory))
     memory.write_text(json.dumps({OWNER: owner(), **servers}))
-    path.write_text(changed(config, unavailable, files, os.environ))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    path.write_text(changed(config, unavailable, files, cores, os.environ))
     die_with_parent()
     binary = haproxy_binary()
     # -dS: no splicing. With it, HAProxy does not see a client leave that has sent its body apart from its
@@ -123,7 +128,7 @@ def owner() -> list[str]:
     return [str(parent), fields[19]]
 
 
-def changed(config: str, unavailable: Path, files: int, environment: Mapping[str, str]) -> str:
+def changed(config: str, unavailable: Path, files: int, cores: int, environment: Mapping[str, str]) -> str:
     """Serve's configuration with limits on clients, and without other servers.
 
     ``unavailable`` is the answer while no ingress can, ``files`` the number of files that a process may open. A
@@ -133,7 +138,9 @@ def changed(config: str, unavailable: Path, files: int, environment: Mapping[str
         return config
     most = max(min(_number(environment, TOTAL, MAXCONN), (files - OTHER_FILES) // 2), 1)
     each = _number(environment, PER_ADDRESS, max(most // 2, 1))
-    rules = [
+    threads = lambda given: f"{given[1]}{min(int(given[2]), max(cores // CORES_PER_THREAD, 1))}"  # noqa: E731
+    rules: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+        *([] if THREADS in environment else [(r"^( *nbthread )(\d+)$", threads)]),
         (r"^( *)maxconn \d+$", rf"\1maxconn {most}"),
         (
             r"^( *)timeout client \d+s$",

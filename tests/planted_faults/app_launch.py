@@ -33,6 +33,13 @@ LAUNCH: list[Fault] = [
         "a client steers Serve by its router headers",
     ),
     Fault(
+        "app/launch/haproxy.py",
+        "[] if THREADS in environment else ",
+        "",
+        _HAPROXY,
+        "the operator's number of HAProxy's threads is overruled",
+    ),
+    Fault(
         "app/launch/instance.py",
         "            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "            pass",

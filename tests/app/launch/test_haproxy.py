@@ -156,14 +156,15 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def changed(config: str, **environment: str) -> str:
-    return haproxy.changed(config, Path("/503.http"), 40_000, environment)
+def changed(config: str, cores: int = 2, **environment: str) -> str:
+    return haproxy.changed(config, Path("/503.http"), 40_000, cores, environment)
 
 
 def test_serves_template_gets_every_change(setting: Setting) -> None:
     before, after = setting.config.read_text().splitlines(), changed(setting.config.read_text()).splitlines()
     assert sorted(set(after) - set(before)) == sorted(
         [
+            "    nbthread 1",
             "    maxconn 16384",
             "    timeout http-request 10s",
             "    errorfile 502 /503.http",
@@ -199,9 +200,17 @@ def test_serves_template_gets_every_change(setting: Setting) -> None:
 def test_connections_follow_the_limit_of_open_files(
     setting: Setting, files: int, environment: dict[str, str], most: int, each: int
 ) -> None:
-    config = haproxy.changed(setting.config.read_text(), Path("/503.http"), files, environment)
+    config = haproxy.changed(setting.config.read_text(), Path("/503.http"), files, 2, environment)
     assert f"    maxconn {most}\n" in config
     assert f"sc0_conn_cur gt {each} }}" in config
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (7, 1), (8, 2), (64, 4)])
+def test_haproxy_has_a_thread_for_four_cores(setting: Setting, cores: int, threads: int) -> None:
+    config = setting.config.read_text()
+    assert "    nbthread 4\n" in config
+    assert f"    nbthread {threads}\n" in changed(config, cores)
+    assert "    nbthread 4\n" in changed(config, cores, RAY_SERVE_HAPROXY_NBTHREAD="4"), "the operator's"
 
 
 @pytest.mark.parametrize("wrong", ["many", "0", "-1", "1.5"])

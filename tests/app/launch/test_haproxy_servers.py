@@ -34,13 +34,13 @@ def test_servers_of_the_configuration_before_stay_and_the_fallback_backs_them() 
         "    server fallback 127.0.0.1:8500 backup check",
     )
     assert again == {"http-quire": known["http-quire"]}
-    assert "disabled" not in haproxy.changed(config, Path("503"), 1000, {})
+    assert "disabled" not in haproxy.changed(config, Path("503"), 1000, 2, {})
 
 
 def test_where_there_was_no_server_the_fallback_stays_off() -> None:
     config, known = haproxy.with_servers(EMPTY, {})
     assert (config, known) == (EMPTY, {})
-    assert "check backup disabled" in haproxy.changed(config, Path("503"), 1000, {})
+    assert "check backup disabled" in haproxy.changed(config, Path("503"), 1000, 2, {})
 
 
 def test_servers_of_another_serve_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
