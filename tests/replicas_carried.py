@@ -17,7 +17,7 @@ from ray import serve
 from tqdm import tqdm
 
 from app.channel import wire
-from app.channel.channel_thread import ChannelThread
+from app.channel.channel_thread import ChannelThread, routers_loop
 from app.channel.ingress_channel import ChannelState, IngressChannel
 from app.channel.wire_resume import Claim
 from app.channel.wire_sections import Figures, KvSection
@@ -71,7 +71,7 @@ class Channels:
         self._replicas = [state["replica"] for state in cluster.inspect()]
         for replica in self._replicas:
             get_fleet(serving.APP_NAME).pin(replica, True)
-        self._thread = ChannelThread()
+        self._thread = ChannelThread(routers_loop())
         self._epochs = itertools.count(1)
         self._channels: list[IngressChannel] = []
         self.listener = Listener()

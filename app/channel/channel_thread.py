@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+
+logger = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """One event loop in one daemon thread: frames are read and beats sent however busy the ingress is."""
+    """An event loop in a daemon thread: frames are read and beats sent however busy the ingress is.
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="channels", daemon=True)
-        self._thread.start()
+    ``loop`` is one that runs elsewhere, for good; without it this has a loop and a thread of its own.
+    """
 
-    @property
-    def thread(self) -> threading.Thread:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._own = loop is None
+        self.loop = loop or asyncio.new_event_loop()
+        if self._own:
+            threading.Thread(target=self._run, name="channels", daemon=True).start()
+        self.thread = asyncio.run_coroutine_threadsafe(_current_thread(), self.loop).result()
         """The thread, which a ``Background`` is to watch."""
-        return self._thread
 
     def stop(self) -> None:
-        """End the thread; what still runs there does not go on."""
-        if self._thread.is_alive():
+        """End the thread, unless it is another's; what still runs there does not go on."""
+        if self._own and self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(timeout=5.0)
+            self.thread.join(timeout=5.0)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -31,3 +35,23 @@ class ChannelThread:
             self.loop.run_forever()
         finally:
             self.loop.close()
+
+
+def routers_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that Serve's routers in this process share, in a thread; ``None`` if this Ray has none.
+
+    They read the frames first: from there to a further thread and back, a frame would take 0.2 ms of processor
+    time more. It is private.
+    """
+    from ray.serve._private import router
+
+    try:
+        loop: asyncio.AbstractEventLoop = router.SingletonThreadRouter._get_singleton_asyncio_loop("replica")
+    except (AttributeError, TypeError) as error:
+        logger.warning("channels have a thread of their own, which costs more: this Ray is another (%s)", error)
+        return None
+    return loop
+
+
+async def _current_thread() -> threading.Thread:
+    return threading.current_thread()

@@ -15,7 +15,7 @@ from typing import Any
 from app.background import Background
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
-from app.channel.channel_thread import ChannelThread
+from app.channel.channel_thread import ChannelThread, routers_loop
 from app.channel.kv_feed import KvFeed
 from app.channel.wire_resume import Claim
 from app.channel.wire_sections import Figures, KvSection
@@ -66,10 +66,10 @@ class EngineClient:
     ``handle`` is the Serve handle of the engine deployment. A request that finds no routable replica for
     ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero`` the deployment may have no
     replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
-    replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels have a
-    thread of their own, so that a busy loop here silences none of them. Serve ends a replica that does not stop
-    within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails. ``start_failure`` says why
-    replicas cannot start; see ``ReplicaWaiter``.
+    replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels run in a
+    thread, Serve's if possible, so that a busy loop here silences none of them. Serve ends a replica that does
+    not stop within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails. ``start_failure``
+    says why replicas cannot start; see ``ReplicaWaiter``.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EngineClient:
     async def start(self) -> None:
         """Open channels to all replicas, present and future; waits for none. Later calls do nothing."""
         if self._running is None:
-            self._thread = ChannelThread() if self._own_thread else None
+            self._thread = ChannelThread(routers_loop()) if self._own_thread else None
             if self._thread is not None:
                 self._background.watch(self._thread.thread)
             loop = self._thread.loop if self._thread is not None else None

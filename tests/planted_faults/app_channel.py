@@ -14,6 +14,13 @@ _RESUME = ("app/channel/test_resumption.py", "app/fleet/test_resumed_requests.py
 
 CHANNEL: list[Fault] = [
     Fault(
+        "app/channel/channel_thread.py",
+        "if self._own and self.thread.is_alive():",
+        "if self.thread.is_alive():",
+        ("app/channel/test_channel_thread.py",),
+        "a model's channels that stop take Serve's routers with them",
+    ),
+    Fault(
         "app/channel/channel_set.py",
         "if self.opening() or not self.fleet.widen_subset():",
         "if not self.fleet.widen_subset():",
