@@ -104,7 +104,8 @@ async def follow(http: httpx.AsyncClient, opened: bool) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(again(2.0, "/dashboard/prefixes", model=model))
         if opened:
-            group.create_task(again(1.0, "/dashboard/blocks", model=model, replica=replica))
+            wanted = {"model": model, "replica": replica, "by": "prefix"}
+            group.create_task(again(1.0, "/dashboard/blocks", **wanted))
         while True:
             async with http.stream("GET", "/dashboard/events") as response:
                 async for _ in response.aiter_raw():
