@@ -83,13 +83,14 @@ class RecordedSteps:
         recorded = self._recordings[samples]
         if recorded is None:
             return self._plain(batch)
-        self._token_ids[: size.tokens] = batch.token_ids
-        self._sample_rows[: size.samples] = batch.sample_rows
-        self._metadata.query_start[: size.requests + 1] = metadata.query_start
-        self._metadata.context_lens[: size.requests] = metadata.context_lens
-        self._metadata.block_tables[: size.requests, : metadata.block_tables.shape[1]] = metadata.block_tables
-        self._metadata.positions[: size.tokens] = metadata.positions
-        self._metadata.slot_mapping[: size.tokens] = metadata.slot_mapping
+        held = self._metadata
+        _put(batch.token_ids, self._token_ids)
+        _put(batch.sample_rows, self._sample_rows)
+        _put(metadata.query_start, held.query_start)
+        _put(metadata.context_lens, held.context_lens)
+        _put(metadata.block_tables, held.block_tables)
+        _put(metadata.positions, held.positions)
+        _put(metadata.slot_mapping, held.slot_mapping)
         logits, recording = recorded
         layers = len(self._decoder.layers)
         parts = 1 if batch.decodes or self._took <= LONGEST_S else layers
@@ -123,3 +124,12 @@ class RecordedSteps:
             return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows)
 
         return self._decoder.kernels.record(run, self._most if samples else self._most[:2])
+
+
+def _put(value: Tensor, held: Tensor) -> None:
+    """Let ``held`` begin with ``value``."""
+    place = tuple(map(slice, value.shape))
+    if held.device.type == "cpu":  # torch takes three times as long for so few elements
+        held.numpy()[place] = value.numpy()
+    else:
+        held[place] = value

@@ -220,8 +220,9 @@ class Sampler:
         random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
         best_logits = logits.gather(1, best[:, None])
         exhausted: list[int] = []
-        if not torch.isfinite(best_logits).all():
-            exhausted = _exhausted(best_logits[:, 0].tolist(), rows)
+        values = best_logits[:, 0].tolist()
+        if not all(map(math.isfinite, values)):
+            exhausted = _exhausted(values, rows)
             logits[exhausted] = best_logits[exhausted] = 0.0  # drawing from them is harmless then
         draws = _draws_of(rows)
         if draws is not None:
