@@ -155,7 +155,7 @@ class Cpu:
         torch.set_num_threads(threads)
         self._kernels = CpuKernels(threads)
         self._rounds = rounds
-        numbers = torch.ones(1 << 26)
+        numbers = torch.from_numpy(np.ones(1 << 26, dtype=np.float32))  # in large pages, as our weights and KV
         reductions: tuple[Call, ...] = (numbers.sum, numbers.max, partial(torch.dot, numbers, numbers))
         self._limits: dict[object, tuple[float, Sequence[Call]]] = {BYTES: (numbers.nbytes, reductions)}
         products: list[Call] = []
