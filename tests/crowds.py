@@ -63,8 +63,10 @@ class Crowd:
 
     @contextlib.asynccontextmanager
     async def _watched(self, http: httpx.AsyncClient) -> AsyncIterator[None]:
+        ended = asyncio.Event()
+
         async def again() -> None:
-            while True:
+            while not ended.is_set():
                 began = time.perf_counter()
                 await http.get("/health")
                 self.longest_s = max(self.longest_s, time.perf_counter() - began)
@@ -74,7 +76,8 @@ class Crowd:
         try:
             yield
         finally:
-            asking.cancel()
+            ended.set()
+            await asking  # the question on its way counts, too
 
     async def begins(self) -> None:
         """All at once; ends when all are answered."""

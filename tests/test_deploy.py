@@ -321,6 +321,16 @@ def test_the_policies_let_clients_reach_the_api_alone() -> None:
             assert rule.get("from") or ports == {8000}
 
 
+@services
+def test_caches_beside_a_mounted_one_are_the_users(name: str) -> None:
+    """A folder that the runtime makes for a mount is root's: no kernel could be kept beside it."""
+    made = re.findall(r"^RUN mkdir -p (\S+)$", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    home = "/home/quire/"
+    for pod in pods(ray_service(name)):
+        mounts = (mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"])
+        assert {path.removeprefix(home) for path in mounts if path.startswith(home)} <= set(made)
+
+
 def test_the_image_copies_what_is_there() -> None:
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     steps = [shlex.split(line) for line in text.splitlines() if line.strip() and not line.startswith("#")]

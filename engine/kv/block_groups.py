@@ -16,7 +16,7 @@ from engine.kv.prefix_node import PrefixNode
 NONE, SEVERAL = 0, 255
 MOST_NAMES = SEVERAL - 1
 MOST_VISITS = 1 << 16
-"""Nodes, or entries of block tables, that one call looks at: some milliseconds. Cells beyond belong to none."""
+"""Nodes, or entries of block tables, that one call looks at: 20 ms at most. Cells beyond belong to none."""
 
 Name = TypeVar("Name", bound=Hashable)
 

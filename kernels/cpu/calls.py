@@ -80,16 +80,24 @@ class CallRecording(Recording):
         self._kept = kept
 
     def replay(self, sizes: Sequence[int], parts: int = 1) -> Iterator[None]:
-        if sizes != self._sizes:
-            for size, sized in zip(sizes, self._sized, strict=True):
-                self._words[sized.places] = sized.factors * size
-            self._sizes = sizes
+        self._resize(sizes)
         count, address = len(self._begins), self._words.ctypes.data
         bounds = [self._begins[part * count // parts] for part in range(parts)] + [len(self._words)]
         for begin, end in pairwise(bounds):
             if self._replay(address + begin * self._words.itemsize, end - begin):
                 raise MemoryError("no memory for a step")
             yield
+
+    def makes(self, calls: _Calls, sizes: Sequence[int]) -> bool:
+        """Whether a replay of these ``sizes`` makes these ``calls``."""
+        self._resize(sizes)
+        return np.array_equal(self._words, calls.as_array())
+
+    def _resize(self, sizes: Sequence[int]) -> None:
+        if sizes != self._sizes:
+            for size, sized in zip(sizes, self._sized, strict=True):
+                self._words[sized.places] = sized.factors * size
+            self._sizes = sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +224,14 @@ class Calls:
                 larger = [*most]
                 larger[place] += 1
                 sized.append(calls.sized(self._note(run, larger)[0], size))
+            recording = CallRecording(self._functions, calls, sized, [*kept, result])
+            # What is bounded, or a product of two sizes, passes for a multiple among large sizes.
+            least = [1] * len(most)
+            if not recording.makes(self._note(run, least)[0], least):
+                return None
         except _CannotRecord:
             return None
-        return result, CallRecording(self._functions, calls, sized, [*kept, result])
+        return result, recording
 
     def _note(
         self, run: Callable[[Sequence[int]], Tensor], sizes: Sequence[int]

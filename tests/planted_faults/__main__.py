@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 
+from engine.devices import usable_cores
 from tests.planted_faults.catalog import FAULTS
 from tests.planted_faults.estimate import Estimate
 from tests.planted_faults.fault import Fault
@@ -120,7 +120,7 @@ def main() -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_faults", description=__doc__)
     parser.add_argument("--only", nargs="+", default=[""], help="words in a fault's file or description")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="faults at a time")
     arguments = parser.parse_args()
     faults = [one for one in FAULTS if any(word in f"{one.file} {one.why}" for word in arguments.only)]
     if not faults:

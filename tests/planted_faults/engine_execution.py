@@ -457,6 +457,13 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "kernels/cpu/calls.py",
+        "            if not recording.makes(self._note(run, least)[0], least):\n                return None\n",
+        "",
+        _RECORDED,
+        "a small step is replayed with numbers that only large ones have",
+    ),
+    Fault(
+        "kernels/cpu/calls.py",
         "        if not np.array_equal(factors * size, words[places]):\n            raise _CannotRecord\n",
         "",
         _RECORDED,
