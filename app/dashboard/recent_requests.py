@@ -46,6 +46,12 @@ class RecentRequests(Generic[R]):
             self._parts -= self._ended.popleft().parts
 
     def find(self, request_id: str) -> list[R]:
-        """All with this id, the last one to come first."""
-        known = [*self._live.values(), *self._ended]
-        return [one for one in reversed(known) if one.request_id == request_id]
+        """All with this id, the last one to come first; engines name a part by it and a number: ``ID-0``."""
+        whole, _, number = request_id.rpartition("-")
+
+        def is_meant(one: R) -> bool:
+            if one.request_id == request_id:
+                return True
+            return one.request_id == whole and one.parts > 1 and number in map(str, range(one.parts))
+
+        return [one for one in reversed([*self._live.values(), *self._ended]) if is_meant(one)]

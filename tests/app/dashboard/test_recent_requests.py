@@ -45,3 +45,13 @@ def test_requests_of_many_prompts_take_the_place_of_many() -> None:
         recent.begin(request)
         recent.end(request)
     assert [len(recent.find(request.request_id)) for request in large] == [0, 1, 1]
+
+
+def test_a_request_of_several_prompts_is_found_by_the_engines_name_of_one() -> None:
+    recent: RecentRequests[Request] = RecentRequests()
+    several, one, named = Request("a", 12), Request("b"), Request("a-1")
+    for request in (several, one, named):
+        recent.begin(request)
+    assert recent.find("a-11") == recent.find("a-0") == [several]
+    assert recent.find("a-1") == [named, several]
+    assert recent.find("a-12") == recent.find("a-01") == recent.find("a-") == recent.find("b-0") == []
