@@ -48,6 +48,7 @@ GPU_ATTENTION |= {f"prefill, {context}": (1, context, context) for context in (5
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 BYTES = "bytes"
 Call = Callable[[], object]
+Tensors = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,22 +174,23 @@ class Cpu:
         for dtype, bar in LINEAR_BARS.items():
             for rows in LINEAR_ROWS:
                 name = f"linear, {rows} row{'s' if rows > 1 else ''}, {str(dtype).removeprefix('torch.')}"
-                few = rows <= 8  # it then reads the weights, else it computes
-                amount = parameters * dtype.itemsize if few else 2 * parameters * rows
-                kind = BYTES if few else dtype
+                few = (parameters * dtype.itemsize, BYTES)  # it then reads the weights, else it computes
+                amount, kind = few if rows <= 8 else (2 * parameters * rows, dtype)
                 yield Measured(name, *self._best(kind, *self._linear(rows, dtype)), amount, kind, bar)
 
-    def _best(self, kind: object, ours: Call, theirs: Call) -> tuple[float, float, float]:
+    def _best(self, kind: object, ours: Tensors, theirs: Call) -> tuple[float, float, float]:
         """Seconds of each side, and the limit. Torch's threads spin after its turn, so that others wait."""
-        amount, calls = self._limits[kind]
-        pause = partial(time.sleep, 0.02)
-        turns = by_turns(self._rounds, ours, theirs, *(each for call in calls for each in (pause, call)), pause)
+        (amount, calls), pause = self._limits[kind], partial(time.sleep, 0.02)
+        recorded = self._kernels.record(lambda _: ours()[-1], ())  # an engine replays steps, too
+        replay = ours if recorded is None else lambda: [*recorded[1].replay(())]
+        turns = by_turns(
+            self._rounds, replay, theirs, *(each for call in calls for each in (pause, call)), pause
+        )
         return min(turns[0]), min(turns[1]), amount / min(map(min, turns[3:-1:2]))
 
-    def _attention(self, name: str, requests: int, context: int, queries: int) -> tuple[Call, Call]:
+    def _attention(self, name: str, requests: int, context: int, queries: int) -> tuple[Tensors, Call]:
         q, pool, metadata = CPU_HEADS.step(requests, context, queries, LAYERS, "cpu")
-        layers = [pool[:, layer] for layer in range(LAYERS)]
-        batched = q.view(requests, queries, *q.shape[1:]).transpose(1, 2)
+        layers, batched = pool.unbind(1), q.view(requests, queries, *q.shape[1:]).transpose(1, 2)
         kernel, options = self._kernels.attention, AttentionOptions(CPU_HEADS.size**-0.5)
 
         def theirs(layer: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ class Cpu:
             lambda: [theirs(layer) for layer in layers],
         )
 
-    def _linear(self, rows: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    def _linear(self, rows: int, dtype: torch.dtype) -> tuple[Tensors, Call]:
         weights = [torch.randn(n, k).to(dtype) for _ in range(LAYERS) for k, n in MAPS]
         packed = [self._kernels.pack_linear(weight, None) for weight in weights]
         inputs = [torch.randn(rows, k).to(dtype) for k, _ in MAPS] * LAYERS
@@ -211,8 +213,6 @@ class Cpu:
 
 
 class Gpu:
-    """Measures the kernels in Triton."""
-
     @staticmethod
     def limits() -> dict[object, float]:
         """A copy of 1 GB, and square products of 8,192."""
