@@ -34,8 +34,8 @@ from app.launch.ray_processes import left_out
 from loadtests.report import ROOT
 
 START_TIMEOUT_S = 600.0  # of a machine that may be busy
-POLL_S, SLOW_POLL_S = 0.05, 0.2
-"""Between two looks at what takes moments, and at a start, which each look would slow down."""
+POLL_S, WAIT_S, SLOW_POLL_S = 0.05, 0.1, 0.2
+"""Between two looks at what is timed, what takes moments, and a start, which each look would slow down."""
 
 # Made once, as that takes 20 ms of processor time. It keeps no connection: each look finds who answers now.
 _HTTP = httpx.Client(timeout=10, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -52,7 +52,7 @@ def seconds_until(condition: Callable[[], Any], limit_s: float, interval_s: floa
         time.sleep(interval_s)
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float, what: str, interval_s: float = POLL_S) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str, interval_s: float = WAIT_S) -> Any:
     """Poll until ``condition()`` is true and return it.
 
     Raises:
