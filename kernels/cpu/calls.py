@@ -118,16 +118,13 @@ class _Calls:
     def as_array(self) -> NDArray[np.int64]:
         return np.array(self.words, dtype=np.uint64).view(np.int64)
 
-    def sized(self, larger: _Calls, size: int) -> _Sized:
-        """The words that are multiples of ``size``: with one more of it, a run makes the ``larger`` calls."""
+    def sized(self, larger: _Calls) -> _Sized:
+        """The words that depend on a size of which a run that makes the ``larger`` calls has one more."""
         if larger.begins != self.begins:
             raise _CannotRecord
         words, others = self.as_array(), larger.as_array()
         places = np.flatnonzero(words != others)
-        factors = others[places] - words[places]
-        if not np.array_equal(factors * size, words[places]):
-            raise _CannotRecord
-        return _Sized(places, factors)
+        return _Sized(places, others[places] - words[places])
 
 
 class _CannotRecord(Exception):
@@ -220,12 +217,12 @@ class Calls:
             self._note(run, [size + 1 for size in most])  # makes all buffers as large as they need be
             calls, result, kept = self._note(run, most)
             sized = []
-            for place, size in enumerate(most):
+            for place in range(len(most)):
                 larger = [*most]
                 larger[place] += 1
-                sized.append(calls.sized(self._note(run, larger)[0], size))
+                sized.append(calls.sized(self._note(run, larger)[0]))
             recording = CallRecording(self._functions, calls, sized, [*kept, result])
-            # What is bounded, or a product of two sizes, passes for a multiple among large sizes.
+            # What is bounded, a product of two sizes or no multiple at all passes for one among large sizes.
             least = [1] * len(most)
             if not recording.makes(self._note(run, least)[0], least):
                 return None

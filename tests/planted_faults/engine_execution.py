@@ -463,13 +463,6 @@ EXECUTION: list[Fault] = [
         "a small step is replayed with numbers that only large ones have",
     ),
     Fault(
-        "kernels/cpu/calls.py",
-        "        if not np.array_equal(factors * size, words[places]):\n            raise _CannotRecord\n",
-        "",
-        _RECORDED,
-        "a recording takes for a multiple of its size what is none",
-    ),
-    Fault(
         "engine/execution/batch.py",
         "_tensor((positions + 1).astype(np.int32), device)",
         "_tensor(positions.astype(np.int32), device)",
