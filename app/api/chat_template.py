@@ -28,6 +28,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Follows the last message where it is to be continued, to find its end in the text."""
 
+TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+    *(RuntimeError, SyntaxError, MemoryError),  # too deep a recursion or nesting, too long a text
+)
+"""What a template may raise: broken, or over messages or variables that it was not written for."""
+
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -58,8 +64,7 @@ class ChatTemplate:
         the template's own; none may have a name of ``OWN_VARIABLES`` or of a special token.
 
         Raises:
-            TemplateError: the template is broken, or refuses these messages.
-            TypeError, ValueError: the template does not expect such values.
+            TEMPLATE_ERRORS: the template is broken, refuses these messages, or does not expect such values.
         """
         turns = [_turn(message) for message in messages]
         if continue_final_message:
@@ -76,7 +81,7 @@ class ChatTemplate:
 
     def compile(self) -> None:
         """Compile now what the first message would wait for; a broken template fails then, not here."""
-        with contextlib.suppress(TemplateError):
+        with contextlib.suppress(*TEMPLATE_ERRORS):
             _ = self._compiled
 
     @cached_property

@@ -9,11 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from app.api.chat_messages import ChatMessage
-from app.api.chat_template import OWN_VARIABLES, ChatTemplate
+from app.api.chat_template import OWN_VARIABLES, TEMPLATE_ERRORS, ChatTemplate
 from app.api.errors import show
 from app.api.output_options import DEFAULT_TEMPLATE, TemplateOptions
 from app.api.prefix_token_cache import PrefixTokenCache
@@ -32,9 +31,6 @@ MAX_THREADS = 4
 
 MESSAGE_CHARS = 50
 """Rendering a message costs as much as tokenizing this many characters."""
-
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-"""What a template may raise over messages, or variables, that it was not written for."""
 
 _TRIAL = "A system message."
 
@@ -107,7 +103,7 @@ class PromptTokenizer:
         turns = [{"role": "system", "content": _TRIAL}, {"role": "user", "content": "Hello"}]
         try:
             return _TRIAL in self._template.render(turns)
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return False
 
     async def encode_texts(
@@ -314,9 +310,11 @@ class PromptTokenizer:
                 continue_final_message=options.continue_final_message,
                 variables=dict(options.variables),
             )
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", "messages", "chat_template_error"
+                f"the model's chat template refuses these messages: {str(error) or type(error).__name__}",
+                "messages",
+                "chat_template_error",
             ) from error
         return text, turns[0]["content"]
 

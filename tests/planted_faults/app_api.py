@@ -34,6 +34,13 @@ API: list[Fault] = [
         "a template sees keys that nobody gave",
     ),
     Fault(
+        "app/api/chat_template.py",
+        "    *(RuntimeError, SyntaxError, MemoryError),",
+        "    *(),",
+        (*_TEMPLATE, "app/api/test_prompt_tokenizer.py"),
+        "a template that nests too deeply ends every ingress, and calls without an end fail /v1/models",
+    ),
+    Fault(
         "app/api/tokenizer_parts.py",
         '_OTHER_FILES = ("config.json", ',
         "_OTHER_FILES = (",

@@ -10,7 +10,7 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from app.api.chat_template import ChatTemplate
+from app.api.chat_template import TEMPLATE_ERRORS, ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -166,10 +166,22 @@ def test_the_last_message_is_continued(name: str, content: str) -> None:
     assert text == rendered[0]
 
 
-def test_a_broken_template_fails_requests_and_not_the_start() -> None:
-    template = ChatTemplate("{% if %}", {})
+BROKEN = (
+    "{% if %}",
+    "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}",
+    "{% for m in messages %}" * 25 + "{% endfor %}" * 25,
+    "{% if messages %}" * 120 + "{% endif %}" * 120,
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ cycler() }}",
+)
+"""Broken templates; all but the first raise what is no error of Jinja's."""
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_a_broken_template_fails_requests_and_not_the_start(source: str) -> None:
+    template = ChatTemplate(source, {})
     template.compile()
-    with pytest.raises(TemplateError):
+    with pytest.raises(TEMPLATE_ERRORS):
         template.render([{"role": "user", "content": "x"}], None)
 
 

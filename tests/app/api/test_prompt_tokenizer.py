@@ -65,6 +65,8 @@ def small_model(
         ("{{ messages[-1].content }}", False),
         ("{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages }}", False),
         ("{% if %}", False),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", False),
+        ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", False),
         (None, False),
     ],
 )
