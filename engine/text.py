@@ -270,6 +270,9 @@ class OutputText:
         With ``finish_reason`` "stop" the last token is the one that ended the output and is not shown, unless
         asked for; with any reason the output is complete.
         """
+        if finish_reason is None and self._matcher is None and len(token_ids) == 1:  # nearly always
+            self.num_tokens += 1
+            return self._detokenizer.push(token_ids[0])
         hidden = 1 if finish_reason == "stop" and token_ids and not self._include_stop else 0
         shown = self._push(token_ids[: len(token_ids) - hidden])
         if self.stopped:

@@ -164,7 +164,8 @@ async def _of_prompt(
                 raise GenerationError("the engine aborted this request; send it again")
             before = output.num_tokens
             text = output.push(delta.token_ids, reason)
-            if output.stopped:
+            stop = output.stop
+            if stop is not None:
                 reason = "stop"
             details = None
             first = delta.sequence in unbegun
@@ -188,13 +189,18 @@ async def _of_prompt(
                 output.num_tokens,
                 delta.cached_tokens,
                 delta.fingerprint,
-                stop=output.stop,
-                details=details,
+                "",
+                None,
+                stop,
+                details,
             )
             parser = parsers[delta.sequence]
-            for part in [whole] if parser is None else _parts(whole, parser):
-                yield part
-                reason = part.finish_reason
+            if parser is None:
+                yield whole
+            else:
+                for part in _parts(whole, parser):
+                    yield part
+                    reason = part.finish_reason
             if reason is not None:
                 ended_tokens += output.num_tokens
                 del texts[delta.sequence]

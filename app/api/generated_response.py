@@ -68,9 +68,11 @@ class ResponseMaker:
 
     async def _whole(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> Response:
         answers = [Answer() for _ in range(job.num_choices)]
+        costs = _Costs(job, record)
         with record.running():
-            async with aclosing(self._text_deltas(job, record)) as arriving:
+            async with aclosing(stream_choices(job, self._engines, self._decoder)) as arriving:
                 async for delta in arriving:
+                    costs.add(delta)
                     answers[delta.index].add(delta)
 
         def content() -> bytes:
@@ -84,9 +86,11 @@ class ResponseMaker:
     async def _events(
         self, job: GenerationJob, reply: Reply, record: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
+        costs = _Costs(job, record)
         with record.running():
-            async with aclosing(self._text_deltas(job, record)) as arriving:
+            async with aclosing(stream_choices(job, self._engines, self._decoder)) as arriving:
                 async for delta in arriving:
+                    costs.add(delta)
                     if delta.details is None:
                         yield reply.delta(delta, record.usage)
                         continue
@@ -101,22 +105,28 @@ class ResponseMaker:
         """What ``write`` returns; from a thread if it describes many tokens."""
         return write() if described <= INLINE_DETAILS else await self._in_thread(write)
 
-    async def _text_deltas(self, job: GenerationJob, record: RequestRecord) -> AsyncGenerator[TextDelta, None]:
-        """The deltas of all choices; ``record`` counts what they cost."""
-        n = job.options.params.n
-        generated = [0] * job.num_choices
-        cached = [0] * len(job.prompts)
-        usage = record.usage
-        usage.prompt_tokens = job.prompt_tokens
-        async with aclosing(stream_choices(job, self._engines, self._decoder)) as arriving:
-            async for delta in arriving:
-                prompt = delta.index // n
-                new = delta.num_tokens - generated[delta.index]
-                usage.completion_tokens += new
-                if delta.reasoning:
-                    usage.reasoning_tokens += new
-                usage.cached_tokens += delta.cached_tokens - cached[prompt]
-                generated[delta.index] = delta.num_tokens
-                cached[prompt] = delta.cached_tokens
-                record.token(delta.index, delta.num_tokens, delta.finish_reason)
-                yield delta
+
+class _Costs:
+    """What the deltas of all choices of one response cost, for its record."""
+
+    __slots__ = ("_cached", "_generated", "_n", "_record")
+
+    def __init__(self, job: GenerationJob, record: RequestRecord) -> None:
+        self._n = job.options.params.n
+        self._generated = [0] * job.num_choices
+        self._cached = [0] * len(job.prompts)
+        self._record = record
+        record.usage.prompt_tokens = job.prompt_tokens
+
+    def add(self, delta: TextDelta) -> None:
+        """The next delta of a choice."""
+        index, record, usage = delta.index, self._record, self._record.usage
+        prompt = index // self._n
+        new = delta.num_tokens - self._generated[index]
+        usage.completion_tokens += new
+        if delta.reasoning:
+            usage.reasoning_tokens += new
+        usage.cached_tokens += delta.cached_tokens - self._cached[prompt]
+        self._generated[index] = delta.num_tokens
+        self._cached[prompt] = delta.cached_tokens
+        record.token(index, delta.num_tokens, delta.finish_reason)

@@ -162,6 +162,7 @@ class ChunkWriter:
         head = json.dumps(envelope.body(kind, []), separators=(",", ":"))
         self._head = "data: " + head.removesuffix("]}")
         self._null_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._rest = f',"logprobs":null,"finish_reason":null}}]{self._null_usage}'  # of nearly every chunk
 
     def role(self, index: int = 0, fields: dict[str, Any] | None = None) -> bytes:
         """The first chunk of a chat's choice ``index``, with more ``fields`` beside the choices."""
@@ -172,8 +173,10 @@ class ChunkWriter:
 
     def delta(self, delta: TextDelta, usage: Usage, fields: dict[str, Any] | None = None) -> bytes:
         """The chunk for one delta; ``usage`` is the usage so far, ``fields`` what is known of its tokens."""
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         content = f'"delta":{_chat_delta(delta)}' if self._chat else f'"text":{encode_text(delta.text)}'
+        if fields is None and delta.finish_reason is None and not self._continuous_usage:
+            return f'{self._head}{{"index":{delta.index},{content}{self._rest}'.encode()
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         known = '"logprobs":null' if fields is None else _dumped(fields)[1:-1]
         choice = f'{{"index":{delta.index},{content},{known},"finish_reason":{reason}}}]'
         tail = self._usage_tail(usage) if self._continuous_usage else self._null_usage

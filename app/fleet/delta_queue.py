@@ -20,6 +20,7 @@ class DeltaQueue:
         self._readers = readers
         self._waiting: dict[int, list[Delta]] = {}  # by sequence
         self._error: QuireError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # the reader's
         self._reader: asyncio.Future[None] | None = None
         self._woken = True  # or nobody waits
 
@@ -48,7 +49,9 @@ class DeltaQueue:
         while not self._waiting:
             if self._error is not None:
                 raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()  # a system call
+            self._reader = self._loop.create_future()
             self._woken = False
             await self._reader
         return _joined(self._waiting.pop(next(iter(self._waiting))))

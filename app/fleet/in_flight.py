@@ -24,6 +24,12 @@ from engine.structured_output import FORM_FAILED
 EXPECTED_TOKENS = 256
 """Output that is booked for a request that may make more, unless outputs here are longer on average."""
 
+_ABORT, _ERROR = (
+    FinishReason.ABORT,
+    FinishReason.ERROR,
+)  # Python 3.11 finds a member of an enumeration by a call
+_ENDS_ATTEMPT = (_ABORT, _ERROR)
+
 logger = logging.getLogger(__name__)
 
 
@@ -200,7 +206,7 @@ class InFlightRequest:
 
     def continues(self, record: wire.Record) -> bool:
         """Whether a record begins where its sequence ends here; one that only ends the attempt always does."""
-        if record.end in (FinishReason.ABORT, FinishReason.ERROR):
+        if record.end in _ENDS_ATTEMPT:
             return True
         sequence = record.sequence
         return sequence in self.unwanted or (
@@ -211,10 +217,10 @@ class InFlightRequest:
 
     def accept(self, record: wire.Record, model: ModelIdentity | None = None) -> None:
         """Apply a record that :meth:`continues` the request; ``model`` has made it."""
-        if record.end is FinishReason.ERROR:
+        if record.end is _ERROR:
             self.fail(_error_of(record.message))
             return
-        if record.end is FinishReason.ABORT:
+        if record.end is _ABORT:
             # Nobody here asked for it: the engine is closing the channel.
             self.notes.failure = "the engine closed the channel"
             self.interrupt.set()

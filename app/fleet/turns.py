@@ -37,27 +37,30 @@ class Turns:
 
     def wake(self, future: asyncio.Future[None], client: str = "") -> None:
         """Give ``future``, which is waited for, its result when its turn has come."""
-        self._waiting.setdefault(client, deque()).append((self._clock(), future))
-        self._take()
+        queue = self._waiting.get(client)
+        if queue is None:
+            queue = self._waiting[client] = deque()
+        queue.append((self._clock(), future))
+        self._take(future.get_loop())
 
     async def enter(self, client: str) -> None:
         """Wait for a turn; if the current one is free, take it and return at once."""
-        if self._taken_on is not asyncio.get_running_loop():
-            self._take()
+        loop = asyncio.get_running_loop()
+        if self._taken_on is not loop:
+            self._take(loop)
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[None] = loop.create_future()
         self.wake(turn, client)
         await turn
 
-    def _take(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._taken_on is not loop:
             self._taken_on = loop
-            loop.call_soon(self._turn, self._every)
+            loop.call_soon(self._turn, loop, self._every)
 
-    def _turn(self, left: int) -> None:
+    def _turn(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
         if left > 1:
-            asyncio.get_running_loop().call_soon(self._turn, left - 1)
+            loop.call_soon(self._turn, loop, left - 1)
             return
         self._taken_on = None
         woken, waiting = 0, self._waiting
@@ -71,4 +74,4 @@ class Turns:
                 future.set_result(None)
                 woken += 1
         if woken:
-            self._take()
+            self._take(loop)

@@ -192,6 +192,13 @@ def test_output_hides_the_token_that_ended_it_but_counts_it(backend: Tokenizer, 
     assert not output.stopped
 
 
+def test_output_hides_a_single_token_that_ends_it(backend: Tokenizer, decoder: TextDecoder) -> None:
+    one, two = backend.encode("one two", add_special_tokens=False).ids
+    output = OutputText(decoder.detokenizer(continues_text=True))
+    assert [output.push((one,), None), output.push((two,), "stop")] == ["one", ""]
+    assert output.num_tokens == 2
+
+
 def test_output_releases_what_was_held_when_it_ends(backend: Tokenizer, decoder: TextDecoder) -> None:
     ids = backend.encode("one two", add_special_tokens=False).ids
     output = OutputText(decoder.detokenizer(continues_text=True), ["two three"])

@@ -350,6 +350,20 @@ API: list[Fault] = [
     ),
     Fault(
         "engine/text.py",
+        "if finish_reason is None and self._matcher is None and",
+        "if self._matcher is None and",
+        ("engine/test_text.py",),
+        "a token that ends its output is shown",
+    ),
+    Fault(
+        "app/api/openai_responses.py",
+        "if fields is None and delta.finish_reason is None and not self._continuous_usage:",
+        "if fields is None and delta.finish_reason is None:",
+        ("app/test_ingress.py",),
+        "chunks say nothing of the usage so far",
+    ),
+    Fault(
+        "engine/text.py",
         "                k = failure[k - 1]",
         "                k = 0",
         _TEXT,
@@ -399,8 +413,8 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/choices.py",
-        "            if output.stopped:\n                reason = ",
-        "            if output.stopped and reason is None:\n                reason = ",
+        "            if stop is not None:\n                reason = ",
+        "            if stop is not None and reason is None:\n                reason = ",
         _CHOICES,
         "a stop string found in the last token is reported as the length limit",
     ),

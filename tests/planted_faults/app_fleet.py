@@ -121,8 +121,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/turns.py",
-        "        if woken:\n            self._take()",
-        "        if waiting:\n            self._take()",
+        "        if woken:\n            self._take(loop)",
+        "        if waiting:\n            self._take(loop)",
         _TURNS,
         "a request begins in the turn of the last one of a crowd",
     ),
