@@ -113,17 +113,7 @@ def test_an_ingress_says_that_it_lives_until_the_next_channel_has_opened(
 ) -> None:
     async def test() -> None:
         handle, client, only, job = await one_stream_with_a_short_lease()
-
-        def open_late(cid: str, epoch: int, resumption: bytes, *, target: str) -> LoopbackStream:
-            async def late() -> None:
-                await asyncio.sleep(RESUME_S - 1.0)
-                await stream.pump(only.hub.stream(cid, epoch, resumption))
-
-            stream = LoopbackStream(handle)
-            stream.task = only.run(late())
-            return stream
-
-        monkeypatch.setattr(handle.channel, "remote", open_late)
+        only.opens_after_s = RESUME_S - 1.0
         engine_ends_it(only)
         await asyncio.sleep(RESUME_S)
         beats = handle.beat.remote
