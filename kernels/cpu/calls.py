@@ -222,9 +222,10 @@ class Calls:
                 larger[place] += 1
                 sized.append(calls.sized(self._note(run, larger)[0]))
             recording = CallRecording(self._functions, calls, sized, [*kept, result])
-            # What is bounded, a product of two sizes or no multiple at all passes for one among large sizes.
+            # Bounds and products of two sizes pass for multiples among large sizes, rounded quotients at 1.
             least = [1] * len(most)
-            if not recording.makes(self._note(run, least)[0], least):
+            known = ((calls, most), (self._note(run, least)[0], least))
+            if not all(recording.makes(made, sizes) for made, sizes in known):
                 return None
         except _CannotRecord:
             return None

@@ -457,10 +457,17 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "kernels/cpu/calls.py",
-        "            if not recording.makes(self._note(run, least)[0], least):\n                return None\n",
-        "",
+        "((calls, most), (self._note(run, least)[0], least))",
+        "((calls, most),)",
         _RECORDED,
         "a small step is replayed with numbers that only large ones have",
+    ),
+    Fault(
+        "kernels/cpu/calls.py",
+        "((calls, most), (self._note(run, least)[0], least))",
+        "((self._note(run, least)[0], least),)",
+        _RECORDED,
+        "a large step is replayed with numbers that grow as in a small one",
     ),
     Fault(
         "engine/execution/batch.py",

@@ -143,6 +143,7 @@ def test_what_depends_on_sizes_in_another_way_is_not_recorded(tiny_models: dict[
     assert kernels.record(lambda sizes: norm(sizes[0] + sizes[1]), (4, 3)) is None
     assert kernels.record(lambda sizes: [norm(1) for _ in range(sizes[0])].pop(), (4,)) is None
     assert kernels.record(lambda sizes: norm(min(sizes[0], 3)), (4,)) is None
+    assert kernels.record(lambda sizes: norm(-(-sizes[0] // 4)), (4,)) is None
     assert kernels.record(lambda sizes: norm(sizes[0] * sizes[1]), (3, 2)) is None
 
 
