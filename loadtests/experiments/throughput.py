@@ -47,7 +47,6 @@ DTYPE = "bfloat16"  # of our engine
 KV_BYTES = 2 << 30  # as peers/vllm.sh has it: the first round or two find pages that the system has yet to map
 WARM_UP = Workload("warm-up", 1, 16, 0, 8, 0.0)
 STREAMS = Workload("http", 32, 128, 0, 128, 0.95)
-STREAM_LIMIT_S = 600.0
 Rates = dict[str, dict[str, list[float]]]
 """Tokens a second of each round, by workload and side."""
 
@@ -120,7 +119,7 @@ def processor_time(application: psutil.Process) -> tuple[float, float]:
 
 def run_http(url: str, model: str, prompts: Prompts, output: int) -> int:
     """All prompts at once, a stream each; the tokens that usage reports. ``RuntimeError``: one is not whole."""
-    outcomes = asyncio.run(complete_all(url, prompts, output, limit_s=STREAM_LIMIT_S, model=model))
+    outcomes = asyncio.run(complete_all(url, prompts, output, limit_s=600.0, model=model))
     fault = next((outcome.fault for outcome in outcomes if outcome.fault), "")
     if fault:
         raise RuntimeError(fault)
@@ -129,9 +128,7 @@ def run_http(url: str, model: str, prompts: Prompts, output: int) -> int:
 
 def compare_http(arguments: argparse.Namespace) -> None:
     name = f"{MODEL}-{secrets.token_hex(4)}"  # of no other server
-    served: list[float] = []
-    offline: list[float] = []
-    shares: list[float] = []
+    served, offline, shares, idle = (list[float]() for _ in range(4))
     llm = LLM(str(resolve(MODEL)), dtype=DTYPE, num_threads=THREADS, speculation=0)
     options = f"model={MODEL} served_model_name={name} dtype={DTYPE} threads={THREADS} speculation=0".split()
     with application([*options, "engine_replicas=1"]) as (process, url, _):
@@ -141,14 +138,17 @@ def compare_http(arguments: argparse.Namespace) -> None:
             prompts = STREAMS.prompts(number)
             before = processor_time(process)
             served.append(tokens_per_second(partial(run_http, url, name, prompts, STREAMS.output)))
-            engine, rest = (b - a for a, b in zip(before, processor_time(process), strict=True))
+            after = processor_time(process)
+            engine, rest = (b - a for a, b in zip(before, after, strict=True))
             shares.append(rest / engine)
             offline.append(tokens_per_second(partial(run_ours, llm, prompts, STREAMS.output)))
+            idle.append((processor_time(process)[1] - after[1]) * offline[-1] / served[-1] / engine)
     figures = [
         Figure("over HTTP", median(served), " tokens/s"),
         Figure("offline", median(offline), " tokens/s"),
         Figure("HTTP / offline", ratio(served, offline), "x", STREAMS.bar),
         most("processor time of everything but the engine / the engine's", median(shares), 0.12),
+        Figure("what the same takes in that time when idle / the engine's", median(idle)),
     ]
     title = f"{STREAMS.requests} streams, {STREAMS.prompt} in, {STREAMS.output} out"
     finish("loadtests.throughput --http", figures, arguments, title, threads=THREADS)
