@@ -125,6 +125,8 @@ class IngressReplica:
         options = self._live.update(user_config)
         logs.configure(*options.service.logging, logs.replica_name("ingress"))
         self.server.options = options.ingress
+        self.server.lag.limit_s = options.ingress.max_lag_s
+        self.server.lag.start(self._background)
         await self._apply(options)
         if first:
             self._tasks.append(self._background.start("API keys", self._keys.watch()))
@@ -199,13 +201,15 @@ class IngressReplica:
 
     async def inspect(self) -> dict[str, Any]:
         """State for tests and debugging, by Serve handle only; of several models, of each by its name."""
-        own = {"pid": os.getpid()}
+        own = {"pid": os.getpid(), "lag": self.server.lag.inspect()}
         states = {name: model.inspect() for name, model in self._models.items()}
         several = self.server.broken or len(states) > 1
         return {**own, "models": states} if several else {**own, **next(iter(states.values()))}
 
     async def __del__(self) -> None:
         """Serve calls this after the drain, also if ``__init__`` failed."""
+        if hasattr(self, "server"):
+            self.server.lag.stop()
         if hasattr(self, "_tasks"):
             for task in self._tasks:
                 task.cancel()

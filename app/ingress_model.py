@@ -116,14 +116,13 @@ class IngressModel:
         if options.scaling.scales:
             likely = fleet.get_fleet(of.app_name, of.name).likely_victims
             self._victims = VictimFeed(of.app_name, of.name, likely)
+        server.lag.watch_frames(self.client.lag_s)
         self.overload = OverloadControl(
             expected_wait(engine),
             max_wait_s=options.max_wait_s,
-            max_lag_s=options.ingress.max_lag_s,
             max_replicas=options.scaling.reachable_replicas,
             startup_s=options.scaling.startup_grace_s,
-            backlog_s=self.client.lag_s,
-            begin_wait_s=lambda: server.bodies.wait_s,
+            lag=server.lag,
         )
         self.service = OpenAIService(
             self.client,
@@ -150,7 +149,7 @@ class IngressModel:
         self.service.options = options.ingress
         self.service.engine_wait_s = options.replica_wait_s
         self.client.configure(options.replica_wait_s)
-        self.overload.configure(options.max_wait_s, options.ingress.max_lag_s)
+        self.overload.configure(options.max_wait_s)
         self.overload.start(self._background)
         if self._victims is not None:
             self._victims.start(self._background)

@@ -30,6 +30,7 @@ from app.dashboard.prefix_flows import PrefixFlows
 from app.dashboard.recent_requests import RecentRequests
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import UnavailableError
+from app.fleet.ingress_lag import IngressLag
 from app.metrics.exposition import CONTENT_TYPE
 from app.metrics.fleet_figures import FleetFigures, ModelFigures, nobody
 from app.metrics.samples import Process
@@ -90,6 +91,7 @@ class ApiServer:
         self.bodies = BodyReader(
             lambda request: sender_of(request, self.options.tenant_header), self._check_wait
         )
+        self.lag = IngressLag(options.max_lag_s, lambda: self.bodies.wait_s)
         self.live = LiveRequests()
         self.tracer = tracer
         self.recent: RecentRequests[RequestRecord] = RecentRequests()
@@ -260,13 +262,10 @@ class ApiServer:
     def _check_wait(self, waited_s: float) -> None:
         """Refuse a request of a client whose requests have waited so long to begin, if that is too long.
 
-        Its model is not known yet, but the controls of all models judge this alike.
-
         Raises:
             ApiError: 429.
         """
-        service = next(iter(self._services.values()), None)
-        refusal = None if service is None else service.overload.begin_refusal(waited_s)
+        refusal = self.lag.begin_refusal(waited_s)
         if refusal is not None:
             raise overloaded(refusal)
 

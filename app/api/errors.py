@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from app.fleet.generation import CannotStartError, EngineDeathsError, GenerationError, UnavailableError
-from app.fleet.overload import Refusal
+from app.fleet.refusal import Refusal
 from engine.errors import ClientLimitError, InvalidRequestError, QuireError, shown
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,12 @@ import math
 import random
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from app.autoscaling.fault_counter import FaultCounter
 from app.background import Background
-from app.fleet.loop_lag import HOLD_S, LoopLag
+from app.fleet.ingress_lag import IngressLag
+from app.fleet.refusal import Refusal, retry_after_s
 from app.routing.waiting import ExpectedWait
 
 EVERY_S = 0.05
@@ -26,24 +27,7 @@ EVERY_S = 0.05
 WATCH_S = 0.25
 """Without requests it is updated this often, so that an overload can end and the estimate falls."""
 
-LONGEST_BASE_S, LONGEST_RETRY_S = 40, 60
-"""Maximum of ``Retry-After`` in seconds, before and after the random part. OpenAI's clients honor up to 120."""
-
 logger = logging.getLogger(__name__)
-
-
-class Refusal(NamedTuple):
-    """Why a request is refused: ``wait_s``, the expected wait with all replicas, exceeds ``limit_s``.
-
-    ``startup_s`` is the part of the limit that allows for replicas to start. With ``behind`` the ingress itself
-    does not keep up: ``wait_s`` is its lag, or how long requests wait to begin.
-    """
-
-    wait_s: float
-    limit_s: float
-    retry_after_s: int
-    startup_s: float = 0.0
-    behind: bool = False
 
 
 class OverloadControl:
@@ -52,10 +36,8 @@ class OverloadControl:
     ``expected`` returns how long a new request would wait now, and on how many replicas; if it returns ``None``
     or raises, requests are admitted. With an infinite ``max_wait_s`` none is refused. While there are fewer
     than ``max_replicas``, the wait is scaled to that number and may be ``startup_s`` longer, since the others
-    may be starting. ``backlog_s`` returns how long what the engines have sent has waited here; an ingress that
-    does not keep up takes no new requests, whatever ``max_wait_s`` is. ``begin_wait_s`` returns the longest
-    that a request has waited here to begin; if that is too long, requests of clients that wait so long are
-    refused. ``clock`` is in monotonic seconds.
+    may be starting. An ingress that does not keep up, by its ``lag``, takes no new requests, whatever
+    ``max_wait_s`` is. ``clock`` is in monotonic seconds.
 
     An *overload* begins when the wait has exceeded the limit for ``max_wait_s`` without a break, and ends when
     it has been within the limit for as long. During an overload requests are refused while the wait exceeds the
@@ -67,11 +49,9 @@ class OverloadControl:
         expected: Callable[[], ExpectedWait | None] = lambda: None,
         *,
         max_wait_s: float = math.inf,
-        max_lag_s: float = math.inf,
         max_replicas: int = 1,
         startup_s: float = 0.0,
-        backlog_s: Callable[[], float] = lambda: 0.0,
-        begin_wait_s: Callable[[], float] = lambda: 0.0,
+        lag: IngressLag | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -79,10 +59,7 @@ class OverloadControl:
         self._max_wait_s = max_wait_s
         self._max_replicas = max_replicas
         self._startup_s = startup_s
-        self._backlog_s = backlog_s
-        self._lag = LoopLag(max_lag_s)
-        self._begin_wait_s = begin_wait_s
-        self._begin_lag = LoopLag(max_lag_s)
+        self._lag = lag or IngressLag()
         self._clock = clock
         self._rng = rng or random.Random()
         self._looked_at = -math.inf
@@ -97,10 +74,9 @@ class OverloadControl:
         self._refused = 0
         self._faults = FaultCounter("the expected wait could not be estimated; admitting all requests", logger)
 
-    def configure(self, max_wait_s: float, max_lag_s: float) -> None:
-        """Other limits from now on; see the class."""
+    def configure(self, max_wait_s: float) -> None:
+        """Another limit from now on; see the class."""
         self._max_wait_s = max_wait_s
-        self._lag.limit_s = self._begin_lag.limit_s = max_lag_s
 
     def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it.
@@ -108,8 +84,10 @@ class OverloadControl:
         ``share`` returns how much of what waits is ahead of the request, between 0 and 1: engines serve clients
         in fair shares.
         """
-        if self._lag.behind:
-            return self._behind(self._lag.seconds)
+        behind = self._lag.refusal()
+        if behind is not None:
+            self._refused += 1
+            return behind
         if self._clock() - self._looked_at >= EVERY_S:
             self.update()
         if not self._overloaded:
@@ -120,51 +98,15 @@ class OverloadControl:
         self._refused += 1
         return Refusal(wait, self._limit_s, self.retry_after_s(), self._granted_s)
 
-    def begin_refusal(self, waited_s: float) -> Refusal | None:
-        """The refusal for a request of a client whose requests wait ``waited_s`` to begin; ``None`` admits it.
-
-        So a client that sends many is refused, and others, which hardly wait, are not.
-        """
-        if not self._begin_lag.behind or waited_s <= self._begin_lag.limit_s:
-            return None
-        return self._behind(waited_s)
-
-    def _behind(self, lag_s: float) -> Refusal:
-        self._refused += 1
-        return Refusal(lag_s, self._lag.limit_s, self._later(lag_s + HOLD_S), behind=True)
-
     @property
     def refusing(self) -> bool:
         """Whether a new request, or that of some clients, would be refused now."""
-        return self._lag.behind or self._begin_lag.behind or (self._overloaded and self._over)
-
-    def look_at_lag(self, late_s: float) -> None:
-        """Judge whether this process keeps up; its loop is ``late_s`` late now."""
-        self._look(self._lag, max(late_s, self._backlog_s()), "all new requests are refused")
-        self._look(self._begin_lag, self._begin_wait_s(), "requests of clients that wait this long are refused")
-
-    def _look(self, lag: LoopLag, seconds: float, consequence: str) -> None:
-        was_behind = lag.behind
-        lag.look(self._clock(), seconds)
-        if lag.behind is not was_behind:
-            logger.warning(
-                "this ingress is %.1f s behind, the limit is %.1f s: %s",
-                lag.seconds,
-                lag.limit_s,
-                consequence if lag.behind else "it keeps up again",
-            )
+        return self._lag.behind or (self._overloaded and self._over)
 
     def retry_after_s(self) -> int:
-        """Whole seconds until the wait should be within the limit, or over if there is no limit; at least 1.
-
-        Up to half of it is added at random for each refusal: otherwise requests that were refused together
-        would return together, even those of one client.
-        """
-        return self._later(self._scaled_s - (self._limit_s if math.isfinite(self._limit_s) else 0.0))
-
-    def _later(self, seconds: float) -> int:
-        base = min(max(math.ceil(min(seconds, LONGEST_BASE_S)), 1), LONGEST_BASE_S)
-        return min(base + self._rng.randint(0, max(base // 2, 1)), LONGEST_RETRY_S)
+        """Seconds until the wait should be within the limit, or over if there is none; see ``refusal.py``."""
+        limit_s = self._limit_s if math.isfinite(self._limit_s) else 0.0
+        return retry_after_s(self._scaled_s - limit_s, self._rng)
 
     def update(self) -> None:
         """Update the expected wait."""
@@ -202,9 +144,7 @@ class OverloadControl:
         while True:
             if self._clock() - self._looked_at >= EVERY_S:
                 self.update()
-            due = self._clock() + WATCH_S
             await asyncio.sleep(WATCH_S)
-            self.look_at_lag(max(self._clock() - due, 0.0))
 
     def inspect(self) -> dict[str, Any]:
         """For tests and debugging: ``faults`` above 0 are a defect; ``expected_wait_s`` is not scaled."""
@@ -213,8 +153,8 @@ class OverloadControl:
             "limit_s": self._limit_s,
             "overloaded": self._overloaded,
             "refusing": self.refusing,
-            "lag_s": max(self._lag.seconds, self._begin_lag.seconds),
-            "behind": self._lag.behind or self._begin_lag.behind,
+            "lag_s": self._lag.seconds,
+            "behind": self._lag.behind,
             "refused": self._refused,
             "faults": self._faults.count,
         }

@@ -74,6 +74,9 @@ def test_limits_change_while_it_runs() -> None:
         assert only.client._limits.expected_s == 7.0
         only.overload.update()
         assert only.overload.inspect()["limit_s"] == 63.0  # with the grace for replicas that start
+        await ingress.reconfigure({"max_lag_s": 7})
+        assert ingress.server.lag.limit_s == 7.0
+        assert (await ingress.inspect())["lag"]["behind"] is False
 
     with_ingress(test, 1)
 

@@ -16,8 +16,9 @@ from starlette.requests import Request
 
 from app.api.errors import ApiError, overloaded
 from app.api.request_body import BEGIN_TURNS, BodyReader
+from app.fleet.ingress_lag import LOOK_EVERY_S, IngressLag
 from app.fleet.loop_lag import HOLD_S
-from app.fleet.overload import WATCH_S, OverloadControl
+from app.fleet.overload import OverloadControl
 
 MANY = 300
 LIMIT_S, BEGIN_S = 0.5, 0.004
@@ -32,29 +33,24 @@ def request(client: str) -> Request:
 
 
 class Ingress:
-    """Bodies and their overload control, under a clock that each begin lets go on."""
+    """Bodies and the lag of their ingress, under a clock that each begin lets go on."""
 
     def __init__(self) -> None:
         self.now, self._looked = 1000.0, 1000.0
         self.begun: list[str] = []
         self.bodies = BodyReader(lambda request: request.headers["client"], self._check, lambda: self.now)
-        self.control = OverloadControl(
-            max_lag_s=LIMIT_S,
-            begin_wait_s=lambda: self.bodies.wait_s,
-            clock=lambda: self.now,
-            rng=random.Random(1),
-        )
+        self.lag = IngressLag(LIMIT_S, lambda: self.bodies.wait_s, clock=lambda: self.now, rng=random.Random(1))
 
     def _check(self, waited_s: float) -> None:
-        refusal = self.control.begin_refusal(waited_s)
+        refusal = self.lag.begin_refusal(waited_s)
         if refusal is not None:
             raise overloaded(refusal)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        if self.now - self._looked >= WATCH_S:
+        if self.now - self._looked >= LOOK_EVERY_S:
             self._looked = self.now
-            self.control.look_at_lag(0.0)
+            self.lag.look(0.0)
 
     async def begin(self, client: str) -> float | ApiError:
         """When it has begun, in seconds since it came, or why it is refused."""
@@ -137,7 +133,7 @@ def test_a_long_crowd_waits_no_longer_than_it_may_and_nobody_else_is_refused() -
 
     async def test(ingress: Ingress) -> None:
         crowd = [ingress.come("greedy") for _ in range(count)]
-        while not ingress.control.refusing:  # noqa: ASYNC110  (begins let its clock go on)
+        while not ingress.lag.behind:  # noqa: ASYNC110  (begins let its clock go on)
             await asyncio.sleep(0)
         late, modest = ingress.come("greedy"), ingress.come("modest")
         refusal = await late
@@ -146,7 +142,7 @@ def test_a_long_crowd_waits_no_longer_than_it_may_and_nobody_else_is_refused() -
         assert not isinstance(await modest, ApiError)
         answers = await asyncio.gather(*crowd)
         waits = [answer for answer in answers if not isinstance(answer, ApiError)]
-        assert HOLD_S < max(waits) < LIMIT_S + HOLD_S + 3 * WATCH_S
+        assert HOLD_S < max(waits) < LIMIT_S + HOLD_S + 3 * LOOK_EVERY_S
         refusals = [answer.fault for answer in answers if isinstance(answer, ApiError)]
         assert len(refusals) == count - len(waits) > count / 2
         for fault in (refusal.fault, refusals[0]):
@@ -154,7 +150,7 @@ def test_a_long_crowd_waits_no_longer_than_it_may_and_nobody_else_is_refused() -
             assert "max_lag_s" in fault.message
             assert fault.retry_after_s is not None
             assert 2 <= fault.retry_after_s <= 8
-        assert ingress.control.inspect()["refused"] == len(refusals) + 1
+        assert ingress.lag.inspect()["refused"] == len(refusals) + 1
 
     run(test)
 
@@ -182,11 +178,11 @@ def test_a_crowd_that_keeps_coming_waits_as_long_as_the_limit() -> None:
 def test_when_the_crowd_has_gone_all_is_as_before() -> None:
     async def test(ingress: Ingress) -> None:
         await asyncio.gather(*(ingress.come("greedy") for _ in range(10 * MANY)))
-        assert ingress.control.refusing
+        assert ingress.lag.behind
         assert not isinstance(await ingress.come("greedy"), ApiError)  # it waits for nobody
-        while ingress.control.refusing:
-            ingress.pass_time(WATCH_S)
-        assert ingress.control.inspect()["lag_s"] == 0.0
+        while ingress.lag.behind:
+            ingress.pass_time(LOOK_EVERY_S)
+        assert ingress.lag.inspect()["lag_s"] == 0.0
         assert ingress.bodies.wait_s == 0.0
 
     run(test)
@@ -206,11 +202,12 @@ def test_the_server_judges_the_wait_before_it_knows_the_model(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, wait_s = 1000.0, 2.0
-    control = OverloadControl(max_lag_s=LIMIT_S, begin_wait_s=lambda: wait_s, clock=lambda: now)
-    monkeypatch.setattr(server.service, "overload", control)
-    while not control.refusing:
-        control.look_at_lag(0.0)
-        now += WATCH_S
+    lag = IngressLag(LIMIT_S, lambda: wait_s, clock=lambda: now)
+    monkeypatch.setattr(server.api, "lag", lag)
+    monkeypatch.setattr(server.service, "overload", OverloadControl(lag=lag))
+    while not lag.behind:
+        lag.look(0.0)
+        now += LOOK_EVERY_S
     assert http.get("/health").json()["status"] == "overloaded"
     assert http.post("/v1/completions", json=COUNT).status_code == 200  # of a client that does not wait
     monkeypatch.setattr(type(server.api.bodies._begins), "waited_s", lambda turns, client: wait_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from app.fleet.ingress_lag import IngressLag
 from app.fleet.loop_lag import CAUGHT_UP, HOLD_S, LoopLag
 from app.fleet.overload import OverloadControl
 
@@ -12,18 +13,19 @@ LIMIT_S = 0.5
 
 
 class Ingress:
-    """An overload control that is looked at four times a second of its own clock."""
+    """A lag that is looked at four times a second of its own clock, and the overload control of a model."""
 
     def __init__(self) -> None:
-        self.now, self.backlog_s = 1000.0, 0.0
-        self.control = OverloadControl(
-            max_lag_s=LIMIT_S, backlog_s=lambda: self.backlog_s, clock=lambda: self.now, rng=random.Random(1)
-        )
+        self.now, self.frames_s = 1000.0, 0.0
+        self.lag = IngressLag(LIMIT_S, clock=lambda: self.now, rng=random.Random(1))
+        self.lag.watch_frames(lambda: 0.0)
+        self.lag.watch_frames(lambda: self.frames_s)
+        self.control = OverloadControl(lag=self.lag, clock=lambda: self.now)
 
     def pass_time(self, seconds: float, late_s: float = 0.0) -> None:
         for _ in range(round(seconds / EVERY_S)):
             self.now += EVERY_S
-            self.control.look_at_lag(late_s)
+            self.lag.look(late_s)
 
 
 def test_a_loop_that_is_late_for_a_while_refuses_until_it_keeps_up() -> None:
@@ -41,12 +43,12 @@ def test_a_loop_that_is_late_for_a_while_refuses_until_it_keeps_up() -> None:
     assert ingress.control.refusing
     ingress.pass_time(HOLD_S + EVERY_S)
     assert ingress.control.refusal() is None
-    assert ingress.control.inspect()["refused"] == 1
+    assert ingress.control.inspect()["refused"] == ingress.lag.inspect()["refused"] == 1
 
 
 def test_frames_that_wait_unread_count_as_well() -> None:
     ingress = Ingress()
-    ingress.backlog_s = 3.0
+    ingress.frames_s = 3.0
     ingress.pass_time(HOLD_S + EVERY_S)
     refusal = ingress.control.refusal()
     assert refusal is not None
@@ -57,14 +59,14 @@ def test_a_single_pause_however_long_refuses_nobody() -> None:
     ingress = Ingress()
     for _ in range(5):
         ingress.now += 60.0
-        ingress.control.look_at_lag(60.0)
+        ingress.lag.look(60.0)
         ingress.pass_time(2.0)
         assert not ingress.control.refusing
 
 
 def test_the_limit_changes_while_it_runs() -> None:
     ingress = Ingress()
-    ingress.control.configure(60.0, 5.0)
+    ingress.lag.limit_s = 5.0
     ingress.pass_time(10.0, late_s=4.0)
     assert not ingress.control.refusing
     ingress.pass_time(HOLD_S + EVERY_S, late_s=5.1)
@@ -78,3 +80,14 @@ def test_lag_between_the_bounds_changes_nothing() -> None:
     for step in range(100):
         lag.look(step * EVERY_S, (LIMIT_S + CAUGHT_UP * LIMIT_S) / 2)
         assert not lag.behind
+
+
+def test_an_ingress_that_is_behind_refuses_requests_for_all_of_its_models() -> None:
+    ingress = Ingress()
+    other = OverloadControl(lag=ingress.lag, clock=lambda: ingress.now)
+    ingress.frames_s = 3.0  # of one model
+    ingress.pass_time(HOLD_S + EVERY_S)
+    for control in (ingress.control, other):
+        assert control.refusing
+        assert control.refusal() is not None
+    assert ingress.lag.inspect()["refused"] == 2

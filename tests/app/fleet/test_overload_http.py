@@ -13,7 +13,8 @@ import pytest
 from local_server import COUNT, MODEL, LocalServer, is_idle
 
 from app.api.errors import overloaded
-from app.fleet.overload import OverloadControl, Refusal
+from app.fleet.overload import OverloadControl
+from app.fleet.refusal import Refusal
 from app.routing.waiting import ExpectedWait
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
