@@ -37,7 +37,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 16
+VERSION = 17
 """Raised with every change of a layout, of engines' metrics, or of what ``beat`` takes: a release that would
 misread another one refuses it."""
 

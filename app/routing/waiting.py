@@ -1,12 +1,14 @@
 """How long a new request would wait before anything is computed for it, wherever that is shortest.
 
 The figures are those of ``app/routing/cost.py``, whose *wait* and *admission* terms this is, for a request like
-those booked last. Its prefixes are unknown, so that it is taken to find none of the blocks that it lacks.
+those booked last. Its prefixes are unknown, so that it is taken to find none of the blocks that it lacks. It is
+taken to overtake nobody, since those that wait are like it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -40,7 +42,8 @@ def expected_wait(
     waits = []
     for state in replicas:
         if state.load is not None and state.replica in members:
-            view = view_of(state, state.load, state.reported_at, calibration, output)
+            load = replace(state.load, num_blocked=state.load.num_lacking)
+            view = view_of(state, load, state.reported_at, calibration, output)
             waits.append(view.wait_s(now) + view.admission_s(prefill - view.free_tokens, sequences=1))
     return ExpectedWait(min(waits), len(waits)) if waits else None
 

@@ -17,55 +17,72 @@ _MAX_DEFERRED = 32  # waiting sequences passed over in one step because the step
 _MAX_WITHOUT_TOKENS = 256  # waiting sequences passed over in one step in search of shorter ones
 
 
-def admit_waiting(state: SchedulerState, plan: StepPlan) -> int:
+def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
     """Start waiting sequences while tokens, sequence slots and blocks last.
 
-    A bounded number of sequences that do not fit is passed over. Returns how many waiting sequences no newcomer
-    can overtake, for lack of slots or blocks; sequences left for lack of tokens do not count, nor those that
-    are passed over.
+    A bounded number of sequences that do not fit is passed over. Returns how many sequences no newcomer can
+    overtake, for want of slots or blocks, and how many wait for want of these, those that are passed over
+    included. Sequences left for want of tokens alone do not count.
     """
     waiting, shares = state.waiting, state.shares
     position = misses = deferred = without_tokens = 0
+    lacking = others = (
+        0  # sequences that slots or blocks are lacking for, and those that wait for something else
+    )
     room = _Room(state, plan)
     referenced_in_hit: dict[PrefixNode, int] = {}
     passed: list[Sequence] = []
     if not shares.begun:
         begin_prefills(state, plan.budget_left, 0)
-    while position < len(waiting) and plan.budget_left > 0 and state.num_seqs < state.max_num_seqs:
+    while position < len(waiting) and state.num_seqs < state.max_num_seqs:
         sequence = waiting[position]
         if not _may_start(sequence):
+            others += sequence.num_seqs
             position += 1
             continue
+        out_of_tokens = plan.budget_left <= 0  # nothing starts, but who lacks blocks is still counted
         # Where tokens are scarce, many are looked at: what was found of their prefixes last must do.
-        tokens = not shares.limited or shares.allowed(sequence, _prefill_tokens(state, sequence))
+        tokens = (
+            out_of_tokens
+            or not shares.limited
+            or shares.allowed(sequence, _prefill_tokens(state, sequence)) > 0
+        )
         if tokens:
             needed = blocks_needed(state, sequence, referenced_in_hit)
             if is_next_block_scheduled(state, sequence, plan):
                 deferred += 1
                 if deferred > _MAX_DEFERRED:
-                    return 0
-            elif room.fits(sequence, needed):
-                tokens = shares.allowed(sequence, _prefill_tokens(state, sequence))
+                    return 0, lacking
+                others += sequence.num_seqs
+            elif not room.fits(sequence, needed):
+                misses += 1
+                if misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:
+                    return state.num_waiting - others - lacking, state.num_waiting - others
+                lacking += sequence.num_seqs
+                passed.append(sequence)
+            elif out_of_tokens:
+                return 0, lacking
+            else:
+                allowed = shares.allowed(sequence, _prefill_tokens(state, sequence))
+                tokens = allowed > 0
                 if tokens:
-                    _start(state, position, plan, tokens)
+                    _start(state, position, plan, allowed)
                     room.started(sequence)
                     referenced_in_hit.clear()
                     for other in passed:
                         other.overtakes += 1
                     continue
-            else:
-                misses += 1
-                if misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:
-                    return len(waiting) - position
-                passed.append(sequence)
         if not tokens:
             without_tokens += 1
             if without_tokens > _MAX_WITHOUT_TOKENS or sequence.overtakes >= state.max_overtakes:
-                return 0
+                return 0, lacking
+            others += sequence.num_seqs
         if sequence.state is not SequenceState.WAITING:
             room.withheld += _blocks_in_all(state, sequence)
         position += 1
-    return len(waiting) - position if state.num_seqs >= state.max_num_seqs else 0
+    if position == len(waiting):
+        return 0, lacking
+    return state.num_waiting - others - lacking, state.num_waiting - others
 
 
 class _Room:

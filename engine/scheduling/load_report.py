@@ -21,8 +21,9 @@ class EngineLoad:
     evictable: int
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
     step_seconds: float  # of the last step that only decoded, for a token of each sequence; 0 before the first
-    waiting: int  # sequences that do not run: never did, or were preempted
+    waiting: int  # sequences that do not run: never did, or were preempted; all that their requests want
     num_blocked: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
+    num_lacking: int  # of those, how many wait for want of slots or blocks: some of them may be overtaken
     max_running: int  # sequences at once
 
 
@@ -34,11 +35,11 @@ class LoadReporter:
         self._pending_prefill = PendingPrefill(state)
         self._prefill_rate = prefill_rate
         self._step_seconds = 0.0
-        self._num_blocked = 0
+        self._num_blocked = self._num_lacking = 0
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """A step has been run and committed; one whose drafts were right made more than a token of each."""
-        self._num_blocked = plan.num_blocked
+        self._num_blocked, self._num_lacking = plan.num_blocked, plan.num_lacking
         if not plan.prefill_tokens and not plan.transfers:
             made = len(plan.chunks)
             self._step_seconds = seconds * made / (made + plan.accepted_tokens)
@@ -55,7 +56,8 @@ class LoadReporter:
             evictable=pool.num_cached,
             prefill_rate=self._prefill_rate,
             step_seconds=self._step_seconds,
-            waiting=len(state.waiting),
-            num_blocked=min(self._num_blocked, len(state.waiting)),
+            waiting=state.num_waiting,
+            num_blocked=min(self._num_blocked, state.num_waiting),
+            num_lacking=min(self._num_lacking, state.num_waiting),
             max_running=state.max_num_seqs,
         )

@@ -146,17 +146,19 @@ class Scheduler:
             preempt_for_first(state, plan)
         _continue_running(state, plan)
         state.reserve.adapt(plan.out_of_blocks)
-        if not plan.out_of_blocks:
-            state.num_blocked = 0
+        if plan.out_of_blocks:
+            state.num_lacking = state.num_waiting
+        else:
+            state.num_blocked = state.num_lacking = 0
             if state.waiting:
                 if not plan.chunks and not state.shares.held_back:
                     preempt_held_beams(state, plan)
-                state.num_blocked = admit_waiting(state, plan)
+                state.num_blocked, state.num_lacking = admit_waiting(state, plan)
             if state.shares.limited:
                 _share_rest(state, plan)
         if self.speculation is not None:
             self.speculation.add_drafts(state, plan)
-        plan.num_blocked = state.num_blocked
+        plan.num_blocked, plan.num_lacking = state.num_blocked, state.num_lacking
         for sequence in plan.admitted:
             self._workload.admitted(sequence, state.prefix_caching)
         if plan.admitted:
@@ -378,12 +380,15 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
 
 
 def _share_rest(state: SchedulerState, plan: StepPlan) -> None:
-    """Tokens that the shares left over go by the order alone, so that none is idle."""
+    """Tokens that the shares left over go by the order alone, so that none is idle.
+
+    Without any, admission still counts who lacks blocks: it did not look at those that got no share.
+    """
     if plan.budget_left > 0:
         lengthen_held_back(state, plan)
-    if plan.budget_left > 0 and state.waiting:
+    if state.waiting:
         state.shares.lift(plan.budget_left)
-        state.num_blocked = admit_waiting(state, plan)
+        state.num_blocked, state.num_lacking = admit_waiting(state, plan)
 
 
 def _continue_running(state: SchedulerState, plan: StepPlan) -> None:

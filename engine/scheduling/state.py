@@ -70,11 +70,13 @@ class SchedulerState:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []  # never admitted, or preempted
         self.num_seqs = 0  # that the running ones count for against ``max_num_seqs``
+        self.num_waiting = 0  # that the waiting ones will count for
         self.running_limit = 0  # tokens that the running ones may reach together
         self.num_preempted = 0  # waiting to recompute their KV
         self.num_swapped = 0  # waiting with their KV in host blocks
         self.num_preemptions = 0  # since the start
         self.num_blocked = 0  # of the last step that admitted: see :attr:`StepPlan.num_blocked`
+        self.num_lacking = 0  # of the last step
         self.observer: StateObserver | None = None
         self._swapping: list[Sequence] = []  # out or in, by the step that was planned last
 
@@ -265,6 +267,7 @@ class SchedulerState:
         account.level.in_service += work
 
     def _count_waiting(self, sequence: Sequence, change: int) -> None:
+        self.num_waiting += change * sequence.num_seqs
         if sequence.state is SequenceState.PREEMPTED:
             self.num_preempted += change
         elif sequence.state is not SequenceState.WAITING:
@@ -294,6 +297,8 @@ class SchedulerState:
             raise InvariantError(f"{self.num_swapped} swapped sequences are counted, but {swapped} wait")
         if self.num_seqs != sum(sequence.num_seqs for sequence in self.running):
             raise InvariantError(f"{self.num_seqs} running sequences are counted, wrongly")
+        if self.num_waiting != sum(sequence.num_seqs for sequence in self.waiting):
+            raise InvariantError(f"{self.num_waiting} waiting sequences are counted, wrongly")
         if self.running_limit != sum(sequence.max_total_tokens for sequence in self.running):
             raise InvariantError(f"running sequences are taken to reach {self.running_limit} tokens, wrongly")
         for key, sequence in self.sequences.items():

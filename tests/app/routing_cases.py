@@ -27,11 +27,12 @@ LOADS = st.builds(
     acknowledged=st.just(0),
     waiting=st.integers(0, 30),
     num_blocked=st.sampled_from([0, 0, 0, 12]),
+    num_lacking=st.sampled_from([0, 12]),
     max_running=st.sampled_from([0, 32]),
 )
 
 broken = st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=True, allow_infinity=True))
-BROKEN_LOADS = st.builds(LoadReport, *[broken] * 14)
+BROKEN_LOADS = st.builds(LoadReport, *[broken] * 15)
 
 TOTALS = st.fixed_dictionaries(
     {

@@ -29,6 +29,7 @@ IDLE = LoadReport(
     step_seconds=0.02,
     waiting=0,
     num_blocked=0,
+    num_lacking=0,
     max_running=0,
     acknowledged=0,
 )

@@ -30,6 +30,7 @@ LOAD = EngineLoad(
     step_seconds=0.05,
     waiting=3,
     num_blocked=0,
+    num_lacking=0,
     max_running=8,
 )
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.request import TokenDelta
+    from engine.scheduling.candidates import Outcome
+    from engine.scheduling.sequence import ScheduledChunk
 
 CONTEXT = 4096
 STEP_S, ROW_S, SLOW_S = 0.005, 0.001, 0.5
@@ -60,16 +61,19 @@ def slow_steps(folder: Path, seconds: float = SLOW_S) -> Iterator[Callable[[], N
 
 
 def keep_pace(folder: Path) -> None:
-    """From now on each step of this process's engines, which serve ``folder``, takes as long as that says."""
+    """From now on each step of this process's engines, which serve ``folder``, takes as long as that says.
+
+    Their own measurements include it: the router believes what they report.
+    """
     from engine.engine import Engine
 
-    step = Engine.step
+    run = Engine._run
 
-    def slow(engine: Engine) -> list[TokenDelta]:
+    def slow(engine: Engine, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:
         began = time.monotonic()
         least_s = step_s(folder)
-        deltas = step(engine)
-        time.sleep(max(began + least_s + ROW_S * len(deltas) - time.monotonic(), 0.0))
-        return deltas
+        made = run(engine, chunks)
+        time.sleep(max(began + least_s + ROW_S * len(chunks) - time.monotonic(), 0.0))
+        return made
 
-    Engine.step = slow  # type: ignore[method-assign]
+    Engine._run = slow  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from loadtests.workloads import prompts
 
 CLIENTS, TOKENS = 40, 32
 REFUSED = 12  # are enough
-OPTIONS = {**SHORT_OF_MEMORY, "max_wait_s": 0.2}  # room for five requests at once; the estimate is a low one
+OPTIONS = {**SHORT_OF_MEMORY, "max_wait_s": 1.0}  # room for five requests at once, of which 40 wait for seconds
 FIGURES = ("quire_refused_requests_total", "quire_expected_wait_seconds")
 
 
@@ -103,7 +103,7 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
         assert answer.retry_after is not None
         assert 1 <= int(answer.retry_after) <= 60
     taken = [answer for answer in answers if answer.status == 200]
-    assert len(taken) >= 5  # so many run at once
+    assert len(taken) >= 8
     for answer in taken:
         assert answer.body["usage"]["completion_tokens"] == TOKENS
         assert answer.body["choices"][0]["finish_reason"] == "length"

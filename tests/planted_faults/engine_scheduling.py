@@ -9,6 +9,7 @@ _ADMISSION = (
     "engine/scheduling/test_schedule.py",
     "engine/scheduling/test_scheduler.py",
 )
+_LACKING = ("engine/scheduling/test_load_report.py", "app/routing/test_waiting_in_time.py")
 _SCHEDULE = ("engine/scheduling/test_schedule.py", "engine/scheduling/test_scheduler.py")
 _RECOVERY = ("engine/scheduling/test_recovery.py", "engine/scheduling/test_recovery_cost.py")
 _SURVIVAL = ("engine/scheduling/test_survival.py",)
@@ -211,6 +212,34 @@ SCHEDULING: list[Fault] = [
         "            pass",
         _ADMISSION,
         "blocks that a preempted sequence waits for go to those behind it",
+    ),
+    Fault(
+        "engine/scheduling/admission.py",
+        "                lacking += sequence.num_seqs\n",
+        "",
+        _LACKING,
+        "sequences that lack blocks and may be overtaken do not count as such",
+    ),
+    Fault(
+        "engine/scheduling/admission.py",
+        "    while position < len(waiting) and state.num_seqs < state.max_num_seqs:",
+        "    while position < len(waiting) and plan.budget_left > 0 and state.num_seqs < state.max_num_seqs:",
+        _LACKING,
+        "sequences that wait for tokens count as those that lack blocks",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "            state.num_lacking = state.num_waiting\n",
+        "            pass\n",
+        _LACKING,
+        "while those that run cannot grow, nobody new lacks blocks",
+    ),
+    Fault(
+        "engine/scheduling/load_report.py",
+        "            waiting=state.num_waiting,",
+        "            waiting=len(state.waiting),",
+        _LACKING,
+        "a request for several sequences waits for one slot",
     ),
     Fault(
         "engine/scheduling/sequence.py",

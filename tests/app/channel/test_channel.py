@@ -147,8 +147,10 @@ def test_end_gives_the_count_and_frees_the_attempt() -> None:
 
 
 def test_load_comes_at_once_to_who_opens_a_channel() -> None:
-    idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 8)
-    busy = replace(idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, num_blocked=3)
+    idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 0, 8)
+    busy = replace(
+        idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, num_blocked=3, num_lacking=4
+    )
 
     async def test(setting: Setting) -> None:
         # Nothing here waits for a beat, or for a first step.
@@ -164,6 +166,7 @@ def test_load_comes_at_once_to_who_opens_a_channel() -> None:
                 "prefill_rate",
                 "waiting",
                 "num_blocked",
+                "num_lacking",
                 "max_running",
             ):
                 assert getattr(frame.load, name) == getattr(load, name)

@@ -314,7 +314,7 @@ def test_broken_report_breaks_no_placement() -> None:
     nan = float("nan")
     fleet.report(
         fleet.routes[0],
-        LoadReport(-1, nan, 10**400, -5, nan, nan, nan, float("inf"), nan, -1, 0, 0, 0, 0),  # type: ignore[arg-type]
+        LoadReport(-1, nan, 10**400, -5, nan, nan, nan, float("inf"), nan, -1, 0, 0, 0, 0, 0),  # type: ignore[arg-type]
     )
     assert set(Counter(fleet.send(500) for _ in range(10)).values()) == {5}
     assert fleet.ledger.faults == 0

@@ -62,8 +62,8 @@ def test_bookings_that_no_report_has_yet_count_with_every_policy(policy: Policy)
 def test_whoever_finds_no_seat_waits_for_those_before_it_and_then_for_one() -> None:
     fleet = Fleet(1)
     waits = []
-    for num_blocked in (0, 1, 2):
-        fleet.report(fleet.routes[0], replace(FULL, waiting=num_blocked, num_blocked=num_blocked))
+    for lacking in (0, 1, 2):
+        fleet.report(fleet.routes[0], replace(FULL, waiting=lacking, num_lacking=lacking))
         waits.append(wait_of(fleet).seconds)
     assert waits[0] > 0
     assert waits[1:] == pytest.approx(

@@ -96,7 +96,7 @@ def test_who_waits_for_tokens_of_the_budget_is_not_blocked() -> None:
         setting.add(make_request(f"r{number}", [number] * 20, max_tokens=1))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.num_blocked) == (1, 3, 0)
+    assert (read.running, read.waiting, read.num_blocked, read.num_lacking) == (1, 3, 0, 0)
 
 
 def test_who_waits_for_blocks_is_blocked() -> None:
@@ -117,13 +117,13 @@ def test_who_waits_for_blocks_is_blocked() -> None:
 
 
 @pytest.mark.parametrize(("look_ahead", "num_blocked"), [(0, 4), (1, 3), (3, 1), (4, 0), (8, 0)])
-def test_those_that_a_newcomer_passes_do_not_count(look_ahead: int, num_blocked: int) -> None:
+def test_those_that_a_newcomer_passes_lack_blocks_but_block_nobody(look_ahead: int, num_blocked: int) -> None:
     setting = Setting(num_blocks=8, look_ahead=look_ahead)
     for number in range(5):
         setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.num_blocked) == (1, 4, num_blocked)
+    assert (read.running, read.waiting, read.num_blocked, read.num_lacking) == (1, 4, num_blocked, 4)
 
 
 def test_who_is_passed_holds_nobody_up() -> None:
@@ -134,7 +134,46 @@ def test_who_is_passed_holds_nobody_up() -> None:
     setting.add(make_request("small", [3] * 3, max_tokens=5, ignore_eos=True, arrival=3.0))
     setting.step()
     read = setting.reporter.read()
-    assert (read.running, read.waiting, read.num_blocked) == (2, 1, 0)
+    assert (read.running, read.waiting, read.num_blocked, read.num_lacking) == (2, 1, 0, 1)
+
+
+def test_who_lacks_blocks_counts_in_steps_without_tokens_for_it_too() -> None:
+    setting = Setting(num_blocks=9, token_budget=8)
+    for number in range(4):
+        setting.add(make_request(f"r{number}", [number] * 20, max_tokens=8, ignore_eos=True))
+    seen = set()
+    for _ in range(4):
+        setting.step()
+        read = setting.reporter.read()
+        seen.add((read.running, read.waiting, read.num_lacking))
+    assert seen == {(1, 3, 3)}
+
+
+def test_all_that_wait_lack_blocks_while_those_that_run_cannot_grow() -> None:
+    setting = Setting(num_blocks=8)
+    for number in range(3):
+        setting.add(make_request(f"r{number}", [number] * 3, max_tokens=12, ignore_eos=True))
+    out_of_blocks = False
+    while setting.scheduler.has_work():
+        preempted = setting.scheduler.stats().preemptions
+        setting.step()
+        read = setting.reporter.read()
+        if setting.scheduler.stats().preemptions > preempted:
+            out_of_blocks = True
+            assert read.num_lacking == read.waiting > 0
+    assert out_of_blocks
+
+
+def test_each_sequence_that_a_request_wants_waits() -> None:
+    setting = Setting(num_blocks=8)
+    setting.add(make_request("one", [1] * 14, max_tokens=8, ignore_eos=True))
+    setting.add(make_request("three", [2] * 14, max_tokens=8, ignore_eos=True, n=3))
+    setting.step()
+    read = setting.reporter.read()
+    assert (read.running, read.waiting, read.num_lacking) == (1, 3, 3)
+    while setting.scheduler.has_work():
+        setting.step()
+    assert setting.reporter.read().waiting == 0
 
 
 def test_no_more_are_blocked_than_wait() -> None:
@@ -146,5 +185,6 @@ def test_no_more_are_blocked_than_wait() -> None:
         setting.step()
         waiting = [sequence.state for sequence in setting.scheduler.state.waiting]
         preempted |= SequenceState.PREEMPTED in waiting
-        assert setting.reporter.read().num_blocked <= len(waiting)
+        read = setting.reporter.read()
+        assert read.num_blocked <= read.num_lacking <= len(waiting)
     assert preempted

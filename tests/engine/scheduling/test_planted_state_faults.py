@@ -119,6 +119,10 @@ STATE_FAULTS: Faults = {
         planted(lambda it: setattr(it.state, "num_seqs", 3)),
         "3 running sequences are counted, wrongly",
     ),
+    "waiting ones miscounted": (
+        planted(lambda it: setattr(it.state, "num_waiting", 5)),
+        "5 waiting sequences are counted, wrongly",
+    ),
     "tokens of running ones miscounted": (
         planted(lambda it: setattr(it.state, "running_limit", 3)),
         "running sequences are taken to reach 3 tokens, wrongly",

@@ -203,7 +203,7 @@ def test_the_quick_bound_of_the_reserve_is_never_too_low(
     scheduler = make_scheduler(12, 4, max_num_seqs=8, token_budget=12, window=window)
     slack = []
 
-    def checked(state: SchedulerState, plan: StepPlan) -> int:
+    def checked(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
         bound = reserve_bound(state, plan)
         slack.append(bound - state.reserve.blocks(state.running))
         return admit_waiting(state, plan)
