@@ -38,13 +38,16 @@ class ChannelThread:
 
 
 def routers_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop that Serve's routers in this process share, in a thread; ``None`` if this Ray has none.
+    """The loop that Serve's routers in this process share, in a thread; ``None`` if there is none.
 
     They read the frames first: from there to a further thread and back, a frame would take 0.2 ms of processor
     time more. It is private.
     """
+    import ray
     from ray.serve._private import router
 
+    if not ray.is_initialized():  # the call below would start or join one
+        return None
     try:
         loop: asyncio.AbstractEventLoop = router.SingletonThreadRouter._get_singleton_asyncio_loop("replica")
     except (AttributeError, TypeError) as error:

@@ -20,6 +20,7 @@ def test_channels_share_the_thread_of_serves_routers_and_leave_it_running(
     routers = threading.Thread(target=loop.run_forever, daemon=True)
     routers.start()
     assert hasattr(SingletonThreadRouter, NAME), "Serve has another name for it"
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr(SingletonThreadRouter, NAME, lambda component: loop)
     try:
         channels = ChannelThread(routers_loop())
@@ -36,6 +37,7 @@ def test_channels_share_the_thread_of_serves_routers_and_leave_it_running(
 def test_without_that_loop_they_have_a_thread_of_their_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.delattr(SingletonThreadRouter, NAME)
     channels = ChannelThread(routers_loop())
     assert "this Ray is another" in caplog.text
@@ -44,3 +46,8 @@ def test_without_that_loop_they_have_a_thread_of_their_own(
     channels.stop()
     assert not channels.thread.is_alive()
     assert channels.loop.is_closed()
+
+
+def test_a_process_without_ray_starts_none_for_that_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SingletonThreadRouter, NAME, lambda component: pytest.fail("Ray would be started"))
+    assert routers_loop() is None
