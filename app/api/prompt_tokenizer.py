@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -33,6 +34,9 @@ MESSAGE_CHARS = 50
 """Rendering a message costs as much as tokenizing this many characters."""
 
 _TRIAL = "A system message."
+
+TRIAL_S = 10.0
+"""How long chats wait for the trial of the model's template after its start; it takes milliseconds."""
 
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
@@ -95,6 +99,7 @@ class PromptTokenizer:
     @cached_property
     def _trial(self) -> Future[bool]:
         """In a thread, as the template comes with the model and may run for ever."""
+        self._trial_until = time.monotonic() + TRIAL_S
         return self._executor.submit(self._writes_system_messages)
 
     def _writes_system_messages(self) -> bool:
@@ -168,9 +173,24 @@ class PromptTokenizer:
             texts += [value for _, value in options.variables if isinstance(value, str)]
             work += sum(map(len, texts)) - length
         self._check_variables(options)
+        await self._tried()
         return await self._run(
             work, lambda: self._encode_messages(messages, use.tools, owner, options, max_tokens)
         )
+
+    async def _tried(self) -> None:
+        """Return once the template has ended with two short messages; then it may run in the event loop."""
+        if self._trial.done():
+            return
+        left = self._trial_until - time.monotonic()
+        if left > 0:
+            await asyncio.wait([asyncio.wrap_future(self._trial)], timeout=left)
+        if not self._trial.done():
+            raise InvalidRequestError(
+                "this model's chat template does not come to an end; use /v1/completions",
+                "messages",
+                "chat_template_error",
+            )
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each of ``words``, and of each after a space, where they differ."""

@@ -63,6 +63,13 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/prompt_tokenizer.py",
+        "        await self._tried()\n",
+        "",
+        ("app/api/test_prompt_tokenizer.py",),
+        "a template without an end stops all streams of an ingress",
+    ),
+    Fault(
+        "app/api/prompt_tokenizer.py",
         "            return _TRIAL in self._template.render(turns)",
         "            return bool(self._template.render(turns))",
         ("app/api/test_prompt_tokenizer.py",),

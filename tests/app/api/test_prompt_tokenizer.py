@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from app.api import prompt_tokenizer
 from app.api.chat_messages import ChatMessage, ToolCall
 from app.api.output_options import TemplateOptions
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
@@ -77,6 +79,22 @@ def test_whether_a_template_takes_system_messages_is_tried(
     tokenizer.warm_up()
     assert tokenizer._trial.result(timeout=60) is takes
     assert tokenizer.takes_system_messages is takes
+
+
+def test_a_template_that_does_not_end_never_runs_in_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_tokenizer, "TRIAL_S", 0.0)
+    tokenizer = small_model(tmp_path, "{{ messages[0].content }}")
+    trial: Future[bool] = Future()
+    monkeypatch.setattr(tokenizer._executor, "submit", lambda _: trial)
+    assert not tokenizer.takes_system_messages
+    with pytest.raises(InvalidRequestError, match="does not come to an end") as refused:
+        chat_ids(tokenizer, [ChatMessage("user", "ab")])
+    assert refused.value.code == "chat_template_error"
+    assert text_ids(tokenizer, "ab") == [0, 2, 3]
+    trial.set_result(False)
+    assert chat_ids(tokenizer, [ChatMessage("user", "ab")]) == [2, 3]
 
 
 def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer, reference: Any) -> None:
