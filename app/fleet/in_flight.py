@@ -24,10 +24,7 @@ from engine.structured_output import FORM_FAILED
 EXPECTED_TOKENS = 256
 """Output that is booked for a request that may make more, unless outputs here are longer on average."""
 
-_ABORT, _ERROR = (
-    FinishReason.ABORT,
-    FinishReason.ERROR,
-)  # Python 3.11 finds a member of an enumeration by a call
+_ABORT, _ERROR = FinishReason.ABORT, FinishReason.ERROR  # found once: Python 3.11 finds a member by a call
 _ENDS_ATTEMPT = (_ABORT, _ERROR)
 
 logger = logging.getLogger(__name__)

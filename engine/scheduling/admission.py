@@ -26,9 +26,8 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
     """
     waiting, shares = state.waiting, state.shares
     position = misses = deferred = without_tokens = 0
-    lacking = others = (
-        0  # sequences that slots or blocks are lacking for, and those that wait for something else
-    )
+    lacking = 0  # sequences that lack slots or blocks
+    others = 0  # sequences that wait for something else
     room = _Room(state, plan)
     referenced_in_hit: dict[PrefixNode, int] = {}
     passed: list[Sequence] = []
