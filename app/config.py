@@ -207,9 +207,9 @@ class IngressOptions(Group):
     )
     max_wait_s: float | None = option(
         None,
-        "Return 429 once the expected wait, even at `max_replicas`, has exceeded this for this long, in "
-        "seconds. `auto`: `ttft_target_s` with `max_replicas` (but not with `scaling_shadow`), otherwise "
-        "never",
+        "Return 429 once the expected wait, even with `max_replicas` engines, has stayed above this many "
+        "seconds for as many seconds. `auto`: `ttft_target_s` with `max_replicas` (but not with "
+        "`scaling_shadow`), otherwise never",
         live=True,
         gt=0,
     )

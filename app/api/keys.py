@@ -221,11 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ValidationError:
         print("quire: an id has 1 to 64 letters, digits, and . _ -", file=sys.stderr)
         return 1
+    # Apart, so that `> keys.yaml` writes a file that works, and the key to no disk.
     print(
-        f"key, shown only now: {key}\n"
-        "the key file, which the option api_keys_file names; if there is one, add the lines after `keys:`\n"
-        f"keys:\n  - id: {entry.id}\n    sha256: {entry.sha256}"
+        f"The key, which is not shown again: {key}\n"
+        "Save these lines as the file that api_keys_file names; if there is one, add the last two to it:",
+        file=sys.stderr,
+        flush=True,
     )
+    print(f"keys:\n  - id: {entry.id}\n    sha256: {entry.sha256}")
     return 0
 
 

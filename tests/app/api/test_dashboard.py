@@ -375,6 +375,9 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
         assert "0.9000" in tables[1]
         tab.run("window.fetch = async () => new Response('{}', { status: 403 }); 0")  # as without an admin key
         tab.until("document.getElementById('cells').textContent.startsWith('Only an administrator')")
+        tab.run("points = [0, 1, 40, 41].map((at) => ({ ...points[0], at })); charts(); 0")
+        drawn = tab.run("[...document.querySelectorAll('#g-tokens polyline')].map((e) => e.points.length)")
+        assert drawn == [2, 2], "no line leads over the time in which no page was open"
         tab.run(SCALES)
         came, went = tab.run("[...document.querySelectorAll('#news li')].slice(0, 2).map((e) => e.innerText)")[
             ::-1
