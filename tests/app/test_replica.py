@@ -18,9 +18,8 @@ def test_a_block_map_is_made_beside_the_loop() -> None:
         made.append((threading.current_thread(), by, keys, name_of("a@0f:7")))
         return "the map"
 
-    replica = object.__new__(EngineReplica)
-    replica._engine = SimpleNamespace(block_map=block_map)  # type: ignore[assignment]
-    assert asyncio.run(replica.block_map("prefix", [7], target="")) == "the map"
+    replica: Any = SimpleNamespace(_engine=SimpleNamespace(block_map=block_map))
+    assert asyncio.run(EngineReplica.block_map(replica, "prefix", [7], target="")) == "the map"
     ((thread, *how),) = made
     assert thread is not threading.current_thread()
     assert how == [GroupBy.PREFIX, [7], "a"]

@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 
 import pytest
 import routing_support
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from routing_cases import BROKEN_LOADS, FLEETS, LOADS, REPLICAS, REQUESTS, TOTALS
 from routing_support import BLOCK, replica, view
 
 from app.routing import cost
 from app.routing.calibration import Calibration
-from app.routing.cost import RoutingRequest, costs
+from app.routing.cost import TERMS, RoutingRequest, costs
 from app.routing.load import LoadReport, sane
 from app.routing.replica import ReplicaState
 
@@ -29,11 +29,11 @@ PER_KV_TOKEN = 1e-6
 OUTPUT = 200.0
 
 
-def calibrated(reuse: float = 0.0) -> Calibration:
-    """Sequences of 200 tokens, running ones with 100 left; steps of 20 ms, 1 ms a row, 1 µs a KV token."""
+def calibrated(reuse: float = 0.0, output: float = OUTPUT) -> Calibration:
+    """Sequences of 200 tokens, running ones with half of them left; steps of 20 ms, 1 ms a row, 1 µs a KV token."""
     fleet = Calibration(BLOCK)
     fleet.steps.base, fleet.steps.per_row, fleet.steps.per_kv_token = STEP, PER_ROW, PER_KV_TOKEN
-    fleet.outputs.tokens = OUTPUT
+    fleet.outputs.tokens = output
     fleet.reuse._lost, fleet.reuse._made = reuse, 1.0
     return fleet
 
@@ -292,6 +292,13 @@ def test_a_longer_prefix_never_costs_more(
         ]
     ),
 )
+@example(
+    replace(IDLE, running=6, free=0, evictable=50, prefill_rate=500.0),
+    {},
+    RoutingRequest("request", tokens=16, output=5000.0),
+    calibrated(reuse=1.0, output=1.0),
+    ("waiting_tokens", 1000),
+)
 def test_more_load_never_costs_less(
     load: LoadReport,
     totals: dict[str, int],
@@ -310,7 +317,10 @@ def test_more_load_never_costs_less(
         assert heavier.admission_s(5000.0, 1) >= lighter.admission_s(5000.0, 1)
         return
     cached = min(10, request.tokens // BLOCK)
-    less, most = costs([lighter, heavier], [cached, cached], request, fleet, 0.0)
+    parts: list[tuple[float, ...]] = []
+    less, most = costs([lighter, heavier], [cached, cached], request, fleet, 0.0, parts=parts)
+    if heavier.evictable_tokens < lighter.evictable_tokens:  # likewise
+        less, most = (sum(terms) - terms[TERMS.index("eviction")] for terms in parts)
     assert less <= most * (1 + 1e-12)
 
 
