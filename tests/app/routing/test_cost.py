@@ -30,7 +30,7 @@ OUTPUT = 200.0
 
 
 def calibrated(reuse: float = 0.0, output: float = OUTPUT) -> Calibration:
-    """Sequences of 200 tokens, running ones with half of them left; steps of 20 ms, 1 ms a row, 1 µs a KV token."""
+    """Sequences of 200 tokens, running ones half done; steps of 20 ms, 1 ms a row, 1 µs a KV token."""
     fleet = Calibration(BLOCK)
     fleet.steps.base, fleet.steps.per_row, fleet.steps.per_kv_token = STEP, PER_ROW, PER_KV_TOKEN
     fleet.outputs.tokens = output
