@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.control_groups import cpu_quota
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ _DRIVERS = tuple(Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg"))
 
 
 def usable_cores() -> int:
-    """Processors that this process may run on."""
+    """Processors that this process may run on, or so many as a container's quota gives it the time of."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(int(min(cores, cpu_quota())), 1)
 
 
 def on_cpu(device: str) -> bool:

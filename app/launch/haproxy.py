@@ -1,7 +1,8 @@
 """Runs HAProxy for Serve with what Serve's settings cannot say; ``RAY_SERVE_HAPROXY_BINARY_PATH`` names it.
 
 Serve writes a configuration and runs ``haproxy -db -f FILE ...`` at each change of replicas. This changes the
-file and becomes HAProxy. It uses the standard library only: it runs at each change, and not as a part of Quire.
+file and becomes HAProxy. It runs at each change, so it loads little: the standard library and one light
+module of the engine.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ UNAVAILABLE = {
 
 def main() -> None:
     """Change the configuration that the command line names, and become HAProxy."""
+    from engine.devices import usable_cores  # see the end of this file
+
     arguments = sys.argv[1:]
     try:
         path = Path(arguments[arguments.index("-f") + 1])
@@ -79,8 +82,7 @@ def main() -> None:
     memory = path.with_name("servers.json")
     config, servers = with_servers(path.read_text(), recall(memory))
     memory.write_text(json.dumps({OWNER: owner(), **servers}))
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    path.write_text(changed(config, unavailable, files, cores, os.environ))
+    path.write_text(changed(config, unavailable, files, usable_cores(), os.environ))
     die_with_parent()
     binary = haproxy_binary()
     # -dS: no splicing. With it, HAProxy does not see a client leave that has sent its body apart from its
@@ -228,5 +230,6 @@ def _number(environment: Mapping[str, str], variable: str, default: int) -> int:
     return int(given)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the script names this file, and Python then knows no folder of ours
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
     main()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +13,9 @@ from engine.execution.batch import Batch
 from engine.models.decoder import Decoder
 from kernels import AttentionMetadata, Recording
 
-LONGEST_S = 0.5
-"""Once a step other than a decode has taken longer, such steps are replayed layer by layer: during one call of
-the kernels the watchdog sees no progress."""
+WHOLE_ROWS, WHOLE_ATTENTION = 32, 1 << 18
+"""Limits of a step that is replayed in one call: rows, and rows times the longest context. The watchdog sees no
+progress during a call, so larger steps are replayed layer by layer, which adds little to such long ones."""
 
 
 class _Size(NamedTuple):
@@ -45,17 +43,14 @@ class RecordedSteps:
         max_tokens: int,
         max_requests: int,
         max_blocks: int,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Larger steps are not replayed; ``max_blocks`` are a request's."""
         self._decoder = decoder
         self._kv_pool = kv_pool
-        self._clock = clock
         self._most = _Size(max_tokens, max_requests, max_requests)
         self._forward = decoder.forward
         self._recordings: dict[bool, tuple[Tensor, Recording] | None] = {}
         """By whether steps sample; ``None`` where the kernels cannot record."""
-        self._took = math.inf  # seconds of the last step that was no decode
         device = kv_pool.device
         tokens, requests = max_tokens + 1, max_requests + 1  # see Kernels.record()
         self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -93,12 +88,9 @@ class RecordedSteps:
         _put(metadata.slot_mapping, held.slot_mapping)
         logits, recording = recorded
         layers = len(self._decoder.layers)
-        parts = 1 if batch.decodes or self._took <= LONGEST_S else layers
-        began = self._clock()
+        parts = 1 if runs_whole(size.tokens, metadata.max_context_len) else layers
         for _ in recording.replay(size if samples else size[:2], parts):
             self._decoder.layers_run += layers // parts
-        if not batch.decodes:
-            self._took = self._clock() - began
         return logits[: size.samples]
 
     def _plain(self, batch: Batch) -> Tensor:
@@ -124,6 +116,11 @@ class RecordedSteps:
             return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows)
 
         return self._decoder.kernels.record(run, self._most if samples else self._most[:2])
+
+
+def runs_whole(rows: int, longest_context: int) -> bool:
+    """Whether a step is so short on any machine that one call may run all of its layers."""
+    return rows <= WHOLE_ROWS and rows * longest_context <= WHOLE_ATTENTION
 
 
 def _put(value: Tensor, held: Tensor) -> None:

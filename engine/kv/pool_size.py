@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +9,18 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engine.config import EngineConfig
+from engine.control_groups import ROOT, groups
 from engine.errors import ConfigError
 from engine.sizes import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups: limit, usage, and the name of what can be reclaimed."""
 
 CPU_SHARE = 0.25
 """Share of the free memory that the pool takes by default on a CPU ..."""
@@ -170,28 +176,11 @@ def free_ram() -> int:
     return max(min(psutil.virtual_memory().available, cgroup_available()), 0)
 
 
-def cgroup_available(root: Path = Path("/")) -> int:
+def cgroup_available(root: Path = ROOT) -> int:
     """Bytes left below the memory limits of this process's control groups; very large where there are none."""
     left = 1 << 62
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return left
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # version 1
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # Inside a container the path may not exist below the mount, whose top is then the container's group.
-        folder = Path(os.path.normpath(base / path.lstrip("/")))
-        for group in (folder, *folder.parents):
-            left = min(left, _left_in(group, *names))
-            if group == base:
-                break
+    for version, group in groups("memory", root):
+        left = min(left, _left_in(group, *_MEMORY_FILES[version]))
     return left
 
 

@@ -449,11 +449,18 @@ EXECUTION: list[Fault] = [
         "a replayed step does the work of the largest one",
     ),
     Fault(
+        "engine/control_groups.py",
+        "return min((_quota(*group)",
+        "return max((_quota(*group)",
+        ("engine/test_control_groups.py",),
+        "a container's quota is not seen below one without",
+    ),
+    Fault(
         "engine/execution/recorded_steps.py",
-        "batch.decodes or self._took <= LONGEST_S else layers",
-        "True else layers",
+        "return rows <= WHOLE_ROWS and rows * longest_context <= WHOLE_ATTENTION",
+        "return rows <= WHOLE_ROWS",
         _RECORDED,
-        "a long step is replayed at once, in which the watchdog sees no progress",
+        "few rows behind a long prefix run in one call, in which the watchdog sees no progress",
     ),
     Fault(
         "kernels/cpu/calls.py",

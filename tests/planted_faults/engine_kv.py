@@ -210,7 +210,7 @@ KV: list[Fault] = [
         "page cache that can be reclaimed counts as used",
     ),
     Fault(
-        "engine/kv/pool_size.py",
+        "engine/control_groups.py",
         "            if group == base:\n                break",
         "            break",
         _SIZE,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.execution.batch import Batch
-from engine.execution.recorded_steps import LONGEST_S, _Size
+from engine.execution.recorded_steps import _Size, runs_whole
 from kernels.cpu.build import BuildError, find_compilers
 from kernels.cpu.calls import CallRecording
 from kernels.cpu.linear import prefers_onednn
@@ -50,10 +50,7 @@ def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
-    """An engine for which no step takes long, however busy the machine."""
-    engine = Engine(tiny_engine_config(folder, kernels="cpu", check_invariants=False, **options))
-    engine.runner._steps._clock = lambda: 0.0
-    return engine
+    return Engine(tiny_engine_config(folder, kernels="cpu", check_invariants=False, **options))
 
 
 @pytest.mark.parametrize(
@@ -85,29 +82,35 @@ def test_replays_equal_the_plain_decoder(
     assert all((recording is not None) == recorded for recording in recordings.values())
 
 
+@pytest.mark.parametrize(
+    ("rows", "context", "whole"),
+    [(1, 100_000, True), (32, 8192, True), (33, 33, False), (512, 512, False), (3, 100_000, False)],
+)
+def test_only_short_steps_run_in_one_call(rows: int, context: int, whole: bool) -> None:
+    assert runs_whole(rows, context) is whole
+
+
 def test_long_steps_are_replayed_layer_by_layer_for_the_watchdog(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Short ones before them make no difference."""
+    monkeypatch.setattr("engine.execution.recorded_steps.WHOLE_ATTENTION", 16)
     engine = engine_of(tiny_models["Llama"])
-    steps, layers = engine.runner._steps, engine.runner.decoder.layers
-    took, now = LONGEST_S + 0.1, itertools.count()
-    steps._clock = lambda: next(now) * took
+    check_every_step(engine)
+    layers = len(engine.runner.decoder.layers)
     replay, asked = CallRecording.replay, []
 
     def noted(self: CallRecording, sizes: Sequence[int], parts: int) -> Iterator[None]:
         asked.append((sizes[0], parts))
         before = engine.layers_run
         for part, _ in enumerate(replay(self, sizes, parts)):
-            assert engine.layers_run == before + part * len(layers) // parts
+            assert engine.layers_run == before + part * layers // parts
             yield
 
     monkeypatch.setattr(CallRecording, "replay", noted)
-    for first in (2, 3, 4):
-        run_to_end(engine, make_request(f"{first}", [first, 5, 6, 7], max_tokens=2, ignore_eos=True))
-        took = 0.0 if first == 3 else LONGEST_S + 0.1
-    assert asked == [(4, len(layers)), (1, 1), (4, len(layers)), (1, 1), (4, len(layers)), (1, 1)]
-    run_to_end(engine, make_request("5", [5, 5, 6, 7], max_tokens=1, ignore_eos=True))
-    assert asked[-1] == (4, 1)
+    for name, prompt in (("short", [2, 3, 4, 5]), ("long", [3, 4, 5, 6, 7])):
+        run_to_end(engine, make_request(name, prompt, max_tokens=2, ignore_eos=True))
+    assert asked == [(4, 1), (1, 1), (5, layers), (1, 1)]
 
 
 def test_kernels_that_cannot_record_run_every_step(tiny_models: dict[str, Path]) -> None:
