@@ -11,7 +11,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
 from tqdm import tqdm
 
 from engine.config import EngineConfig
@@ -20,6 +19,7 @@ from engine.errors import ConfigError, InvalidRequestError, shown
 from engine.models.folders import local_folder
 from engine.request import CacheNamespace, FinishReason, Request, TokenDelta, check, check_text
 from engine.sampling_params import SamplingParams
+from engine.template_errors import TEMPLATE_ERRORS
 from engine.text import OutputText, TextDecoder
 from engine.token_logprobs import TokenLogprobs
 from engine.tokenizer import has_tokenizer, load_tokenizer
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _PREFAULT_S = 1.0  # at most, at start: where the system is slow to map pages, prompts would wait for it instead
 _BAR_FROM = 8  # prompts; fewer are done before a bar helps
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-"""What a chat template may raise, about messages that it refuses or by its own mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +253,7 @@ class LLM:
                     continue_final_message=continue_final_message,
                     **(chat_template_kwargs or {}),
                 )
-            except _TEMPLATE_ERRORS as error:
+            except TEMPLATE_ERRORS as error:
                 raise InvalidRequestError(
                     f"the chat template refuses messages[{place}]: {error}", "messages", "chat_template_error"
                 ) from error

@@ -21,18 +21,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from engine.template_errors import TEMPLATE_ERRORS
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of what a message reasons before it answers; templates read the first or the second."""
 
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Follows the last message where it is to be continued, to find its end in the text."""
-
-TEMPLATE_ERRORS = (
-    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-    *(RuntimeError, SyntaxError, MemoryError),  # too deep a recursion or nesting, too long a text
-)
-"""What a template may raise: broken, or over messages or variables that it was not written for."""
 
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from app.api.chat_messages import ChatMessage
-from app.api.chat_template import OWN_VARIABLES, TEMPLATE_ERRORS, ChatTemplate
-from app.api.errors import show
+from app.api.chat_template import OWN_VARIABLES, ChatTemplate
+from app.api.errors import show, template_untried
 from app.api.output_options import DEFAULT_TEMPLATE, TemplateOptions
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.tokenizer_parts import TokenizerParts
@@ -22,6 +24,7 @@ from app.api.tools.conversation import plain_turns, turns
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
 from engine.errors import InvalidRequestError
+from engine.template_errors import TEMPLATE_ERRORS
 from engine.text import TextDecoder
 
 INLINE_CHARS = 2000
@@ -37,6 +40,9 @@ _TRIAL = "A system message."
 
 TRIAL_S = 10.0
 """How long chats wait for the trial of the model's template after its start; it takes milliseconds."""
+
+TRIAL_CPU_S = 1.0
+"""A trial that has taken more processor time does not come to an end; with less, the machine is busy."""
 
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
@@ -100,11 +106,13 @@ class PromptTokenizer:
     def _trial(self) -> Future[bool]:
         """In a thread, as the template comes with the model and may run for ever."""
         self._trial_until = time.monotonic() + TRIAL_S
+        self._trial_clock: Callable[[], float] = lambda: 0.0
         return self._executor.submit(self._writes_system_messages)
 
     def _writes_system_messages(self) -> bool:
         if self._template is None:
             return False
+        self._trial_clock = thread_clock()
         turns = [{"role": "system", "content": _TRIAL}, {"role": "user", "content": "Hello"}]
         try:
             return _TRIAL in self._template.render(turns)
@@ -185,12 +193,15 @@ class PromptTokenizer:
         left = self._trial_until - time.monotonic()
         if left > 0:
             await asyncio.wait([asyncio.wrap_future(self._trial)], timeout=left)
-        if not self._trial.done():
+        if self._trial.done():
+            return
+        if self._trial_clock() > TRIAL_CPU_S:
             raise InvalidRequestError(
                 "this model's chat template does not come to an end; use /v1/completions",
                 "messages",
                 "chat_template_error",
             )
+        raise template_untried()
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each of ``words``, and of each after a space, where they differ."""
@@ -356,3 +367,15 @@ def _masked(named: re.Pattern[str], text: str, placeholders: dict[str, str]) -> 
     while named.search(text):
         text = named.sub(lambda match: placeholders[match.group()[0]] + match.group()[1:], text)
     return text
+
+
+def thread_clock() -> Callable[[], float]:
+    """Processor time of the calling thread in s from now on, for any thread to read while this one lives."""
+    if sys.platform != "linux":  # the time on the wall, which a busy machine adds to
+        return partial(_since, time.monotonic, time.monotonic())
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    return partial(_since, partial(time.clock_gettime, clock), time.thread_time())
+
+
+def _since(clock: Callable[[], float], began: float) -> float:
+    return clock() - began

@@ -102,6 +102,7 @@ def test_text_that_no_tokenizer_takes_is_refused(llm: LLM) -> None:
 
 
 def test_what_a_chat_template_raises_is_a_refusal(llm: LLM) -> None:
-    for template in ("{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}"):
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+    for template in ("{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}", endless):
         with pytest.raises(InvalidRequestError, match="the chat template refuses"):
             llm.chat(ASK, GREEDY, chat_template_kwargs={"chat_template": template})

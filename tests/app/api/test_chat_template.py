@@ -10,7 +10,8 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from app.api.chat_template import TEMPLATE_ERRORS, ChatTemplate
+from app.api.chat_template import ChatTemplate
+from engine.template_errors import TEMPLATE_ERRORS
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 

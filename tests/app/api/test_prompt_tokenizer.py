@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.api import prompt_tokenizer
 from app.api.chat_messages import ChatMessage, ToolCall
+from app.api.errors import ApiError
 from app.api.output_options import TemplateOptions
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
@@ -89,12 +91,25 @@ def test_a_template_that_does_not_end_never_runs_in_the_event_loop(
     trial: Future[bool] = Future()
     monkeypatch.setattr(tokenizer._executor, "submit", lambda _: trial)
     assert not tokenizer.takes_system_messages
+    with pytest.raises(ApiError, match="try again in 1 s") as busy:  # it has hardly run
+        chat_ids(tokenizer, [ChatMessage("user", "ab")])
+    assert (busy.value.fault.status, busy.value.fault.retry_after_s) == (503, 1)
+    tokenizer._trial_clock = lambda: 1.1
     with pytest.raises(InvalidRequestError, match="does not come to an end") as refused:
         chat_ids(tokenizer, [ChatMessage("user", "ab")])
     assert refused.value.code == "chat_template_error"
     assert text_ids(tokenizer, "ab") == [0, 2, 3]
     trial.set_result(False)
     assert chat_ids(tokenizer, [ChatMessage("user", "ab")]) == [2, 3]
+
+
+def test_the_clock_of_a_thread_counts_its_processor_time_alone() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        clock = threads.submit(prompt_tokenizer.thread_clock).result()
+        before = clock()
+        sum(range(10**5))  # elsewhere
+        threads.submit(sum, range(10**5)).result()
+        assert 0.0 <= before < clock() <= threads.submit(time.thread_time).result()
 
 
 def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer, reference: Any) -> None:
