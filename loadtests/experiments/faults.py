@@ -15,14 +15,7 @@ from tqdm import tqdm
 
 from loadtests.client import Outcome, vanish
 from loadtests.cluster import gone, seconds_until, wait_for
-from loadtests.experiments.fleet import (
-    LIMIT_S,
-    OPTIONS,
-    Fleet,
-    started,
-    stream_figures,
-    wrong_channels,
-)
+from loadtests.experiments.fleet import LIMIT_S, OPTIONS, Fleet, started, stream_figures, wrong_channels
 from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import median, quantile
 from loadtests.workloads import prompts
@@ -44,6 +37,12 @@ def latency_figures(delays: Sequence[float], gaps: Sequence[float]) -> list[Figu
         most(f"{name}, median of {len(delays)} minus one step", median(delays) - step, 0.2, " s"),
         most(f"{name}, p99 minus one step", quantile(delays, 0.99) - step, 0.2, " s"),
     ]
+
+
+def delay(outcome: Outcome, freed: float) -> float:
+    """Seconds from hanging up to ``freed``; infinite, which fails, if the answer ended before that."""
+    left = bool(outcome.broken or outcome.events) and not outcome.done
+    return freed - outcome.ended if left and freed > outcome.ended else math.inf
 
 
 class Faults(Fleet):
@@ -83,7 +82,7 @@ class Faults(Fleet):
                 gaps.extend(outcome.gaps)
             await asyncio.to_thread(wait_for, self.cluster.idle, LIMIT_S, "requests or blocks are left")
             # The engine's own time, by the same clock: to ask an engine takes longer than it takes to free.
-            return max(float(state["turned_at"]) for state in self.cluster.inspect()) - outcome.ended
+            return delay(outcome, max(float(state["turned_at"]) for state in self.cluster.inspect()))
 
         for index, text in enumerate(prompts(trials, seed=2)):
             delays.append(asyncio.run(trial(text, stream=index % 2 == 0)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
 from loadtests.client import Outcome
 from loadtests.cluster import seconds_until, wait_for
-from loadtests.experiments.faults import latency_figures
+from loadtests.experiments.faults import delay, latency_figures
 from loadtests.experiments.fleet import longest_pause, stream_figures, wrong_channels
 
 
@@ -27,6 +28,14 @@ def test_a_disconnect_may_wait_for_the_step_that_runs() -> None:
     values = {figure.name: pytest.approx(figure.value) for figure in figures}
     assert values["disconnect to free blocks, median of 3 minus one step"] == 0.02
     assert [figure.holds for figure in figures] == [True, False]
+
+
+def test_a_client_that_left_too_late_is_no_good_disconnect() -> None:
+    left = Outcome(200, broken="TimeoutError: ", ended=5.0)
+    assert delay(left, 5.1) == pytest.approx(0.1)
+    assert delay(Outcome(200, [{}], ended=5.0), 5.1) == pytest.approx(0.1)
+    assert [delay(left, 4.9), delay(Outcome(200, ended=5.0), 5.1)] == [math.inf, math.inf]
+    assert not any(figure.holds for figure in latency_figures([0.1, math.inf], [0.05]))
 
 
 @pytest.mark.parametrize(("channels", "wrong"), [([1, 1], 0), ([0, 2], 2), ([1], 1), ([], 2), ([2, 1], 1)])
