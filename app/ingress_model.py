@@ -107,7 +107,7 @@ class IngressModel:
             routing_policy(options.ingress.routing),
             options.scaling.to_zero,
             folder.digest,
-            own_thread=True,
+            channel_thread=True,
             drain_timeout_s=options.service.drain_timeout_s,
             background=background,
             start_failure=partial(asyncio.to_thread, serve_status.start_failure, of.app_name, of.name),

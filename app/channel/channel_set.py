@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from app.background import Background
 from app.channel import relay
-from app.channel.ingress_channel import IngressChannel, OwnerEvents
+from app.channel.ingress_channel import DEAD_S, IngressChannel, OwnerEvents
 from app.channel.wire_resume import Claim
 from app.routing import fleet
 from app.routing.replica import Route
@@ -58,6 +59,7 @@ class ChannelSet:
         self._leaving: dict[str, float] = {}  # since when
         self._surplus: set[str] = set()  # no longer in the subset
         self._narrowing: asyncio.TimerHandle | None = None
+        self._opening_since = -math.inf  # while requests wait
         self._stopped = False
         self.fleet.listen(self._members_from_router)
 
@@ -81,12 +83,20 @@ class ChannelSet:
             not channel.answered for replica, channel in self._channels.items() if replica not in self._leaving
         )
 
-    def widen(self) -> None:
+    def widen(self, waited_s: float) -> None:
         """Double the subset, as none of its replicas can run a waiting request; it narrows after ``WIDE_S``.
 
-        Nothing happens while some of them have yet to answer: these may.
+        Requests have waited for ``waited_s``. Nothing happens while some replicas have yet to answer: these
+        may. Requests wait for that for ``DEAD_S``, though each replica that hangs may be replaced by another.
         """
-        if self.opening() or not self.fleet.widen_subset():
+        now = self._loop.time()
+        if self.opening():
+            if self._opening_since < now - waited_s:  # earlier requests waited then
+                self._opening_since = now
+            if now - self._opening_since < DEAD_S:
+                return
+        self._opening_since = -math.inf
+        if not self.fleet.widen_subset():
             return
         if self._narrowing is not None:
             self._narrowing.cancel()

@@ -6,6 +6,9 @@ import asyncio
 import logging
 import threading
 
+WITHIN_S = 10.0
+"""How long a start waits for the loop, which answers at once unless it hangs."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -13,6 +16,9 @@ class ChannelThread:
     """An event loop in a daemon thread: frames are read and beats sent however busy the ingress is.
 
     ``loop`` is one that runs elsewhere, for good; without it this has a loop and a thread of its own.
+
+    Raises:
+        TimeoutError: ``loop`` hangs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -20,7 +26,10 @@ class ChannelThread:
         self.loop = loop or asyncio.new_event_loop()
         if self._own:
             threading.Thread(target=self._run, name="channels", daemon=True).start()
-        self.thread = asyncio.run_coroutine_threadsafe(_current_thread(), self.loop).result()
+        try:
+            self.thread = asyncio.run_coroutine_threadsafe(_current_thread(), self.loop).result(WITHIN_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"the event loop for channels has not answered within {WITHIN_S:g} s") from error
         """The thread, which a ``Background`` is to watch."""
 
     def stop(self) -> None:

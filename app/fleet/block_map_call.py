@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
+
+from ray.exceptions import RayTaskError
 
 from app.channel.failures import first_line, is_defect
 from app.fleet.generation import UnavailableError
@@ -34,7 +37,21 @@ async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[i
         # In an empty context: Serve must not take the call for a child of the request that asks.
         return await asyncio.get_running_loop().create_task(ask(), context=contextvars.Context())
     except Exception as error:  # the page shows the reason; a defect is in the log with its traceback
-        if is_defect(error):
-            logger.exception("the block map of replica %s failed", replica)
-        why = f"no answer within {WITHIN_S:g} s" if isinstance(error, TimeoutError) else first_line(error)
+        if isinstance(error, TimeoutError):
+            why = f"no answer within {WITHIN_S:g} s"
+        elif _is_of_another_version(error):
+            why = "its version of Quire is another than this ingress's"
+        else:
+            why = first_line(error)
+            if is_defect(error):
+                logger.exception("the block map of replica %s failed", replica)
         raise UnavailableError(f"replica {replica} does not say what its blocks hold: {why}") from error
+
+
+def _is_of_another_version(error: Exception) -> bool:
+    """Whether the replica's method takes other arguments, as it may while a deploy replaces replicas."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return (
+        isinstance(cause, TypeError)
+        and re.search(r"\bblock_map\(\) (takes|got|missing)", str(cause)) is not None
+    )

@@ -66,10 +66,10 @@ class EngineClient:
     ``handle`` is the Serve handle of the engine deployment. A request that finds no routable replica for
     ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero`` the deployment may have no
     replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
-    replicas of another one get no requests. If empty, any will do. With ``own_thread`` the channels run in a
-    thread, Serve's if possible, so that a busy loop here silences none of them. Serve ends a replica that does
-    not stop within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails. ``start_failure``
-    says why replicas cannot start; see ``ReplicaWaiter``.
+    replicas of another one get no requests. If empty, any will do. With ``channel_thread`` the channels run in
+    a thread, Serve's if possible, so that a busy loop here silences none of them. Serve ends a replica that
+    does not stop within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails.
+    ``start_failure`` says why replicas cannot start; see ``ReplicaWaiter``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EngineClient:
         policy: Policy = Policy.PREFIX,
         to_zero: bool = False,
         tokenizer: str = "",
-        own_thread: bool = False,
+        channel_thread: bool = False,
         drain_timeout_s: float = 600.0,
         background: Background | None = None,
         start_failure: Callable[[], Awaitable[str]] | None = None,
@@ -107,7 +107,7 @@ class EngineClient:
             self._widen,
         )
         self._running: _Running | None = None
-        self._own_thread = own_thread
+        self._channel_thread = channel_thread
         self._thread: ChannelThread | None = None
         self._stopped = False
 
@@ -120,7 +120,7 @@ class EngineClient:
     async def start(self) -> None:
         """Open channels to all replicas, present and future; waits for none. Later calls do nothing."""
         if self._running is None:
-            self._thread = ChannelThread(routers_loop()) if self._own_thread else None
+            self._thread = ChannelThread(routers_loop()) if self._channel_thread else None
             if self._thread is not None:
                 self._background.watch(self._thread.thread)
             loop = self._thread.loop if self._thread is not None else None
@@ -480,9 +480,9 @@ class EngineClient:
         self._limits.keep(present)
         self._foreign.intersection_update(present)
 
-    def _widen(self) -> None:
+    def _widen(self, waited_s: float) -> None:
         if self._running is not None:
-            self._running.channels.widen()
+            self._running.channels.widen(waited_s)
 
     def _settle(self) -> None:
         """Close channels that are not needed any more and on which no request runs."""

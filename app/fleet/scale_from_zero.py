@@ -31,7 +31,7 @@ class ReplicaWaiter:
     ``handle`` is a Serve handle of the engine deployment; ``None`` if that never scales to zero.
     ``start_failure`` says why replicas cannot start, or returns an empty string. It is not asked
     while there is ``any_replica``: requests then wait for something else. ``still_waiting`` is called every
-    second while requests wait.
+    second while requests wait, with the seconds since the first of them began to.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReplicaWaiter:
         background: Background | None = None,
         start_failure: Callable[[], Awaitable[str]] | None = None,
         any_replica: Callable[[], bool] = lambda: False,
-        still_waiting: Callable[[], None] = lambda: None,
+        still_waiting: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.failure = ""
         """Why replicas cannot start, found while the last requests waited."""
@@ -116,6 +116,8 @@ class ReplicaWaiter:
         self._task = self._looking = None
 
     async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
         while True:
             failure = "" if self._any_replica() else await self._answer()
             before, self.failure = self.failure, "" if self._any_replica() else failure
@@ -124,7 +126,7 @@ class ReplicaWaiter:
             if self.failure:
                 self._changed.set()
             await asyncio.sleep(LOOK_S)
-            self._still_waiting()
+            self._still_waiting(clock() - began)
 
     async def _answer(self) -> str:
         """The answer of Serve; a question that is still open is not asked again.

@@ -45,7 +45,7 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch, bundled_model: object) -> None:
     monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")
     # The replicas and their channels are on the test's loop.
     monkeypatch.setattr(
-        "app.ingress_model.EngineClient", lambda *a, own_thread, **options: EngineClient(*a, **options)
+        "app.ingress_model.EngineClient", lambda *a, channel_thread, **options: EngineClient(*a, **options)
     )
 
 

@@ -51,3 +51,14 @@ def test_without_that_loop_they_have_a_thread_of_their_own(
 def test_a_process_without_ray_starts_none_for_that_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SingletonThreadRouter, NAME, lambda component: pytest.fail("Ray would be started"))
     assert routers_loop() is None
+
+
+def test_a_loop_that_hangs_ends_the_start_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.channel.channel_thread.WITHIN_S", 0.01)
+    loop = asyncio.new_event_loop()  # nothing runs it
+    try:
+        with pytest.raises(TimeoutError, match="event loop for channels has not answered"):
+            ChannelThread(loop)
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()

@@ -10,6 +10,7 @@ import pytest
 from engine_client_setting import break_at_random, collect, collect_all, quiet, run, started, until
 from engine_client_setting import request as single
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+from ray.exceptions import RayTaskError
 
 from app.channel import wire
 from app.fleet.engine_client import EngineClient
@@ -472,6 +473,37 @@ def test_the_chosen_replica_says_what_its_blocks_hold() -> None:
         handle.replicas["replica-1"].dead = True  # its channel does not know yet
         with pytest.raises(UnavailableError, match="the replica is unavailable"):
             await client.block_map("replica-1")
+        await client.stop()
+
+    run(test)
+
+
+def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        class Older:
+            async def block_map(self, *, target: str) -> str:
+                return target
+
+        async def fail(*arguments: object, **named: object) -> str:
+            raise TypeError("a defect")
+
+        def remote(*arguments: object, **named: object) -> object:
+            try:
+                return Older().block_map(*arguments, **named)  # type: ignore[arg-type]
+            except TypeError as error:
+                raise RayTaskError("block_map", "", error) from error
+
+        handle, client = await started(1)
+        handle.block_map.remote = remote
+        with pytest.raises(UnavailableError, match="version of Quire is another than this ingress's"):
+            await client.block_map("replica-0")
+        assert "failed" not in caplog.text
+        handle.block_map.remote = fail
+        with pytest.raises(UnavailableError, match="a defect"):
+            await client.block_map("replica-0")
+        assert "the block map of replica replica-0 failed" in caplog.text
         await client.stop()
 
     run(test)

@@ -8,7 +8,8 @@ import pytest
 from engine_client_setting import collect, quiet, request, run, until
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 
-from app.channel.channel_set import WIDE_S
+from app.channel.channel_set import WIDE_S, ChannelSet
+from app.channel.ingress_channel import DEAD_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import UnavailableError
 from app.routing.fleet import Fleet
@@ -148,6 +149,30 @@ def test_channels_that_open_slowly_are_waited_for_before_others_are_opened(
             assert await collect(client, request([1, 2])) == expected_tokens([1, 2], 30)
         assert (handle.fleet.members > part) is wider
         assert (with_channels(handle) == part) is not wider
+        await client.stop()
+
+    run(test)
+
+
+def test_members_that_hang_and_are_replaced_keep_no_request_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some member is always about to answer; an earlier wait for others does not count."""
+
+    async def test() -> None:
+        handle, client = begun()
+        part = PART.of(frozenset(handle.replicas))
+        for name in part:
+            handle.replicas[name].opens_after_s = 1000.0
+        monkeypatch.setattr(ChannelSet, "opening", lambda self: True)
+        async with stepping(handle):
+            for _ in range(2):
+                asked = asyncio.ensure_future(collect(client, request([1, 2])))
+                await asyncio.sleep(DEAD_S)
+                assert not asked.done()
+                assert handle.fleet.members == part
+                assert await asked == expected_tokens([1, 2], 30)
+                assert part < handle.fleet.members < handle.fleet.known
+                handle.fleet.narrow_subset()
+                await asyncio.sleep(DEAD_S)
         await client.stop()
 
     run(test)
