@@ -805,10 +805,12 @@ def _read(option: Option, value: Any) -> Any:
 def _unknown(names: list[str], options: Iterable[str]) -> str:
     options = sorted(options)
     meant = [close for name in names for close in difflib.get_close_matches(name, options, n=1)]
-    hint = f"did you mean {', '.join(meant)}? " if meant else ""
-    return (
-        f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {hint}options: {', '.join(options)}"
+    hint = (
+        f"did you mean {', '.join(meant)}? docs/options.md has them all"
+        if meant
+        else f"options: {', '.join(options)}"
     )
+    return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {hint}"
 
 
 def _explain(error: Mapping[str, Any]) -> str:

@@ -96,7 +96,9 @@ class Engine:
         self._step_seconds = 0.0
         self._failed_steps = 0
         rate = f", prefill {self._prefill_rate:.0f} tokens/s" if self._prefill_rate else ""
-        logger.info("at most %d tokens and %d sequences a step%s", self.token_budget, max_num_seqs, rate)
+        logger.info(
+            "at most %d tokens in a step, %d sequences at once%s", self.token_budget, max_num_seqs, rate
+        )
 
     def add(self, request: Request) -> None:
         """Queue ``request``; it runs from the next step on.

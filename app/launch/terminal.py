@@ -131,7 +131,7 @@ def fit_lines(fit: Fit) -> list[str]:
         return [f"  weights and KV in {fit.dtype}"]
     # What the weights are in, each engine logs: `weights=auto` depends on them.
     blocks = f"{pool.num_blocks:,} blocks"
-    lines = [f"  KV in {fit.dtype}, about {pool.tokens:,} tokens ({blocks}) in each replica"]
+    lines = [f"  KV in {fit.dtype}, an estimated {pool.tokens:,} tokens ({blocks}) in each replica"]
     if pool.tokens < fit.context_length:
         lines.append(
             f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the "

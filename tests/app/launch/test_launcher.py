@@ -354,7 +354,7 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
     text = "\n".join(said)
     assert f"{url}/ to chat, {url}/dashboard for the fleet, {url}/docs" in text
     assert "Ray's dashboard http://127.0.0.1:8266" in text
-    assert "KV in bfloat16, about 1,600 tokens (100 blocks) in each replica" in text
+    assert "KV in bfloat16, an estimated 1,600 tokens (100 blocks) in each replica" in text
     assert "limited to the 1,600 tokens of the KV pool" in text
     words = shlex.split(said[-1].partition("try: ")[2])
     assert ("authorization: Bearer KEY" in words) == keys_required
