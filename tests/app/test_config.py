@@ -156,7 +156,7 @@ def test_environment_wins() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"modell": "x"}, ["modell", "docs/options.md", "model", "block_size"]),
+        ({"modell": "x"}, ["modell", "did you mean model?"]),
         ({"engine_replicas": 0}, ["engine_replicas=0", "must be at least 1"]),
         ({"engine_replicas": "many"}, ["engine_replicas='many'", "integer"]),
         ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
