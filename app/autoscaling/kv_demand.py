@@ -9,7 +9,7 @@
                         slots     the same of sequences and max_num_seqs
                         prefill   arriving uncached prompt tokens per second / (0.60 x prefill rate)
                         backlog   running x backlog seconds / (1/4 TTFT target), above 1/8; at most 2 x running
-                        decode    running x step time / (0.9 x TPOT target), above 0.9 of it
+                        decode    running x median step time / (0.9 x TPOT target), above 0.9 of it
 
     up       target = ceil(need, with the reserve added to prefill and backlog), at once;
              at most double or 4 more, whichever is larger
@@ -48,6 +48,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import median_low
 
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ROUNDING, ScalingState
@@ -64,9 +65,7 @@ _BACKLOG_TARGET = 0.25
 _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
 _STRAGGLERS = 0.1
-"""Share of the replicas, at least one, whose slow steps are their own: a larger fleet would not help."""
-_STRAGGLER_STEP = 1.2
-"""Of the TPOT target: a straggler's step counts for no more."""
+"""Share of the replicas, at least one, whose slow steps hold no smaller fleet: they are their own."""
 _RISES = 3.0
 """Usual rises of the rate of prompts that a smaller fleet must bear; standard deviations of a steady one."""
 _MOST_ADDED = 4
@@ -87,7 +86,7 @@ class _Load:
     pool: float  # blocks of one replica
     slots: float  # sequence slots of one replica; 0 if unknown
     prefill_rate: float  # tokens/s of one replica
-    step_s: float  # mean
+    step_s: float  # median, the lower of two
     slow: bool  # steps take too long, and not just on a straggler
 
 
@@ -111,7 +110,7 @@ class _Needs:
 
 
 def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
-    """Decide how many replicas there should be; changes nothing but ``state``. O(replicas)."""
+    """Decide how many replicas there should be; changes nothing but ``state``. O(n log n) of n replicas."""
     unknown = state.hold_or_start(snapshot, config)
     if unknown is not None:
         return unknown
@@ -143,7 +142,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
 
 def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
     stats: Collection[ReplicaStats] = snapshot.replicas.values()
-    held = growth = sequences = backlog = largest = slots = pool = rate = steps = capped = 0.0
+    held = growth = sequences = backlog = largest = slots = pool = rate = 0.0
     num_with_slots = num_slow = 0
     for replica in stats:
         held += replica.referenced_blocks + replica.waiting_blocks
@@ -153,14 +152,11 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         largest = max(largest, replica.backlog_tokens)
         pool += replica.num_blocks
         rate += replica.prefill_rate
-        steps += replica.step_seconds
-        capped += min(replica.step_seconds, _STRAGGLER_STEP * config.tpot_target_s)
         num_slow += replica.step_seconds > config.tpot_target_s
         if replica.max_running:  # unknown for replicas of an earlier version
             slots += replica.max_running
             num_with_slots += 1
     reporting = len(stats)
-    slow = num_slow == reporting or num_slow > max(1.0, _STRAGGLERS * reporting)
     scale = state.known(snapshot) / reporting
     held, growth, sequences = held * scale, growth * scale, sequences * scale
     mean_blocks = (held + growth) / max(sequences, 1.0)
@@ -176,8 +172,9 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         pool=pool / reporting,
         slots=slots / max(num_with_slots, 1),
         prefill_rate=rate / reporting,
-        step_s=(steps if slow else capped) / reporting,
-        slow=slow,
+        # Where at least half are fast, more replicas make no step faster: what slows the others is their own.
+        step_s=median_low(replica.step_seconds for replica in stats),
+        slow=num_slow == reporting or num_slow > max(1.0, _STRAGGLERS * reporting),
     )
 
 

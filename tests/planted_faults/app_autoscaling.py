@@ -49,10 +49,17 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "step_s=(steps if slow else capped) / reporting,",
-        "step_s=steps / reporting,",
+        "step_s=median_low(replica.step_seconds for replica in stats),",
+        "step_s=sum(replica.step_seconds for replica in stats) / reporting,",
         _DEMAND,
         "one very slow straggler makes the fleet larger",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "step_s=median_low(replica.step_seconds for replica in stats),",
+        "step_s=max(replica.step_seconds for replica in stats) if num_slow * 2 >= reporting else 0.0,",
+        _DEMAND,
+        "half of a fleet on a noisy node makes it larger and larger",
     ),
     Fault(
         "app/autoscaling/scaling_state.py",

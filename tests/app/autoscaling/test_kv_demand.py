@@ -148,6 +148,27 @@ def test_slow_steps_are_a_need() -> None:
     assert decision.need_decode == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize(
+    ("steps", "target"),
+    [
+        ((6.0, 0.035), 2),
+        ((6.0, 6.0, 0.0, 0.0), 4),
+        ((6.0, 0.051, 0.01), 4),  # 3.4: two of three are too slow, by little
+        ((6.0, 6.0, 0.0), 7),  # at most four more at once
+        ((6.0,) * 19 + (0.01,) * 21, 40),
+        ((0.09,) * 21 + (0.01,) * 19, 80),
+    ],
+)
+def test_only_slow_steps_of_most_replicas_enlarge_the_fleet(steps: tuple[float, ...], target: int) -> None:
+    """And no further than to where they are the smaller part."""
+    config, state = ScalingConfig(), ScalingState()
+    reports = [stats(1.0, step_seconds=seconds) for seconds in steps]
+    assert decide(snapshot(0.0, len(reports), *reports), config, state).target == target
+    reports += [stats(1.0, step_seconds=0.01)] * (target - len(reports))
+    for second in range(1, 10):
+        assert decide(snapshot(float(second), target, *reports), config, state).target <= target
+
+
 def test_one_decision_at_most_doubles_a_fleet_but_small_ones_may_grow_by_four() -> None:
     much = stats(900.0, waiting_blocks=90_000.0)
     assert decide(snapshot(0.0, 1, much), ScalingConfig(), ScalingState()).target == 5
