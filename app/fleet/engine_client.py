@@ -413,6 +413,10 @@ class EngineClient:
             if record.token_ids:
                 if request.cached_tokens is None and request.block_keys:
                     self._predictions.count(booking.cached, record.cached_tokens)
+                before, after = record.index, record.index + len(record.token_ids)
+                told = booking.prefilled and before.bit_length() == after.bit_length()
+                if not told and len(request.outputs) == 1:
+                    ledger.grow(record.attempt, before, after)
                 if not booking.prefilled:
                     ledger.first_token(record.attempt)
                     request.notes.book(booking)

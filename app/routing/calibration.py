@@ -15,6 +15,7 @@ from app.routing.replica import ReplicaHistory
 WINDOW = 128
 SAMPLED, REMEMBERED = 16, 16_384
 _REFIT_EVERY = 32
+_PRIOR_TOKENS, _MOST_TOKENS = 256, 10_000_000
 _SCALE = (1.0, 64.0, 100_000.0)  # of (1, rows, KV tokens), so that the three weigh alike
 
 
@@ -78,20 +79,56 @@ class StepModel:
 
 
 class OutputLength:
-    """Tokens that a sequence makes here, on average; 256 before any has ended.
+    """Tokens that a sequence makes here, on average; 256 before any has ended, which counts as one sequence.
 
-    That counts as one sequence, so that a few short answers correct it: waiting for a slot is charged by it.
-    From 64 on, each weighs 1/64.
+    Short answers end first, so the mean of those that have ended would be too low. What is learned, for each
+    range of lengths from one power of two to the next: how many of the sequences that get there outgrow it,
+    and how many tokens they make in it. Sequences that still run count in all ranges but the one they are in.
+    Of 64 or more that were in a range, each weighs 1/64.
     """
 
     def __init__(self) -> None:
-        self.tokens = 256.0
-        self._count = 1
+        known, longer = _PRIOR_TOKENS.bit_length(), _MOST_TOKENS.bit_length() - _PRIOR_TOKENS.bit_length()
+        self._counts = [1] * (known + 1) + [0] * longer
+        self._outgrown = [1.0] * known + [0.0] * (longer + 1)
+        self._made = [float(_shortest(place + 1) - _shortest(place)) for place in range(known)]
+        self._made += [0.0] * (longer + 1)
+        self.tokens = float(_PRIOR_TOKENS)
 
-    def learn(self, tokens: float) -> None:
-        """Take in the length of a sequence that has ended by itself or at its limit."""
-        self._count = min(self._count + 1, 64)
-        self.tokens += (min(max(tokens, 0.0), 1e7) - self.tokens) / self._count
+    def grow(self, before: int, after: int) -> None:
+        """A sequence that had ``before`` tokens has ``after``, and may go on."""
+        self._outgrow(before, after)
+        self._average()
+
+    def learn(self, tokens: float, known: int = 0) -> None:
+        """A sequence has ended by itself or at its limit with so many tokens; ``grow`` told of ``known``."""
+        tokens = max(min(max(tokens, 0.0), float(_MOST_TOKENS)), known)
+        self._outgrow(known, int(tokens))
+        place = min(int(tokens).bit_length(), len(self._counts) - 1)
+        self._add(place, 0.0, tokens - _shortest(place))
+        self._average()
+
+    def _outgrow(self, before: int, after: int) -> None:
+        for place in range(before.bit_length(), min(after.bit_length(), len(self._counts) - 1)):
+            self._add(place, 1.0, _shortest(place + 1) - _shortest(place))
+
+    def _add(self, place: int, outgrown: float, made: float) -> None:
+        count = self._counts[place] = min(self._counts[place] + 1, 64)
+        self._outgrown[place] += (outgrown - self._outgrown[place]) / count
+        self._made[place] += (made - self._made[place]) / count
+
+    def _average(self) -> None:
+        share, self.tokens = 1.0, 0.0
+        for outgrown, made in zip(self._outgrown, self._made, strict=True):
+            self.tokens += share * made
+            share *= outgrown
+            if not share:
+                break
+
+
+def _shortest(place: int) -> int:
+    """The least length whose ``bit_length`` is ``place``."""
+    return 1 << place >> 1
 
 
 class ReuseShare:

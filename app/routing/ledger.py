@@ -108,7 +108,7 @@ class Ledger:
 
     @property
     def typical_output(self) -> float:
-        """Tokens that a sequence comes to, on average of the last ones that ended."""
+        """Tokens that a sequence comes to here, on average."""
         return self._calibration.outputs.tokens
 
     def configure(self, policy: Policy) -> None:
@@ -296,6 +296,17 @@ class Ledger:
                 self._outdated.append(state)
                 self._catch_up(self._clock())
 
+    def grow(self, attempt: int, before: int, after: int) -> None:
+        """An attempt's only sequence had ``before`` tokens and has ``after``.
+
+        It need not be told of all, but of the first ones and of those that reach a power of two.
+        """
+        with self._lock:
+            booking = self._bookings.get(attempt)
+            if booking is not None:
+                self._calibration.outputs.grow(before, after)
+                booking.grown = after
+
     def release(self, attempt: int, generated: float | None = None) -> bool:
         """End a booking; false if it has ended already.
 
@@ -303,8 +314,9 @@ class Ledger:
         """
         with self._lock:
             self._expected.discard(attempt)
-            if attempt in self._bookings and generated is not None:
-                self._calibration.outputs.learn(generated)
+            booking = self._bookings.get(attempt)
+            if booking is not None and generated is not None:
+                self._calibration.outputs.learn(generated, booking.grown)
             released = self._release(attempt)
             self._catch_up(self._clock())
             return released

@@ -57,6 +57,8 @@ class Booking:
     """Of its full blocks, until they are computed."""
     prefilled: bool = False
     """Its first token has come."""
+    grown: int = 0
+    """Tokens of its only sequence, as far as its length has been learned from."""
     acknowledged: bool = False
     """The engine's reports include it."""
     alone: bool = False

@@ -169,10 +169,24 @@ ROUTING: list[Fault] = [
     ),
     Fault(
         "app/routing/calibration.py",
-        "        self._count = min(self._count + 1, 64)\n",
-        "        self._count = 64\n",
+        "        count = self._counts[place] = min(self._counts[place] + 1, 64)\n",
+        "        count = self._counts[place] = 64\n",
         ("app/routing/test_calibration.py", "app/routing/test_routing_admission.py"),
         "for a hundred requests answers are expected to be long, and prefixes are copied rather than waited for",
+    ),
+    Fault(
+        "app/routing/calibration.py",
+        "        self._outgrow(before, after)\n        self._average()\n",
+        "",
+        ("app/routing/test_calibration.py",),
+        "answers that end first stand for those that still run, and waits are underestimated",
+    ),
+    Fault(
+        "app/routing/ledger.py",
+        "                self._calibration.outputs.learn(generated, booking.grown)\n",
+        "                self._calibration.outputs.learn(generated)\n",
+        _LEDGER,
+        "the length of an answer counts twice",
     ),
     Fault(
         "app/routing/subset.py",

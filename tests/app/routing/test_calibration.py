@@ -58,8 +58,50 @@ def test_a_few_short_answers_correct_what_is_expected_before_any() -> None:
     assert outputs.tokens == pytest.approx((256 + 8 * 16) / 9)
     for _ in range(1000):
         outputs.learn(16)
+    # One of many weighs 1/64. What it says of the longer ranges counts beside the first assumption: of two that
+    # got to 64 tokens, one ended 16 later.
     outputs.learn(80)
-    assert outputs.tokens == pytest.approx(16 + (80 - 16) / 64), "one of many weighs 1/64"
+    assert outputs.tokens == pytest.approx(16 + (16 + 32 + 40 + 0.5 * 128) / 64)
+
+
+def test_without_running_sequences_it_is_the_mean_of_all() -> None:
+    outputs, lengths = OutputLength(), [0, 1, 7, 8, 255, 300, 5_000, 40.5]
+    for length in lengths:
+        outputs.learn(length)
+    assert outputs.tokens == pytest.approx((256 + sum(lengths)) / (len(lengths) + 1))
+
+
+def lengths_over_time(*lengths: int, rate: float, most: int, seconds: int) -> list[float]:
+    """What is expected at each second; at ``most`` so many sequences come in turn and make 20 tokens/s each."""
+    outputs, running, came, expected = OutputLength(), list[list[int]](), 0, []
+    for tick in range(20 * seconds):
+        while came < most and 20 * came <= rate * tick:
+            running.append([0, lengths[came % len(lengths)]])
+            came += 1
+        for one in running:
+            one[0] += 1
+            if one[0] == one[1]:
+                outputs.learn(one[1], known=one[0] - 1)
+            elif one[0].bit_length() != (one[0] - 1).bit_length():
+                outputs.grow(one[0] - 1, one[0])
+        running = [one for one in running if one[0] < one[1]]
+        if tick % 20 == 19:
+            expected.append(outputs.tokens)
+    return expected
+
+
+def test_short_answers_that_end_first_do_not_stand_for_all() -> None:
+    # On average 504 tokens; those that have ended before 50 s have 8.
+    expected = lengths_over_time(8, 1000, rate=1, most=120, seconds=120)
+    assert min(expected) > 120, "half of what is assumed before any of them has ended"
+    assert min(expected[30:]) > 0.4 * 504
+    assert all(one == pytest.approx(504, rel=0.05) for one in expected[60:])
+
+
+def test_sequences_that_run_side_by_side_are_no_longer_than_they_are() -> None:
+    expected = lengths_over_time(1000, rate=100, most=40, seconds=60)
+    assert max(expected) < 1001
+    assert expected[-1] == pytest.approx(1000, rel=0.02)
 
 
 def test_reuse_is_the_share_of_what_is_made_again() -> None:

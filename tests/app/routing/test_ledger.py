@@ -401,3 +401,22 @@ def test_an_older_routes_bookings_are_no_concern_of_a_newer_ones_reports() -> No
     assert (state.pending_prefill, state.acknowledged_rows) == (1000, 0)
     assert ledger.close(A) == [1]
     assert (state.pending_prefill, state.pending_rows, state.pending_kv_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_length_that_was_told_while_it_grew_counts_once(moved: bool) -> None:
+    whole, told = Ledger(), Ledger()
+    for ledger in (whole, told):
+        ledger.open(Route("r", 1))
+        for attempt in (1, 2):
+            ledger.expect(attempt)
+            ledger.book(RoutingMeta("r", attempt, 50, 2000))
+    told.grow(1, 0, 600)
+    assert told.typical_output == pytest.approx(256 + 256 / 2), "of two, one has outgrown 512"
+    last = 2 if moved else 1
+    if moved:
+        told.release(1)
+        told.grow(2, 600, 601)
+    told.release(last, generated=700)
+    whole.release(1, generated=700)
+    assert told.typical_output == pytest.approx(whole.typical_output)
