@@ -189,6 +189,13 @@ ROUTING: list[Fault] = [
         "the length of an answer counts twice",
     ),
     Fault(
+        "app/fleet/engine_client.py",
+        "                    ledger.grow(record.attempt, before, after)\n",
+        "                    pass\n",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "nobody is told of answers that still run, and those that end first stand for all",
+    ),
+    Fault(
         "app/routing/subset.py",
         "times * max(self.size * self._ingresses / len(replicas), COVER)",
         "times * self.size * self._ingresses / len(replicas)",

@@ -249,6 +249,24 @@ def test_a_request_that_its_text_ends_teaches_its_length_and_one_that_is_left_do
     run(test)
 
 
+def test_an_answer_teaches_its_length_while_it_runs_and_counts_once() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        job = asyncio.ensure_future(collect(client, single([5], 600)))
+        only = await until_busy(handle)
+        for _ in range(550):
+            only.engine.step()
+        await until(lambda: handle.fleet.ledger.typical_output > EXPECTED_TOKENS)
+        assert handle.fleet.ledger.typical_output == pytest.approx((256 + 512) / 2), "one has outgrown 512"
+        async with stepping(handle):
+            assert await job == expected_tokens([5], 600)
+        await until(lambda: quiet(handle, client))
+        assert_learned(handle, [[0] * 600])
+        await client.stop()
+
+    run(test)
+
+
 def test_an_error_in_one_sequence_ends_the_request_with_it() -> None:
     async def test() -> None:
         handle, client = await started(1)
