@@ -319,10 +319,12 @@ class IngressChannel:
     def _lose(self) -> None:
         """The attempts of the channel that has ended are lost."""
         broken = self._take_broken()
-        if broken is None:
-            return
+        if broken is not None:
+            self._tell_closed(broken.route, broken.reason, broken.fault)
+
+    def _tell_closed(self, route: Route, reason: str, fault: bool) -> None:
         try:
-            self._events.on_closed(broken.route, broken.reason, broken.fault)
+            self._events.on_closed(route, reason, fault)
         except Exception:  # a defect must not keep the channel from being reopened
             self.defects += 1
             logger.exception("the end of the channel to %s failed", self.replica)
@@ -344,17 +346,18 @@ class IngressChannel:
         if route is None:
             return
         logger.info("channel to %s epoch %d ended: %s", route.replica, route.epoch, reason)
+        looping = self._resumed and self._frames == 1  # what has ended it comes again
+        if not (resumable and self._resumable) or looping or self._stopped:
+            self._tell_closed(route, reason, fault)
+            return
         beats = self._loop.create_task(self._stay_alive(route.epoch))
         self._broken = _Broken(route, reason, fault, self._loop.create_future(), beats)
-        looping = self._resumed and self._frames == 1  # what has ended it comes again
-        if resumable and self._resumable and not looping and not self._stopped:
-            try:
-                self._events.on_broken(route)
-                return
-            except Exception:
-                self.defects += 1
-                logger.exception("the end of the channel to %s failed", self.replica)
-        self._lose()
+        try:
+            self._events.on_broken(route)
+        except Exception:
+            self.defects += 1
+            logger.exception("the end of the channel to %s failed", self.replica)
+            self._lose()
 
     async def _read(self, epoch: int, resumption: bytes) -> None:
         self.state = ChannelState.OPENING

@@ -75,17 +75,17 @@ class Faults(Fleet):
         gaps: list[float] = []
         draw = random.Random(7)
 
-        async def trial(text: str, stream: bool) -> float:
+        async def trial(text: str, stream: bool) -> Outcome:
             how = {"leave_after": draw.randint(2, 14)} if stream else {"leave_s": 0.5 + draw.random()}
             async with self.client() as client:
-                outcome = await client.complete(text, self._long, stream=stream, **how)
-                gaps.extend(outcome.gaps)
-            await asyncio.to_thread(wait_for, self.cluster.idle, LIMIT_S, "requests or blocks are left")
-            # The engine's own time, by the same clock: to ask an engine takes longer than it takes to free.
-            return delay(outcome, max(float(state["turned_at"]) for state in self.cluster.inspect()))
+                return await client.complete(text, self._long, stream=stream, **how)
 
         for index, text in enumerate(prompts(trials, seed=2)):
-            delays.append(asyncio.run(trial(text, stream=index % 2 == 0)))
+            outcome = asyncio.run(trial(text, stream=index % 2 == 0))
+            gaps.extend(outcome.gaps)
+            wait_for(self.cluster.idle, LIMIT_S, "requests or blocks are left")
+            # The engine's own time, by the same clock: to ask an engine takes longer than it takes to free.
+            delays.append(delay(outcome, max(float(state["turned_at"]) for state in self.cluster.inspect())))
         self._long = math.ceil(LONG_S / median(gaps))
         return latency_figures(delays, gaps)
 

@@ -91,9 +91,9 @@ def whichever_ingress_answers_knows_what_the_others_know(faults: RoutingFaults) 
             http.post("/v1/completions", json=body, headers={"x-request-id": name}).raise_for_status()
         owners = Counter[str]()
         for name in names:
-            # An ingress hears of the other from Serve, in its own time.
-            known = lambda name=name: http.get(f"/dashboard/requests/{name}").json().get("requests")  # noqa: E731
-            lives = [wait_for(known, SOON_S, "an ingress does not ask the other") for _ in range(2)]
+            # An ingress hears of the other from Serve, in its own time, and of an end after the client.
+            ended = lambda name=name: ended_request(http, name)  # noqa: E731
+            lives = [wait_for(ended, SOON_S, "an ingress does not ask the other") for _ in range(2)]
             assert lives[0] == lives[1]
             owners[lives[0][0]["ingress"]] += 1
         assert len(owners) == 2, "both have routed requests"
@@ -103,6 +103,12 @@ def whichever_ingress_answers_knows_what_the_others_know(faults: RoutingFaults) 
             return [routed(http) for _ in range(2)] == [before + ASKED] * 2
 
         wait_for(counted, SOON_S, "an ingress counts only the prompts that it has routed")
+
+
+def ended_request(http: httpx.Client, name: str) -> list[dict[str, Any]] | None:
+    """What an ingress knows of a request, if it has ended."""
+    lives = http.get(f"/dashboard/requests/{name}").json().get("requests") or []
+    return lives if lives and all(life["state"] == "ended" for life in lives) else None
 
 
 def routed(http: httpx.Client) -> int:
