@@ -5,7 +5,15 @@ from __future__ import annotations
 from jinja2.exceptions import TemplateError
 
 TEMPLATE_ERRORS = (
-    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-    *(RuntimeError, SyntaxError, MemoryError),  # too deep a recursion or nesting, too long a text
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    # Too deep a recursion or nesting, too long a text:
+    RuntimeError,
+    SyntaxError,
+    MemoryError,
 )
 """It is broken, or was not written for these messages or variables."""

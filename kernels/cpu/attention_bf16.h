@@ -89,19 +89,8 @@ static inline __mmask32 there_of(int64_t from, int64_t head_dim) {
     return head_dim - from >= 32 ? ~__mmask32(0) : (__mmask32(1) << (head_dim - from)) - 1;
 }
 
-// As exp2() of vec.h, for x <= 0.
-static inline __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order a NaN stays
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.326472725e-3f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.671512786e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.550733744e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402224208e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931469776e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
-}
+// 2 ** x for x <= 0, below -126 not normal numbers, too.
+static inline __m512 power_of_two(__m512 x) { return exp2_from(-200.0f, x); }
 
 // acc = acc * decay + weights @ values for 16 * VECTORS elements, over the pairs of positions begin .. end - 1.
 // `keep` takes out of each pair what the rows do not see.

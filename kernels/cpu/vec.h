@@ -104,35 +104,42 @@ static inline float max(vf v) {
     return fold(v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
-// 2 ** x to about 1e-7 relative, for x <= 128: exact scaling by the nearest integer, a minimax polynomial of
-// degree 5 for the rest. Below -126 the result is 0, at 128 it is infinite, NaN stays NaN.
+// 2 ** part to about 1e-7 relative, for what is left of a number beside the nearest integer: a minimax polynomial of
+// degree 5.
+static inline vf exp2_of_part(vf part) {
+    vf y = splat(1.326472725e-3f);
+    y = fma(y, part, splat(9.671512786e-3f));
+    y = fma(y, part, splat(5.550733744e-2f));
+    y = fma(y, part, splat(2.402224208e-1f));
+    y = fma(y, part, splat(6.931469776e-1f));
+    return fma(y, part, splat(1.0f));
+}
+
+// 2 ** x for x <= 128, exactly scaled by the nearest integer. Below -126 the result is 0, at 128 it is infinite, NaN
+// stays NaN.
 static inline vf exp2(vf x) {
     const vi tiny = bit_cast<vi>(x < splat(-126.0f));
     x = max(x, splat(-126.0f));
     const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the lowest bits
     const vf shifted = x + shift, part = x - (shifted - shift);
-    vf y = splat(1.326472725e-3f);
-    y = fma(y, part, splat(9.671512786e-3f));
-    y = fma(y, part, splat(5.550733744e-2f));
-    y = fma(y, part, splat(2.402224208e-1f));
-    y = fma(y, part, splat(6.931469776e-1f));
-    y = fma(y, part, splat(1.0f));
+    const vf y = exp2_of_part(part);
     return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & ~tiny);
 }
 static inline float exp2(float x) { return exp2(splat(x))[0]; }
 
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
+// As exp2() from `least` on, scaled by one instruction; less is taken for `least`.
+static inline vf exp2_from(float least, vf x) {
+    x = _mm512_max_ps(splat(least), x);  // in this order a NaN stays
+    const vf whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_scalef_ps(exp2_of_part(x - whole), whole);
+}
+#endif
+
 // 1 + 2 ** x for x <= 128, to the bit as exp2() gives it.
 static inline vf one_plus_exp2(vf x) {
 #if QUIRE_LANES == 16 && defined(__AVX512F__)
-    x = _mm512_max_ps(splat(-126.0f), x);  // in this order a NaN stays
-    const vf whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = x - whole;
-    vf y = splat(1.326472725e-3f);
-    y = fma(y, part, splat(9.671512786e-3f));
-    y = fma(y, part, splat(5.550733744e-2f));
-    y = fma(y, part, splat(2.402224208e-1f));
-    y = fma(y, part, splat(6.931469776e-1f));
-    y = fma(y, part, splat(1.0f));
-    return splat(1.0f) + _mm512_scalef_ps(y, whole);
+    return splat(1.0f) + exp2_from(-126.0f, x);
 #else
     return splat(1.0f) + exp2(x);
 #endif

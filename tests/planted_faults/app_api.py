@@ -35,7 +35,7 @@ API: list[Fault] = [
     ),
     Fault(
         "engine/template_errors.py",
-        "    *(RuntimeError, SyntaxError, MemoryError),",
+        "    RuntimeError,\n    SyntaxError,\n    MemoryError,",
         "    *(),",
         (*_TEMPLATE, "app/api/test_prompt_tokenizer.py"),
         "a template that nests too deeply ends every ingress, and calls without an end fail /v1/models",

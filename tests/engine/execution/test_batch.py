@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from sequences import make_sequence
 
@@ -38,6 +40,25 @@ def test_decode_prefill_and_a_chunk_that_does_not_sample() -> None:
     assert dtypes == [torch.int32] * 3
     longs = [batch.token_ids.dtype, batch.sample_rows.dtype, meta.positions.dtype, meta.slot_mapping.dtype]
     assert longs == [torch.int64] * 4
+
+
+def test_a_step_of_decodes() -> None:
+    chunks = [chunk(list(range(10, 15)), [7, 2], 4, 1, True), chunk(list(range(20, 27)), [5, 9], 6, 1, True)]
+    batch = build_batch(chunks, block_size=4, device=CPU)
+    meta = batch.metadata
+    assert batch.token_ids.tolist() == [14, 26]
+    assert meta.query_start.tolist() == [0, 1, 2]
+    assert meta.context_lens.tolist() == [5, 7]
+    assert meta.positions.tolist() == [4, 6]
+    assert meta.slot_mapping.tolist() == [8, 38]
+    assert meta.block_tables.tolist() == [[7, 2], [5, 9]]
+    assert batch.sample_rows.tolist() == [0, 1]
+    assert (meta.max_query_len, meta.max_context_len, batch.decodes) == (1, 7, True)
+    mixed = build_batch([*chunks, chunk([1, 2], [3], 0, 2, False)], block_size=4, device=CPU)
+    for alone, among in ((batch, mixed), (meta, mixed.metadata)):
+        for field in fields(alone):
+            value, other = (getattr(of, field.name) for of in (alone, among))
+            assert getattr(value, "dtype", None) == getattr(other, "dtype", None), field.name
 
 
 def test_nothing_samples() -> None:
