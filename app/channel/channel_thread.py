@@ -52,10 +52,9 @@ def routers_loop() -> asyncio.AbstractEventLoop | None:
     They read the frames first: from there to a further thread and back, a frame would take 0.2 ms of processor
     time more. It is private.
     """
-    import ray
     from ray.serve._private import router
 
-    if not ray.is_initialized():  # the call below would start or join one
+    if not ray_runs():  # the call below would start or join one
         return None
     try:
         loop: asyncio.AbstractEventLoop = router.SingletonThreadRouter._get_singleton_asyncio_loop("replica")
@@ -63,6 +62,13 @@ def routers_loop() -> asyncio.AbstractEventLoop | None:
         logger.warning("channels have a thread of their own, which costs more: this Ray is another (%s)", error)
         return None
     return loop
+
+
+def ray_runs() -> bool:
+    """Whether this process belongs to a Ray."""
+    import ray
+
+    return bool(ray.is_initialized())
 
 
 async def _current_thread() -> threading.Thread:

@@ -169,9 +169,10 @@ def test_the_live_page_says_which_request_holds_a_replicas_blocks(
     cluster: LocalCluster, http: httpx.Client
 ) -> None:
     wanted = [{"replica": state["replica"], "by": "request"} for state in cluster.inspect()]
-    asked = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    asked = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=asked, headers={"x-request-id": "holds@1"}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # whoever drops this iterator hangs up
+        next(lines)
         found = [http.get("/dashboard/blocks", params=params).json()["names"] for params in wanted]
     assert ["holds@1"] in found
 

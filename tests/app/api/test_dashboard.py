@@ -125,7 +125,8 @@ def test_a_replica_shows_which_prefix_and_which_request_each_block_belongs_to(
     sent = {"x-request-id": "held", "x-tenant": "a"}
     wanted = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
     with http.stream("POST", "/v1/completions", json=body, headers=sent) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # whoever drops this iterator hangs up
+        next(lines)
         seen = {
             (by, tenant): http.get(
                 "/dashboard/blocks", params=wanted | {"by": by}, headers={"x-tenant": tenant}
