@@ -302,9 +302,9 @@ class ScalingOptions(Group):
     """Scaling: the number of engines, and the processors of each."""
 
     engine_replicas: int = option(
-        2,
+        1,
         "Number of engines, each on its own device (on a CPU: on a share of the cores). With `max_replicas`: "
-        "the number at startup, by default the minimum",
+        "the number at startup, at least the minimum",
         restarts=("ingress",),
         ge=1,
         le=MAX_REPLICAS,
@@ -395,7 +395,7 @@ class ScalingOptions(Group):
                 raise ValueError("min_replicas needs max_replicas: without it the number is engine_replicas")
             return self
         for name in ("min_replicas", "engine_replicas"):
-            if name in self.model_fields_set and (getattr(self, name) or 0) > self.max_replicas:
+            if (getattr(self, name) or 0) > self.max_replicas:
                 raise ValueError(f"{name}={getattr(self, name)} exceeds max_replicas={self.max_replicas}")
         return self
 
@@ -419,10 +419,7 @@ class ScalingOptions(Group):
     @property
     def initial_replicas(self) -> int:
         """Number of engine replicas at startup."""
-        least = max(self.lower_limit, 1)
-        if self.scales and "engine_replicas" not in self.model_fields_set:
-            return least
-        return min(max(self.engine_replicas, least), self.upper_limit)
+        return max(self.engine_replicas, self.lower_limit)
 
     @property
     def reachable_replicas(self) -> int:

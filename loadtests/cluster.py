@@ -177,7 +177,7 @@ class LocalCluster:
             answers = lambda: self.health().get("status") in healthy  # noqa: E731
             wait_for(answers, START_TIMEOUT_S, "no ingress answers", SLOW_POLL_S)
         else:
-            self.wait_routable(options.get("engine_replicas", 2))
+            self.wait_routable(options.get("engine_replicas", 1))
 
     def scale(self, replicas: int, ingresses: int = 1) -> None:
         """Tell Serve another number of engine and ingress replicas; returns at once."""

@@ -193,8 +193,10 @@ class ChannelHub:
         for channel in self._channels.values():
             channel.offer(self._report(self._load, channel.last_received), None)
 
-    def suspect(self, attempt: Attempt, proof_tokens: int) -> None:
+    def suspect(self, attempt: Attempt, proof_tokens: int) -> bool:
         """An attempt may kill the engine until it has made so many tokens; every ingress is told at once.
+
+        Returns whether there is any other than the attempt's own, which knows.
 
         Raises:
             OccupiedError: another one that may do so runs here.
@@ -203,6 +205,7 @@ class ChannelHub:
         self._report_suspects()
         for channel in self._channels.values():
             channel.wake.set()
+        return len(self._channels) > 1 or bool(self._kept)
 
     def _report_suspects(self) -> None:
         count = self._suspects.count

@@ -54,8 +54,8 @@ async def run_attempt(
         attempt = hub.attach(cid, epoch, submission.attempt, engine_id)
         try:
             if submission.proof_tokens:
-                hub.suspect(attempt, submission.proof_tokens)
-                await asyncio.sleep(NEWS_S)
+                others = hub.suspect(attempt, submission.proof_tokens)
+                await asyncio.sleep(NEWS_S if others else 0)
             engine.submit(
                 Request(
                     request_id=engine_id,

@@ -6,7 +6,7 @@ from app.channel.engine_channel import Attempt
 from engine.errors import QuireError
 
 NEWS_S = 0.2
-"""A suspect begins this long after every ingress has been told, so that none blames requests of its own."""
+"""A suspect begins this long after other ingresses have been told, so that none blames requests of its own."""
 
 
 class OccupiedError(QuireError):

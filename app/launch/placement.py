@@ -176,14 +176,15 @@ def check_cpus(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> Non
         room = _room(model, models, nodes)
         if not each or room >= scaling.upper_limit:
             continue
+        cure = f"{scaling.limiting_option} or engine_cpus" if scaling.upper_limit > 1 else "engine_cpus"
         if not model.one_of_several:
             raise ConfigError(
                 f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
-                f"lower {scaling.limiting_option} or engine_cpus"
+                f"lower {cure}"
             )
         raise ConfigError(
             f"models: {model.name}: beside the other models there are CPUs for {room} of {scaling.upper_limit} "
-            f"engine replicas with {each:g} CPUs each; lower {scaling.limiting_option} or engine_cpus of some"
+            f"engine replicas with {each:g} CPUs each; lower {cure} of some"
         )
 
 

@@ -139,10 +139,15 @@ def check_memory(
         neighbors = (
             f", {beside.engines} of other models another {format_bytes(beside.bytes)}" if beside.engines else ""
         )
-        raise ConfigError(
+        need = (
             f"{most} engine replicas need about {format_bytes(each * most)} ({format_bytes(each)} each) in "
-            f"addition to their KV pools{neighbors}, but {format_bytes(available)} are available; lower "
-            f"{options.scaling.limiting_option}, or choose a smaller model"
+            f"addition to their KV pools"
+            if most > 1
+            else f"an engine replica needs about {format_bytes(each)} in addition to its KV pool"
+        )
+        fewer = f"lower {options.scaling.limiting_option}, or " if most > 1 else ""
+        raise ConfigError(
+            f"{need}{neighbors}, but {format_bytes(available)} are available; {fewer}choose a smaller model"
         )
     if gpu:
         return Fit(dtype, None, length)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from ray import cloudpickle
 
 from app import application, config
 from app.launch import serving
@@ -22,7 +21,7 @@ def test_defaults() -> None:
     options = config.load({}, {})
     assert (options.service.model, options.scaling.engine_replicas, options.ingress.ingress_replicas) == (
         "smollm2-135m-instruct",
-        2,
+        1,
         1,
     )
     assert options.service.model_name == "smollm2-135m-instruct"
@@ -100,13 +99,6 @@ def test_bounds_that_contradict_each_other_are_refused() -> None:
         config.load({"min_replicas": 3, "max_replicas": 2}, {})
     with pytest.raises(ConfigError, match="engine_replicas=4 exceeds max_replicas=2"):
         config.load({"engine_replicas": 4}, {"QUIRE_MAX_REPLICAS": "2"})
-
-
-def test_a_maximum_below_the_default_number_is_no_contradiction() -> None:
-    """Neither at the start nor in a replica, to which Serve sends the options pickled."""
-    options = config.load({"max_replicas": 1}, {})
-    there = cloudpickle.loads(cloudpickle.dumps(options))
-    assert there.with_live({}, "ingress").scaling.initial_replicas == options.scaling.initial_replicas == 1
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_however_they_are_written(written: Any) -> None:
     assert (small.name, small.options.service.model, small.options.engine.dtype) == ("small", "small", "auto")
     assert (large.name, large.options.service.model_name) == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
     assert (large.options.engine.dtype, large.options.scaling.upper_limit) == ("float32", 4)
-    assert (small.neighbors, large.neighbors) == ((4,), (2,))
+    assert (small.neighbors, large.neighbors) == ((4,), (1,))
 
 
 @pytest.mark.parametrize("nested", [False, True])

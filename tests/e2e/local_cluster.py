@@ -74,7 +74,7 @@ class BreakableCluster(LocalCluster):
 
     def deploy(self, **options: Any) -> None:
         """See ``LocalCluster.deploy``."""
-        self._wanted = options.get("engine_replicas", 2)
+        self._wanted = options.get("engine_replicas", 1)
         super().deploy(**options)
 
     def scale(self, replicas: int | None = None, ingresses: int = 1) -> None:

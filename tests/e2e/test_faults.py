@@ -154,8 +154,9 @@ def test_engine_dies_amid_streams(cluster: BreakableCluster, undisturbed: list[O
 def test_a_replica_stops_and_a_node_dies_amid_streams(
     cluster: BreakableCluster, undisturbed: list[Outcome]
 ) -> None:
-    """In one go, as the second begins with the one replica that the first leaves."""
+    """In one go, as the others begin with the one replica that the first leaves."""
     a_stopping_replica_hands_its_streams_over(cluster, undisturbed)
+    streams_of_the_only_engine_go_on_with_the_next(cluster, undisturbed)
     streams_of_a_node_that_is_killed_go_on(cluster, undisturbed)
 
 
@@ -174,6 +175,26 @@ def a_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undistu
     outcomes = asyncio.run(while_streaming(cluster, stop_one, FEW, LONG))
     check_same(outcomes, undisturbed)
     assert still_running == [FEW], "the replica waited for its streams"
+
+
+def streams_of_the_only_engine_go_on_with_the_next(
+    cluster: BreakableCluster, undisturbed: list[Outcome]
+) -> None:
+    """The engine dies, and a request that comes before the next one has started waits for it, too."""
+    (died,) = cluster.engine_pids()
+    new: list[Outcome] = []
+
+    def die() -> None:
+        cluster.kill(died)
+        wait_for(lambda: cluster.health()["routable"] == 0, SOON_S, "its death is not noticed")
+        new.append(asyncio.run(complete_at(cluster, "Once upon a time", 1)))
+
+    outcomes = asyncio.run(while_streaming(cluster, die, FEW, LONG))
+    check_same(outcomes, undisturbed)
+    assert [outcome.fault for outcome in new] == [""]
+    cluster.wait_routable(1, timeout_s=SOON_S)
+    assert died not in cluster.engine_pids()
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
 
 
 def streams_of_a_node_that_is_killed_go_on(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:

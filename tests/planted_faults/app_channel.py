@@ -43,6 +43,20 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/channel_hub.py",
+        "        return len(self._channels) > 1 or bool(self._kept)",
+        "        return False",
+        ("app/fleet/test_fault_counts.py",),
+        "a suspect starts before other ingresses know of it, and an engine's death is blamed on their requests",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        "        return len(self._channels) > 1 or bool(self._kept)",
+        "        return True",
+        ("app/fleet/test_fault_counts.py",),
+        "each stream of a single engine that died waits for no other ingress, one after the other",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
         "        elif channel.attempts or channel.unsent or channel.sent:",
         "        elif channel.attempts:",
         _RESUME,

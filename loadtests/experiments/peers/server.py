@@ -35,7 +35,7 @@ WORKLOADS: dict[str, tuple[str, str, float | None]] = {
     "B": ("64 x 256 in, 64 out, 32 at once", RANDOM.format(256, 64, 64, 32), 1.3),
     "C": ("4 x 64 in, 128 out, one at once", RANDOM.format(64, 128, 4, 1), 2.0),
 } | {str(n): (f"one prompt of {n:,}", RANDOM.format(n, 2, 3, 1), None) for n in (500, 1000, 2000, 3800)}
-DEPLOYMENTS = {"one engine": ["engine_replicas=1", f"threads={os.cpu_count()}"], "default": list[str]()}
+DEPLOYMENTS = {"one engine": ["engine_replicas=1"], "two engines": ["engine_replicas=2"]}
 MEASURES = {"output_throughput": " tokens/s", "median_ttft_ms": " ms", "p99_ttft_ms": " ms"}
 VLLM_OPTIONS = "--dtype bfloat16 --max-model-len 4096 --max-num-seqs 64 --host 127.0.0.1 --port"
 Result = dict[str, float]

@@ -126,9 +126,12 @@ def test_what_kills_after_some_tokens_does_so_twice(after: int) -> None:
     run(test)
 
 
-def test_two_engines_are_enough_to_convict() -> None:
+@pytest.mark.parametrize("engines", [1, 2])
+def test_two_engines_are_enough_to_convict(engines: int) -> None:
+    """Or one and its successor."""
+
     async def test() -> None:
-        handle, client = await started(2)
+        handle, client = await started(engines)
         assert len(await neighbors_of_poison(handle, client, removed_at_once, count=6)) == 2
         await client.stop()
 
@@ -248,6 +251,7 @@ def test_an_engine_runs_one_suspect_at_a_time_whatever_ingresses_believe() -> No
         leaving = asyncio.ensure_future(run_attempt(replica.hub, replica.engine, "other", 1, payload))
         await asyncio.sleep(NEWS_S / 2)
         assert replica.hub._suspects.count == 1
+        assert not replica.engine.live, "other ingresses have yet to hear of it"
         leaving.cancel()
         await asyncio.wait((leaving,))
         assert replica.hub._suspects.count == 0
@@ -256,6 +260,25 @@ def test_an_engine_runs_one_suspect_at_a_time_whatever_ingresses_believe() -> No
             assert await running == {"generated": 5}
         replica.hub.detach(attempt)
         await stream.aclose()  # type: ignore[attr-defined]
+        await client.stop()
+
+    run(test)
+
+
+def test_a_suspect_waits_for_the_news_to_spread_only_if_there_are_other_ingresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.channel.engine_attempt.NEWS_S", 1e6)
+
+    async def test() -> None:
+        handle, client = await started(1)
+        (first,) = handle.replicas.values()
+        job = asyncio.ensure_future(collect(client, request([7], 60)))
+        await until(lambda: len(first.engine.live) == 1)
+        first.kill()
+        handle.announce(handle.add().name)
+        async with stepping(handle):
+            assert await job == expected_tokens([7], 60)
         await client.stop()
 
     run(test)

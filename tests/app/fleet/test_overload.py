@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ingress_support import ingress_for, only_model
 from loopback import LoopbackHandle
-from ray import cloudpickle
 
 from app import config
 from app.background import Background
@@ -224,8 +223,6 @@ def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, 
             },
             {},
         )
-        # As Serve hands them over: the number of the first replicas depends on which options were given.
-        options = cloudpickle.loads(cloudpickle.dumps(options))
         ingress = ingress_for(options, LoopbackHandle(1))
         overload = only_model(ingress).overload
         overload._expected = lambda: ExpectedWait(6.0, 1)

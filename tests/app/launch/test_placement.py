@@ -58,12 +58,13 @@ def test_nodes_without_gpus_do_not_count_where_gpus_are_wanted() -> None:
 
 
 def test_a_gpu_for_each_replica() -> None:
-    placement.check_gpus(served(), [GPU_NODE, GPU_NODE])
-    placement.check_gpus(served(device="cpu"), [GPU_NODE])
+    placement.check_gpus(served(), [GPU_NODE])
+    placement.check_gpus(served(engine_replicas=2), [GPU_NODE, GPU_NODE])
+    placement.check_gpus(served(engine_replicas=2, device="cpu"), [GPU_NODE])
     placement.check_gpus(served(device="cuda"), [])  # nothing is known
     with pytest.raises(ConfigError, match=r"engine_replicas is 2 .* has 1; set engine_replicas to 1"):
-        placement.check_gpus(served(), [GPU_NODE])
-    with pytest.raises(ConfigError, match=r"engine_replicas is 2 .* has 0; set device to cpu"):
+        placement.check_gpus(served(engine_replicas=2), [GPU_NODE])
+    with pytest.raises(ConfigError, match=r"engine_replicas is 1 .* has 0; set device to cpu"):
         placement.check_gpus(served(device="cuda"), [{"CPU": 2.0}])
 
 
@@ -99,11 +100,13 @@ def test_replicas_of_nodes_that_have_yet_to_join_share_none_of_these() -> None:
 def test_build_refuses_what_the_cluster_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "cluster_nodes", lambda: [GPU_NODE])
     with pytest.raises(ConfigError, match="engine_replicas is 2"):
-        application.build({})
+        application.build({"engine_replicas": 2})
 
 
 def test_too_many_processors_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"for 0 of 2 engine replicas with 4 CPUs each; lower .* engine_cpus"):
+        placement.check_cpus(served(engine_replicas=2, engine_cpus=4), [{"CPU": 2.0}])
+    with pytest.raises(ConfigError, match=r"for 0 of 1 engine replicas with 4 CPUs each; lower engine_cpus$"):
         placement.check_cpus(served(engine_cpus=4), [{"CPU": 2.0}])
     placement.check_cpus(served(engine_cpus=0), [{"CPU": 2.0}])
 
