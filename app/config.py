@@ -117,8 +117,8 @@ class ServiceOptions(Group):
     model: str = option(BUNDLED_NAME, "The built-in model, a Hugging Face folder, or a Hugging Face Hub ID")
     models: list[model_entries.Entry] | None = option(
         None,
-        "Several models for one server: a mapping from names to options, or a YAML file with it; requests "
-        "choose by `model`. See [models](models.md#several-models-on-one-server). `auto`: one, `model`",
+        "Several models for one server: a mapping from names to options, or a YAML file that contains one; "
+        "requests choose by `model`. See [models](models.md#several-models-on-one-server). `auto`: only `model`",
         restarts=("ingress",),
     )
     served_model_name: str | None = option(
@@ -158,15 +158,15 @@ class IngressOptions(Group):
     ingress_replicas: int = option(1, "Number of HTTP front ends", ge=1, le=MAX_REPLICAS)
     replicas_per_ingress: int | None = option(
         None,
-        "Each ingress opens channels to this many engines or a few more instead of all; see "
+        "Number of engines to which each ingress opens channels (it may open a few more); see "
         "[routing](routing.md#ingresses-with-a-part-of-the-fleet). `auto`: all",
         ge=1,
     )
     routing: Routing = option(
         "prefix",
-        "How the ingress chooses an engine: `prefix` minimizes the estimated cost in seconds and counts "
-        "cached prefixes; `least_tokens` and `round_robin`, and Ray Serve's own `power_of_two` and "
-        "`prefix_affinity`, are for comparison",
+        "How the ingress chooses an engine: `prefix` minimizes the estimated cost in seconds, taking cached "
+        "prefixes into account; `least_tokens`, `round_robin`, and Ray Serve's own `power_of_two` and "
+        "`prefix_affinity` are for comparison",
     )
     max_live_choices: int = option(
         4096,
@@ -183,24 +183,24 @@ class IngressOptions(Group):
     )
     max_client_tokens: int | None = option(
         None,
-        "Return 429 for requests of one client while its live ones at one ingress would have more prompt "
-        "tokens than this. `auto`: no limit",
+        "Return 429 beyond this number of prompt tokens of one client in progress at one ingress. `auto`: no "
+        "limit",
         live=True,
         ge=1,
     )
     max_response_logprobs: int = option(
         2**19,
         "Return 400 for requests whose whole response could have more log probabilities of output tokens than "
-        "this: prompts times sequences times `max_tokens` times one more than the alternatives. Without "
-        "`max_tokens` the output ends there; streams have no limit, but those of Responses a quarter of this, "
-        "since their last events repeat them",
+        "this: prompts times sequences times `max_tokens` times (alternatives + 1). Without `max_tokens`, the "
+        "output ends at the limit. Streams have no limit, except those of Responses: a quarter of this, because "
+        "their last events repeat the entries",
         live=True,
         ge=1,
     )
     min_priority: int = option(
         0,
-        "Lowest `priority` that clients may ask for; lower runs first. At 0 no client gets ahead of requests "
-        "that do not ask",
+        "Lowest `priority` that clients may use; lower values run first. At 0, no client gets ahead of requests "
+        "without a priority",
         live=True,
         ge=-1000,
         le=0,
@@ -215,9 +215,8 @@ class IngressOptions(Group):
     )
     max_lag_s: float = option(
         0.5,
-        "Return 429 while an ingress is behind with the requests that it has: for a second its event loop has "
-        "been late, or events of engines or requests that are to begin have waited for it, by more than this, "
-        "in seconds",
+        "Return 429 while an ingress does not keep up: for a second, its event loop has been late, or events "
+        "from engines or new requests have waited for it, by more than this many seconds",
         live=True,
         gt=0,
     )
@@ -229,33 +228,33 @@ class IngressOptions(Group):
     )
     api_keys_file: str | None = option(
         None,
-        "File with the API keys that clients need, on every node with an ingress; `python -m app.api.keys new "
-        "NAME` makes one. Changes take effect within two seconds. `auto`: those in `QUIRE_KEYS`; without any, "
-        "everybody may use the server",
+        "File with the API keys of clients, on every node with an ingress; `python -m app.api.keys new NAME` "
+        "makes a key. Changes take effect within two seconds. `auto`: the keys in `QUIRE_KEYS`; without any, "
+        "anyone may use the server",
     )
     audit_log: str | None = option(
         None,
         "File to which each ingress appends a JSON object for every request: time, request ID, key, address, "
-        "route, outcome, tokens. It may be rotated by moving it away. `auto`: none",
+        "route, outcome, tokens. To rotate it, move it away. `auto`: none",
     )
     tracing_endpoint: str | None = option(
         None,
-        "Address of an OpenTelemetry collector that takes OTLP over HTTP, such as `http://collector:4318`: "
-        "ingresses send it traces of requests. Headers that it needs are in `OTEL_EXPORTER_OTLP_HEADERS`. "
+        "Address of an OpenTelemetry collector that accepts OTLP over HTTP, such as `http://collector:4318`: "
+        "ingresses send it traces of requests. `OTEL_EXPORTER_OTLP_HEADERS` in the environment sets headers. "
         "`auto`: no traces",
         pattern=r"^https?://[^/\s]+(/\S*)?$",
     )
     trace_sample: float = option(
         0.01,
-        "Share of requests that are traced with `tracing_endpoint`, 0 to 1. For a request with the header "
-        "`traceparent`, its sender has decided",
+        "Share of requests that are traced with `tracing_endpoint`, 0 to 1. For a request with a `traceparent` "
+        "header, its sender decides",
         ge=0,
         le=1,
     )
     prefix_words: bool = option(
         False,
-        "Show on `/dashboard`, to everybody who may open it, the first words of prompts that requests share, "
-        "also where neither a key nor `tenant_header` says whose they are. Tenants see their own anyway",
+        "Show the first words of shared prompts to anyone who may open `/dashboard`, even if neither a key nor "
+        "`tenant_header` identifies their tenant. Tenants see their own in any case",
         live=True,
     )
     cors_origins: str | None = option(
@@ -268,42 +267,43 @@ class IngressOptions(Group):
         None,
         "Request header that identifies the tenant, such as `x-tenant` or `authorization`. Tenants do not "
         "share cached prefixes, and get fair shares of the engines. A trusted gateway must set or check the "
-        "header. `auto`: all clients are one tenant, and those with another API key or `user` get fair shares",
+        "header. `auto`: the API key is the tenant; without keys, all clients are one tenant, and those with "
+        "different `authorization` or `user` get fair shares",
         live=True,
         pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
     )
     instance: str | None = option(
         None,
-        "Name of this server in `/health` and in the response header `x-quire-instance`: tells its answers "
-        "from another server's. `auto`: drawn when the server starts, on a cluster when Ray starts",
+        "Name of this server in `/health` and in the response header `x-quire-instance`, which distinguishes "
+        "its answers from another server's. `auto`: random, chosen when the server (on a cluster, Ray) starts",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
     )
     tool_parser: ToolParser = option(
         "auto",
-        "How the model writes calls of tools: `hermes` (Hermes, Qwen), `llama3_json`, `mistral`, `pythonic` "
-        "(Llama 4), or `none`. `auto`: as its chat template says, or `hermes`",
+        "Format of the model's tool calls: `hermes` (Hermes, Qwen), `llama3_json`, `mistral`, `pythonic` "
+        "(Llama 4), or `none`. `auto`: inferred from the chat template, otherwise `hermes`",
         live=True,
     )
     reasoning_parser: ReasoningParser = option(
         "auto",
-        "How the model marks its reasoning: `think` (`<think>`), `mistral` (`[THINK]`), or `none`. `auto`: as "
-        "its chat template says",
+        "Format of the model's reasoning: `think` (`<think>`), `mistral` (`[THINK]`), or `none`. `auto`: "
+        "inferred from the chat template",
         live=True,
     )
     admin_routes: bool = option(
         False,
-        "Serve `POST /admin/reset_prefix_cache`, with API keys for those with `admin` only; without keys, keep "
-        "clients from the route",
+        "Serve `POST /admin/reset_prefix_cache`. If there are API keys, only those with `admin` may use it; "
+        "without keys, block the route at a gateway",
         live=True,
     )
 
 
 class ScalingOptions(Group):
-    """Scaling: the number of engines, and the processors of each."""
+    """Scaling: the number of engines, and the CPUs of each."""
 
     engine_replicas: int = option(
         1,
-        "Number of engines, each on its own device (on a CPU: on a share of the cores). With `max_replicas`: "
+        "Number of engines, each on its own device (on a CPU: a share of the cores). With `max_replicas`: "
         "the number at startup, at least the minimum",
         restarts=("ingress",),
         ge=1,
@@ -318,8 +318,8 @@ class ScalingOptions(Group):
     )
     min_replicas: int | None = option(
         None,
-        "Number of engines without any work. `auto`: 1. At 0 the last engine stops, too, and the next request "
-        "waits for one to start",
+        "Number of engines to keep when there is no work. `auto`: 1. At 0, the last engine stops, too, and the "
+        "next request waits for one to start",
         restarts=("ingress",),
         ge=0,
     )
@@ -349,7 +349,7 @@ class ScalingOptions(Group):
     )
     scaling_reserve: float = option(
         0.5,
-        "Engines beyond what prompts need, which absorb bursts while others start",
+        "Spare engines beyond what prompts need, to absorb bursts while others start",
         restarts=(),
         policy=True,
         ge=0,
@@ -365,9 +365,9 @@ class ScalingOptions(Group):
     )
     scale_down_after_s: float | None = option(
         None,
-        "Stop an engine once the need has been lower for this long, in seconds; the last one, once it has had "
-        "no work for twice as long. `auto`: twice the measured startup time, at least 60; the last one, after "
-        "600",
+        "Stop an engine once it has not been needed for this long, in seconds; stop the last one once it has "
+        "had no work for twice as long. `auto`: twice the measured startup time, at least 60; for the last "
+        "one, 600",
         restarts=(),
         policy=True,
         ge=0.1,
@@ -445,15 +445,15 @@ class ScalingOptions(Group):
 class LaunchOptions(Group):
     """Launch: for `make serve` only. On a cluster, set `http_options` in `serve_config.yaml` instead."""
 
-    host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` admits other machines")
-    open_access: bool = option(False, "Allow a `host` that other machines reach although there are no API keys")
+    host: str = option("127.0.0.1", "Address to listen on; `0.0.0.0` accepts connections from other machines")
+    open_access: bool = option(False, "Allow a `host` that other machines can reach even without API keys")
     port: int = option(8000, "Port to listen on", ge=1, le=65535)
     ray_dashboard: bool = option(
-        False, "Start Ray's dashboard, too, which takes seconds of processor time and a quarter of a GB"
+        False, "Start Ray's dashboard, too, which takes several seconds of CPU time and a quarter of a GB"
     )
     tls_file: str | None = option(
         None,
-        "PEM file with the certificate, its chain, and the private key: clients then connect by HTTPS. "
+        "PEM file with the certificate, its chain, and the private key; clients then connect by HTTPS. "
         "`auto`: plain HTTP",
     )
 

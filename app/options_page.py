@@ -19,11 +19,11 @@ Set an option in one of these ways:
 - as `QUIRE_<OPTION>` in the environment, which overrides both; [deployment](deployment.md#options) says where
   the environment is read.
 
-Sizes are bytes, or text such as `512MB` and `2GiB`. `auto` is the same as leaving an option out.
+A size is a number of bytes, or text such as `512MB` or `2GiB`. `auto` is the same as omitting the option.
 
 To change an option of a running application, change `args` and deploy again. The column *restarts* names the
-deployments whose replicas are then replaced; for an option that names none, running replicas go on. The column
-*live* names those whose `user_config` can change the option instead, in running replicas.
+deployments whose replicas are then replaced; if it is empty, running replicas stay. The column *live* names the
+deployments whose `user_config` can change the option in running replicas instead.
 [Deployment](deployment.md#deploying-again) describes how.
 """
 

@@ -42,8 +42,8 @@ class EngineOptions:
     )
     weights: WeightsOption = option(
         "auto",
-        "How matrices are kept on a CPU: `model`, in `dtype`; `int8`; or `int4`. `auto`: in 4 bits where the "
-        "checkpoint's matrices were made from such codes, which are then kept exactly; otherwise in `dtype`",
+        "Format of matrices on a CPU: `model`, in `dtype`; `int8`; or `int4`. `auto`: 4 bits if the "
+        "checkpoint's matrices came from 4-bit codes, which are then kept exactly; otherwise `dtype`",
     )
     device: str = option("auto", "`cpu` or `cuda`. `auto`: CUDA if there is a GPU")
     kernels: str = option("auto", "Kernels: `cpu`, `triton`, or `reference`. `auto`: by device")
@@ -58,7 +58,7 @@ class EngineOptions:
     num_blocks: int | None = option(None, "Size of the KV pool in blocks; overrides `kv_memory`", ge=1)
     memory_fraction: float = option(0.9, "Share of a GPU's memory for weights and KV", gt=0, le=1)
     max_model_len: int | None = option(
-        None, "Maximum length of a sequence, prompt and output together, in tokens. `auto`: the model's", ge=1
+        None, "Maximum length of a sequence (prompt plus output), in tokens. `auto`: the model's", ge=1
     )
     max_num_seqs: int = option(256, "Maximum number of sequences in one step", ge=1)
     token_budget: int | None = option(
@@ -77,13 +77,13 @@ class EngineOptions:
     )
     recovery: RecoveryOption = option(
         "auto",
-        "How a preempted request gets its KV back: `swap`, `recompute`, or `auto`, the one with the lower "
+        "How a preempted request gets its KV back: `swap`, `recompute`, or `auto`, whichever has the lower "
         "estimated time",
     )
     speculation: int | None = option(
         None,
-        "Maximum number of tokens guessed ahead for a sequence in one step, from its own text; 0 turns it off. "
-        "`auto`: 15, and in any case only as many as are expected to save time",
+        "Maximum number of tokens to guess for a sequence in one step, from its own text; 0 turns speculation "
+        "off. `auto`: 15. Only as many are guessed as are expected to save time",
         ge=0,
         le=63,
     )
@@ -93,7 +93,7 @@ class EngineOptions:
         "priority",
         gt=0,
     )
-    seed: int = option(0, "Seed from which the engine draws the seeds of requests that have none")
+    seed: int = option(0, "Seed from which the engine derives the seeds of requests that have none")
     check_invariants: bool = option(False, "Verify the block pool after every step (slow)")
     check_at_idle: bool = option(False, "Verify all bookkeeping whenever the engine becomes idle")
 

@@ -14,9 +14,9 @@ This page is generated from the code: `python -m app.metrics.page > docs/metrics
 
 Two endpoints serve the same figures in Prometheus's text format:
 
-- **`GET /metrics` of the server**, with a key if the server has keys; only an `admin` key sees what other keys
-  have used, and models that the `models` of the key leave out. One scrape has the whole fleet, whichever
-  ingress answers it, so scrape one address:
+- **`GET /metrics` of the server**, with a key if the server has keys. Only an `admin` key sees other keys'
+  usage, and models outside the key's own `models`. One scrape covers the whole fleet, whichever
+  ingress answers, so scrape a single address:
 
   ```yaml
   scrape_configs:
@@ -25,24 +25,25 @@ Two endpoints serve the same figures in Prometheus's text format:
       static_configs: [{targets: ["quire.example:8000"]}]
   ```
 
-  Every figure has the label `model_name`, and `replica` with the Serve replica that counted it, ingress or
-  engine. Each replica appears once, so `sum` without `by (replica)` counts nothing twice; an ingress of several
-  models counts for each, and a refusal before the model was known for the first. An engine sends its
-  figures to each ingress once a second, with its tokens; the ingress that is asked asks the others. One that
-  does not answer within 2 s is left out of that scrape. The only ingress looks for others every 5 s. Answers
-  are repeated for 1 s. [What it costs](live_page.md#what-it-costs).
+  Every figure has the labels `model_name` and `replica`, the Serve replica that counted it (ingress or
+  engine). Each replica appears once, so `sum` without `by (replica)` counts nothing twice. With several
+  models, an ingress counts each model separately; a refusal before the model is known counts for the first
+  model. An engine sends its figures to each ingress once a second, with its tokens. The ingress that is
+  scraped asks the other ingresses, and omits those that do not answer within 2 s. An ingress without others
+  looks for new ones every 5 s. Answers are cached for 1 s. [What it costs](live_page.md#what-it-costs).
 - **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
-  Figures are up to 12 s old. The label `route` is called `path` there. Histograms are of type `gauge` there,
-  because Ray's own cost too much for each token; `rate` and `histogram_quantile` read them alike. Figures by
-  key are not there: anyone who reaches the port may read it. Ray's own Serve LLM board finds its names there:
-  all its panels have data but those of NIXL and of the KV offload, since no engine sends KV to another, and KV
-  on the host serves no other request. See [deployment](deployment.md#monitoring) for how to scrape it.
+  Figures are up to 12 s old. The label `route` is called `path` there. Histograms have the type `gauge`,
+  because Ray's own histograms cost too much per token; `rate` and `histogram_quantile` work the same way.
+  Figures by key are omitted, because anyone who can reach the port can read it. Ray's Serve LLM board finds
+  the names that it expects. Its panels for NIXL and KV offloading stay empty, because engines do not send KV
+  to each other and do not share KV on the host between requests. [Deployment](deployment.md#monitoring) says
+  how to scrape this endpoint.
 
-`GET /dashboard` shows the fleet live, in a browser ([the live page](live_page.md)), `python -m app.top` in a
+`GET /dashboard` shows the fleet live in a browser ([the live page](live_page.md)), and `python -m app.top` in a
 terminal.
 
-A counter's name ends with `_total`; a histogram has `_bucket`, `_sum` and `_count`. A replica's figures begin
-at 0 when it starts, and end with it.
+A counter's name ends with `_total`; a histogram has `_bucket`, `_sum` and `_count`. A replica's figures start
+at 0 when the replica starts, and disappear with it.
 
 """
 
@@ -58,7 +59,7 @@ _TITLES = {
 _REASONS = """\
 ## Why a replica was chosen
 
-`quire_routing_decisions_total{reason}` says what decided for a replica, against the one that was second:
+`quire_routing_decisions_total{reason}` says why a replica was chosen over the second-best one:
 
 """
 
@@ -71,16 +72,16 @@ _CHOSEN = {
     "eviction": "evicts fewer cached blocks",
     "admission": "has sequence slots and blocks, or will have them sooner",
     "balance": "costs as much as others and has less booked",
-    "victims": "stays, while cheaper ones may stop soon",
-    "policy": "was chosen by another `routing` than `prefix`",
-    "fault": "was chosen after a defect; see `quire_faults_total`",
+    "victims": "will stay, while cheaper ones may stop soon",
+    "policy": "was chosen by a `routing` other than `prefix`",
+    "fault": "was chosen after an error in the decision; see `quire_faults_total`",
 }
 """What each of ``ROUTING_REASONS`` says of the chosen replica."""
 
 _ALIASES = """\
 ## Other names
 
-Boards for vLLM find the same figures at `/metrics` under `vllm:` and, through Ray, under `ray_vllm_`:
+For dashboards made for vLLM, `/metrics` has the same figures under `vllm:`, and Ray's endpoint under `ray_vllm_`:
 
 """
 

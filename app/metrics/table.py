@@ -98,24 +98,21 @@ TABLE: tuple[Metric, ...] = (
     _histogram(
         _I,
         "inter_token_seconds",
-        "Between two tokens of a choice; those that come together share it.",
+        "Between two tokens of a choice; tokens that arrive together share the interval.",
         INTER_TOKEN_BOUNDS,
     ),
     _histogram(
         _I,
         "time_per_output_token_seconds",
-        "Of each request: time after its first token, over further tokens per choice.",
+        "For each request: time after its first token, divided by further tokens per choice.",
         INTER_TOKEN_BOUNDS,
     ),
     _histogram(
-        _I, "request_seconds", "From a request's arrival to its end, of those that end well.", LATENCY_BOUNDS
+        _I, "request_seconds", "From a request's arrival to its end, if it succeeds.", LATENCY_BOUNDS
     ),
-    _histogram(_I, "request_prompt_tokens", "Prompt tokens of each request that ends well.", TOKEN_BOUNDS),
+    _histogram(_I, "request_prompt_tokens", "Prompt tokens of each successful request.", TOKEN_BOUNDS),
     _histogram(
-        _I,
-        "request_output_tokens",
-        "Output tokens of each request that ends well, of all choices.",
-        TOKEN_BOUNDS,
+        _I, "request_output_tokens", "Output tokens of each successful request, all choices.", TOKEN_BOUNDS
     ),
     Metric(
         "ended_requests",
@@ -127,36 +124,38 @@ TABLE: tuple[Metric, ...] = (
     _counter(
         _I, "refused_requests", "Requests answered with a 429 or 503, by the error's code.", "reason", *REFUSALS
     ),
-    _counter(_I, "key_requests", "Requests of each API key that have ended.", "key"),
+    _counter(_I, "key_requests", "Each API key's requests that have ended.", "key"),
     _counter(_I, "key_prompt_tokens", "Prompt tokens of each API key's requests.", "key"),
-    _counter(_I, "key_cached_tokens", "Those of them that the cache supplied.", "key"),
+    _counter(_I, "key_cached_tokens", "Of these prompt tokens, those that the cache supplied.", "key"),
     _counter(_I, "key_output_tokens", "Output tokens of each API key's requests.", "key"),
     # The ingress.
     _gauge(_I, "live_requests", "Choices in progress."),
     _gauge(
-        _I, "loop_lag_seconds", "How late the loop is, or how long frames, or requests to begin, wait for it."
+        _I,
+        "loop_lag_seconds",
+        "How late the event loop is, or how long frames or new requests have waited for it, whichever is more.",
     ),
     _gauge(_I, "expected_wait_seconds", "Expected wait of a new request on the best replica."),
     _gauge(
         _I,
         "replicas",
-        "Engine replicas by the state of the channel to them.",
+        "Engine replicas by state of their channel.",
         "state",
         "opening",
         "open",
         "suspect",
         "closed",
     ),
-    _counter(_I, "moved_requests", "Requests that moved because their replica stops or is cordoned."),
-    _counter(_I, "resubmissions", "Attempts made because the one before failed or lost its replica."),
+    _counter(_I, "moved_requests", "Requests that moved because their replica was stopping or cordoned."),
+    _counter(_I, "resubmissions", "Attempts made because the previous one failed or lost its replica."),
     _gauge(_I, "resubmissions_waiting", "Requests that wait for the resubmission budget."),
-    _counter(_I, "lost_channels", "Channels to engines that ended by a fault."),
+    _counter(_I, "lost_channels", "Channels to engines that ended because of a fault."),
     _counter(_I, "silent_channels", "Times an engine was silent for 3 s."),
     _counter(_I, "dead_engines", "Engines that died while their channel was open."),
     _counter(
         _I,
         "faults",
-        "Defects that were caught; above 0 is a bug.",
+        "Caught defects of Quire; any value above 0 is a bug.",
         "part",
         "events",
         "calls",
@@ -166,26 +165,26 @@ TABLE: tuple[Metric, ...] = (
     _counter(
         _I,
         "ray_faults",
-        "Failed exchanges with Ray without which requests go on: predicted victims, the last scaling decision.",
+        "Failed exchanges with Ray that do not affect requests: likely victims, the last scaling decision.",
         "part",
         "victims",
         "decision",
     ),
     _counter(
-        _I, "routing_decisions", "Placed attempts by what decided; see below.", "reason", *ROUTING_REASONS
+        _I, "routing_decisions", "Placed attempts by reason; see below.", "reason", *ROUTING_REASONS
     ),
     _counter(
         _I, "predicted_cached_tokens", "Prompt tokens that the router expected in the chosen replica's cache."
     ),
     _counter(_I, "actual_cached_tokens", "Prompt tokens that the cache supplied to these requests."),
-    _counter(_I, "cached_tokens_error", "Sum of the differences of the two, without their signs."),
+    _counter(_I, "cached_tokens_error", "Sum of the absolute differences between the two."),
     # KV memory.
     _gauge(_E, "kv_blocks", "KV blocks by state.", "state", "referenced", "cached", "free"),
-    _gauge(_E, "kv_shared_blocks", "Referenced blocks that are held more than once."),
+    _gauge(_E, "kv_shared_blocks", "Blocks with more than one reference."),
     _gauge(
         _E,
         "kv_demand_blocks",
-        f"Blocks that running and waiting work needs, with {_GROWTH} of its expected growth.",
+        f"Blocks that running and waiting requests need, plus {_GROWTH} of their expected growth.",
     ),
     _gauge(_E, "kv_occupancy", "Referenced KV blocks as a share of all, 0 to 1."),
     _gauge(_E, "host_blocks", "Host blocks for swapped-out KV by state.", "state", "used", "free"),
@@ -200,7 +199,7 @@ TABLE: tuple[Metric, ...] = (
     _counter(_E, "prompt_tokens", "Prompt tokens of admitted requests."),
     _counter(_E, "generated_tokens", "Generated tokens."),
     _counter(_E, "drafted_tokens", "Tokens that speculation guessed and ran."),
-    _counter(_E, "accepted_tokens", "Of the guessed tokens, those that were right."),
+    _counter(_E, "accepted_tokens", "Guessed tokens that were right."),
     _counter(_E, "finished_requests", "Finished sequences by reason.", "finished_reason", *_REASONS),
     _histogram(
         _E,
@@ -211,9 +210,9 @@ TABLE: tuple[Metric, ...] = (
     _histogram(_E, "prefill_seconds", "From a request's first step to its first token.", LATENCY_BOUNDS),
     _histogram(_E, "decode_seconds", "From a request's first token to its last.", LATENCY_BOUNDS),
     _counter(_E, "preemptions", "Preemptions of sequences."),
-    _counter(_E, "recovery_decisions", "Preemptions by how the KV is to come back.", "recovery", *_RECOVERIES),
+    _counter(_E, "recovery_decisions", "Preemptions by chosen recovery.", "recovery", *_RECOVERIES),
     _counter(_E, "recoveries", "Finished recoveries by kind.", "recovery", *_RECOVERIES),
-    _counter(_E, "recovery_fallbacks", "Swaps that became recomputes for want of host blocks."),
+    _counter(_E, "recovery_fallbacks", "Swaps that became recomputes because host blocks had run out."),
     _counter(
         _E,
         "recovery_estimated_seconds",
@@ -222,12 +221,12 @@ TABLE: tuple[Metric, ...] = (
         *_RECOVERIES,
     ),
     _counter(_E, "recovery_seconds", "Actual time of finished recoveries by kind.", "recovery", *_RECOVERIES),
-    _counter(_E, "failed_steps", "Steps that failed and were run again in parts."),
-    _counter(_E, "grammar_faults", "Structured outputs that could not be tried: the process for it failed."),
-    _counter(_E, "lost_leases", "Times an ingress sent no beat for 5 s, and its tokens were kept back."),
+    _counter(_E, "failed_steps", "Steps that failed and were rerun in parts."),
+    _counter(_E, "grammar_faults", "Forms of structured output not checked because the checking process failed."),
+    _counter(_E, "lost_leases", "Times an ingress sent no heartbeat for 5 s, so its tokens were held back."),
     # The scaling policy, in Serve's controller.
-    _gauge(_S, "scaling_target", "Replicas that the policy asks for; in shadow mode, would ask for."),
-    _gauge(_S, "scaling_running", "Replicas that run."),
+    _gauge(_S, "scaling_target", "Replicas that the policy requests or, in shadow mode, would request."),
+    _gauge(_S, "scaling_running", "Running replicas."),
     _gauge(
         _S,
         "scaling_need_replicas",
@@ -239,17 +238,17 @@ TABLE: tuple[Metric, ...] = (
     ),
     _gauge(_S, "scaling_demand", "KV demand as a share of the running replicas' pools; can exceed 1."),
     _gauge(_S, "scaling_reason", "1 for the reason of the last decision, 0 for earlier ones.", "reason"),
-    _gauge(_S, "scaling_held", "1 for what holds the target now, 0 for what did before.", "held_by"),
+    _gauge(_S, "scaling_held", "1 for what holds the target now, 0 for earlier causes.", "held_by"),
     _gauge(_S, "scaling_missing_reports", "Running replicas without a fresh report."),
     _counter(
         _S,
         "scaling_faults",
-        "Decisions, or messages about them, that failed.",
+        "Failed decisions, and failures to publish them.",
         "part",
         "decision",
         "publishing",
     ),
     _counter(
-        _S, "scaling_victims", "Stopped replicas, by whether these were predicted.", "predicted", "yes", "no"
+        _S, "scaling_victims", "Stopped replicas, by whether they were predicted.", "predicted", "yes", "no"
     ),
 )
