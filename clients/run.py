@@ -29,11 +29,11 @@ LIMIT_S = 600.0
 
 HEAD = """# Clients
 
-`make clients` runs these clients, unpatched, each in an environment of its own (`clients/pins/`, kept in
-`QUIRE_CACHE` or `~/.cache/quire`), against a server that it starts, and writes this page.
-`make clients ARGS="--url URL --model NAME"` runs them against a server that is already up. `tests/` use
-OpenAI's and Anthropic's own clients. Of instructor's modes, those of other providers are left out: it refuses
-them for OpenAI's clients before it sends anything.
+`make clients` starts a server, runs these clients against it, and writes this page. The clients are unpatched, and
+each has its own environment (`clients/pins/`, kept in `QUIRE_CACHE` or `~/.cache/quire`).
+`make clients ARGS="--url URL --model NAME"` runs them against a server that is already running. The project's tests
+also use OpenAI's and Anthropic's own clients. Instructor's modes for other providers are omitted: with OpenAI's
+client, it rejects them before it sends anything.
 
 """
 
