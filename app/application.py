@@ -76,9 +76,9 @@ def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[st
         )
     elif serving.haproxy_enabled() and not serving.haproxy_mended():
         logger.warning(
-            "Serve's HAProxy lets requests run on whose clients have left, and idle connections lock others "
-            "out; set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` prints before `ray start` "
-            "(docs/deployment.md)"
+            "Serve's HAProxy keeps running requests whose clients have left, and lets idle connections lock "
+            "others out; before `ray start`, set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` "
+            "prints (docs/deployment.md)"
         )
     return assemble(options, replica_class, room, tries)
 
@@ -127,10 +127,10 @@ def assemble(
     for model, surge in zip(models, surges, strict=True):
         if nodes and not surge:
             logger.warning(
-                "there is no room for one engine replica more%s, so a deploy stops old ones before new ones "
-                "start%s",
+                "there is no room for an additional engine replica%s, so a deploy stops old ones before new "
+                "ones start%s",
                 f" of {model.name}" if model.one_of_several else "",
-                ", here the only one" if model.options.scaling.upper_limit == 1 else "",
+                ", including the only one" if model.options.scaling.upper_limit == 1 else "",
             )
         deployment = engine_deployment(model, replica_class, nodes, surge)
         if tries and model.name in tries:

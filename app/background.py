@@ -35,8 +35,8 @@ def start_task(
         _running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            logger.error("the background task %r ended by an error", name, exc_info=error)
-            on_error(f"the background task {name!r} ended by an error: {type(error).__name__}: {error}")
+            logger.error("the background task %r ended with an error", name, exc_info=error)
+            on_error(f"the background task {name!r} ended with an error: {type(error).__name__}: {error}")
 
     _running.add(task)
     task.add_done_callback(ended)

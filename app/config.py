@@ -118,7 +118,8 @@ class ServiceOptions(Group):
     models: list[model_entries.Entry] | None = option(
         None,
         "Several models for one server: a mapping from names to options, or a YAML file that contains one; "
-        "requests choose by `model`. See [models](models.md#several-models-on-one-server). `auto`: only `model`",
+        "requests choose by `model`. See [models](models.md#several-models-on-one-server). `auto`: one, "
+        "`model`",
         restarts=("ingress",),
     )
     served_model_name: str | None = option(
@@ -192,15 +193,15 @@ class IngressOptions(Group):
         2**19,
         "Return 400 for requests whose whole response could have more log probabilities of output tokens than "
         "this: prompts times sequences times `max_tokens` times (alternatives + 1). Without `max_tokens`, the "
-        "output ends at the limit. Streams have no limit, except those of Responses: a quarter of this, because "
-        "their last events repeat the entries",
+        "output ends at the limit. Streams have no limit, except those of Responses: a quarter of this, "
+        "because their last events repeat the entries",
         live=True,
         ge=1,
     )
     min_priority: int = option(
         0,
-        "Lowest `priority` that clients may use; lower values run first. At 0, no client gets ahead of requests "
-        "without a priority",
+        "Lowest `priority` that clients may use; lower values run first. At 0, no client gets ahead of "
+        "requests without a priority",
         live=True,
         ge=-1000,
         le=0,
@@ -392,7 +393,7 @@ class ScalingOptions(Group):
     def _check_bounds(self) -> ScalingOptions:
         if self.max_replicas is None:
             if self.min_replicas is not None:
-                raise ValueError("min_replicas needs max_replicas: without it the number is engine_replicas")
+                raise ValueError("min_replicas needs max_replicas; without it, the number is engine_replicas")
             return self
         for name in ("min_replicas", "engine_replicas"):
             if (getattr(self, name) or 0) > self.max_replicas:
@@ -675,7 +676,7 @@ def served_models(config: AppConfig) -> tuple[ServedModel, ...]:
     given = [name for name in ("model", "served_model_name") if name in service.model_fields_set]
     if given:
         raise ConfigError(
-            f"{' and '.join(given)} cannot be set beside models: each entry has a name, and a model of its own"
+            f"{' and '.join(given)} cannot be combined with models: each entry has its own name and model"
         )
     base = config.model_dump(exclude_unset=True)
     del base["service"]["models"]

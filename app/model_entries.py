@@ -103,5 +103,5 @@ def _entry(name: Any, options: Any) -> Entry:
     if not isinstance(options, Mapping):
         raise ConfigError(f"models: {name}: {shown(options)} must be a mapping from options to values")
     if "name" in options:
-        raise ConfigError(f"models: {name}: name is its key already")
+        raise ConfigError(f"models: {name}: remove name from the options; the entry's key is the name")
     return {"name": name, **{str(key): value for key, value in options.items()}}

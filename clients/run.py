@@ -29,10 +29,10 @@ LIMIT_S = 600.0
 
 HEAD = """# Clients
 
-`make clients` starts a server, runs these clients against it, and writes this page. The clients are unpatched, and
-each has its own environment (`clients/pins/`, kept in `QUIRE_CACHE` or `~/.cache/quire`).
-`make clients ARGS="--url URL --model NAME"` runs them against a server that is already running. The project's tests
-also use OpenAI's and Anthropic's own clients. Instructor's modes for other providers are omitted: with OpenAI's
+`make clients` starts a server, runs these clients against it, and writes this page. The clients are unpatched,
+and each has its own environment (`clients/pins/`, kept in `QUIRE_CACHE` or `~/.cache/quire`).
+`make clients ARGS="--url URL --model NAME"` runs them against a server that is already running. The tests also
+use OpenAI's and Anthropic's own clients. Instructor's modes for other providers are omitted: with OpenAI's
 client, it rejects them before it sends anything.
 
 """

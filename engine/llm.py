@@ -191,10 +191,12 @@ class LLM:
             Exception: the engine itself failed; it must not be used any more.
         """
         if not isinstance(stop, Iterable):
-            raise InvalidRequestError(f"stop is {shown(stop)} but must be a text, or texts", "stop")
+            raise InvalidRequestError(
+                f"stop is {shown(stop)} but must be a string or a list of strings", "stop"
+            )
         stops = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
         if wrong := [text for text in stops if not isinstance(text, str)]:
-            raise InvalidRequestError(f"stop has {shown(wrong[0])} but must be a text, or texts", "stop")
+            raise InvalidRequestError(f"stop has {shown(wrong[0])} but its entries must be strings", "stop")
         requests = self._requests(prompts, params, CacheNamespace() if namespace is None else namespace)
         if not stops:
             collected = {request.request_id: _Collected(request) for request in requests}
@@ -240,7 +242,7 @@ class LLM:
         """
         if not isinstance(messages, list | tuple):
             raise InvalidRequestError(
-                f"messages is {shown(messages)} but must be a list of messages, or of conversations", "messages"
+                f"messages is {shown(messages)} but must be a list of messages or of conversations", "messages"
             )
         several = bool(messages) and not isinstance(messages[0], dict)
         prompts: list[list[int]] = []
@@ -255,7 +257,7 @@ class LLM:
                 )
             except TEMPLATE_ERRORS as error:
                 raise InvalidRequestError(
-                    f"the chat template refuses messages[{place}]: {error}", "messages", "chat_template_error"
+                    f"the chat template rejects messages[{place}]: {error}", "messages", "chat_template_error"
                 ) from error
             text = str(rendered)
             check_text(f"messages[{place}]" if several else "messages", text, "messages")
@@ -328,7 +330,7 @@ class LLM:
             prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple | range):
             raise InvalidRequestError(
-                f"prompts[{place}] is {shown(prompt)} but must be a text or a list of token ids; write "
+                f"prompts[{place}] is {shown(prompt)} but must be a string or a list of token ids; write "
                 "[[5, 6, 7]] for one prompt of three tokens",
                 "prompt",
             )
@@ -390,7 +392,7 @@ def _listed(prompts: object) -> list[object]:
         prompts = prompts.tolist()
     if isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
-            f"prompts is {shown(prompts)} but must be a text, a list of texts, or a list of token-id lists",
+            f"prompts is {shown(prompts)} but must be a string, a list of strings, or a list of token-id lists",
             "prompt",
         )
     return list(prompts)

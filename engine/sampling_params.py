@@ -158,7 +158,7 @@ class SamplingParams:
             )
             if not allowed:
                 raise InvalidRequestError(
-                    "allowed_token_ids is empty, so that no token could be chosen; leave it out to allow all",
+                    "allowed_token_ids is empty, so no token could be chosen; leave it out to allow all",
                     "allowed_token_ids",
                 )
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
@@ -190,8 +190,8 @@ class SamplingParams:
             return
         if self.structured_output is not None:
             raise InvalidRequestError(
-                "structured_output is given but use_beam_search is true, and beams are not held to a form; "
-                "leave one of them out",
+                "structured_output is given but use_beam_search is true, and beams cannot be constrained to a "
+                "form; leave one of them out",
                 "structured_output",
             )
         if self.temperature not in (0.0, 1.0):
@@ -202,8 +202,8 @@ class SamplingParams:
         for name, off in _NOT_WITH_BEAMS:
             if getattr(self, name) != off:
                 raise InvalidRequestError(
-                    f"{name} is {shown(getattr(self, name))} but beam search takes the model's probabilities "
-                    "as they are; leave it out",
+                    f"{name} is {shown(getattr(self, name))} but beam search uses the model's probabilities "
+                    "unchanged; leave it out",
                     name,
                 )
 

@@ -225,7 +225,7 @@ class Kernels(ABC):
         :meth:`linear` then codes the rows of ``x``, too. Raises ``ValueError`` for weights that cannot be
         coded.
         """
-        raise NotImplementedError(f"{self.name} kernels take no weights in few bits")
+        raise NotImplementedError(f"{self.name} kernels do not support 4-bit or 8-bit weights")
 
     @abstractmethod
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -300,7 +300,7 @@ class Kernels(ABC):
 
         Returns int64, as many as there are keys. ``engine.execution.sampler`` defines what is drawn.
         """
-        raise NotImplementedError(f"{self.name} kernels draw no tokens")
+        raise NotImplementedError(f"{self.name} kernels do not draw tokens")
 
 
 def edit_logits(logits: Tensor, edits: Sequence[RowEdit]) -> None:

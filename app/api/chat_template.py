@@ -96,7 +96,7 @@ def _before_mark(text: str) -> str:
     """A text up to the mark in it; as ``transformers`` does, with the space that the template keeps there."""
     place = text.rfind(_CONTINUED.rstrip())
     if place < 0:
-        raise TemplateError("it does not write the last message, so that cannot be continued")
+        raise TemplateError("its output does not contain the last message, so that cannot be continued")
     kept = text[place : place + len(_CONTINUED)] == _CONTINUED
     return text[:place] if kept else text[:place].rstrip()
 

@@ -42,15 +42,15 @@ async def events(request: Request) -> Response:
     if feed.viewers >= MOST_VIEWERS:
         raise ApiError(
             503,
-            f"{MOST_VIEWERS} pages are open at this ingress, which is all that it serves; close one",
+            f"{MOST_VIEWERS} pages are open at this ingress, and it serves no more; close one",
             code="unavailable",
             kind="service_unavailable_error",
         )
     if not feed.has_place(key):
         raise ApiError(
             429,
-            f"{feed.of_keys[key]} pages of the key {key!r} are open at this ingress, and {feed.viewers} of "
-            f"{MOST_VIEWERS} in all; a key may have as many as it leaves free; close one",
+            f"the key {key!r} has {feed.of_keys[key]} of {MOST_VIEWERS} pages open at this ingress, where "
+            f"{feed.viewers} are open in all; a key may have only as many as it leaves free; close one",
             code="client_limit_exceeded",
             kind="rate_limit_error",
             retry_after_s=math.ceil(STREAM_S),
@@ -121,8 +121,8 @@ async def one_request(request: Request) -> Response:
     if not found:
         raise ApiError(
             404,
-            f"no request {shown(asked)} is known here: another key or server may have it, or it is too old. "
-            f"An ingress remembers the last {MOST_ENDED:,} that have ended",
+            f"no request {shown(asked)} is known here: it belongs to another key or server, or is too old; "
+            f"an ingress remembers the last {MOST_ENDED:,} that have ended",
             "request_id",
         )
     lives = [known.life for known in found[:MOST_LIVES]]

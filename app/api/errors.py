@@ -102,9 +102,8 @@ def overloaded(refusal: Refusal) -> ApiError:
     if refusal.behind:
         return ApiError(
             429,
-            f"this front end is {refusal.wait_s:.1f} s behind with the requests that it has, above the limit "
-            f"of {refusal.limit_s:g} s (max_lag_s); try again in {refusal.retry_after_s} s, or run more of "
-            "them (ingress_replicas)",
+            f"this ingress is {refusal.wait_s:.1f} s behind, above the limit of {refusal.limit_s:g} s "
+            f"(max_lag_s); try again in {refusal.retry_after_s} s, or run more ingresses (ingress_replicas)",
             code="overloaded",
             kind="rate_limit_error",
             retry_after_s=refusal.retry_after_s,
@@ -126,7 +125,7 @@ def too_many_live(live: int, most: int, retry_after_s: int) -> ApiError:
     """503 while one ingress replica has the maximum number of requests."""
     return ApiError(
         503,
-        f"{live} choices are live and at most {most} are allowed (max_live_choices); "
+        f"{live} choices are in progress, and at most {most} are allowed at one ingress (max_live_choices); "
         f"try again in {retry_after_s} s",
         code="unavailable",
         kind="service_unavailable_error",
@@ -150,8 +149,9 @@ def too_many_bodies(most: int, others: int, own: int) -> ApiError:
     """503 while the large bodies that one ingress replica reads take all the memory that they may."""
     return ApiError(
         503,
-        f"large request bodies that are being read would take {others + own} of {most} bytes, {own} of them "
-        f"from this client, which may take as much as it leaves free; try again in {RETRY_AFTER_SECONDS} s",
+        f"with this body, the large bodies being read would take {others + own} of {most} bytes, {own} of them "
+        "from this client; one client may take only as much as it leaves free; try again in "
+        f"{RETRY_AFTER_SECONDS} s",
         code="unavailable",
         kind="service_unavailable_error",
         retry_after_s=RETRY_AFTER_SECONDS,
@@ -162,7 +162,7 @@ def template_untried() -> ApiError:
     """503 for chats while the machine is too busy for the trial of the model's chat template to end."""
     return ApiError(
         503,
-        "this model's chat template is still being tried, as the machine is busy; try again in "
+        "this model's chat template is still being tested because the machine is busy; try again in "
         f"{RETRY_AFTER_SECONDS} s",
         code="unavailable",
         kind="service_unavailable_error",
@@ -182,7 +182,8 @@ def model_not_allowed(name: str, key: str) -> ApiError:
     """403 for a model that the request's key is not for."""
     return ApiError(
         403,
-        f"the key {key!r} may not use the model {show(name)}; its entry in the key file names others (models)",
+        f"the key {key!r} may not use the model {show(name)}: its entry in the key file lists only others "
+        "(models)",
         "model",
         "model_not_allowed",
         kind="permission_error",
@@ -243,7 +244,12 @@ def _answer_to(error: Exception) -> ApiFault:
         return ApiFault(500, str(error), "server_error", code="engine_died", retriable=False)
     if isinstance(error, GenerationError):
         return ApiFault(500, str(error), "server_error", code="generation_failed")
-    return ApiFault(500, "an internal error ended this request; see the log", "server_error", code="internal")
+    return ApiFault(
+        500,
+        "an internal error ended this request; the server's log has details",
+        "server_error",
+        code="internal",
+    )
 
 
 def show(value: object) -> str:

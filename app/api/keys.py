@@ -170,7 +170,7 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"the key file {path} is wrong: {where}: {first['msg']}") from None
+        raise ConfigError(f"the key file {path} is invalid: {where}: {first['msg']}") from None
 
 
 def _parsed(text: str) -> object:

@@ -44,7 +44,7 @@ class LiveRequests:
             raise _too_much(own, choices, own_most, "max_client_choices", "choices", overload)
         if choices > most:  # no wait would help
             raise InvalidRequestError(
-                f"the request has {choices} choices but at most {most} may be live (max_live_choices)"
+                f"the request has {choices} choices but at most {most} may be in progress (max_live_choices)"
             )
         if self.count + choices > most:
             raise too_many_live(self.count, most, overload.retry_after_s())

@@ -284,7 +284,7 @@ class OpenAIService:
         if limits is None:
             raise UnavailableError(
                 f"no engine replica of the model {self.model!r} became ready within {self.engine_wait_s:g} s; "
-                "it is still loading, or cannot start (the operator sees why with `serve status`)"
+                "engines are still loading, or cannot start (the operator sees why with `serve status`)"
             )
         return limits
 

@@ -125,8 +125,8 @@ def with_tools(request: ChatRequest, use: ToolUse) -> ChatRequest:
         params = replace(params, structured_output=form)
     elif use.tools and params.structured_output is not None:
         raise InvalidRequestError(
-            "response_format is given, but so are tools that the model need not call, and a call has another "
-            "form; set tool_choice to 'none' or 'required', or leave response_format out",
+            "response_format cannot be combined with optional tools, because calls have their own form; set "
+            "tool_choice to 'none' or 'required', or leave response_format out",
             "response_format",
         )
     return replace(request, options=replace(request.options, params=params), tools=use)
@@ -230,14 +230,14 @@ def _check_ranked(params: SamplingParams, stop: tuple[str, ...], stream: bool) -
         name, asked = "best_of", f"best_of is {params.best_of} with n {params.n}"
     if stream:
         raise InvalidRequestError(
-            f"{asked}, so which results to return is only known at the end, but stream is true; "
+            f"{asked}, so the results to return are known only at the end, but stream is true; "
             f"set stream to false or leave {name} out",
             name,
         )
     if stop and params.use_beam_search:
         raise InvalidRequestError(
-            f"stop has {len(stop)} entries but {asked}: beams are compared by their tokens, before there is "
-            "any text to look for stop strings in; use stop_token_ids",
+            f"stop has {len(stop)} entries but {asked}: beams are compared as tokens, before there is text in "
+            "which to find stop strings; use stop_token_ids",
             "stop",
         )
 

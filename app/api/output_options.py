@@ -64,7 +64,7 @@ def parse_output(fields: dict[str, Any]) -> OutputOptions:
     asked = _count(fields, "prompt_logprobs")
     if asked is not None and fields.get("stream"):
         raise InvalidRequestError(
-            "prompt_logprobs is given but stream is true; they come in whole responses only", "prompt_logprobs"
+            "prompt_logprobs is given but stream is true; only whole responses have them", "prompt_logprobs"
         )
     return OutputOptions(
         bad_words=_bad_words(fields.get("bad_words", [])),
@@ -102,8 +102,8 @@ def parse_template(fields: dict[str, Any]) -> TemplateOptions:
     begins = boolean({"add_generation_prompt": not continues, **fields}, "add_generation_prompt")
     if continues and begins:
         raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt are both true, but the answer can only do one: "
-            "continue the last message, or begin its own",
+            "continue_final_message and add_generation_prompt are both true, but an answer can only do one: "
+            "continue the last message, or begin a new one",
             "continue_final_message",
         )
     return TemplateOptions(begins, continues, _variables(fields.get("chat_template_kwargs", {})))
@@ -176,7 +176,7 @@ def _variables(value: object) -> tuple[tuple[str, str | int | float | bool | Non
         )
     for key, entry in value.items():
         if not key.isidentifier() or len(key) > MAX_TEMPLATE_OPTION_CHARS:
-            raise InvalidRequestError(f"{name} has {show(key)}, which is no name of a variable", name)
+            raise InvalidRequestError(f"{name} has {show(key)}, which is not a variable name", name)
         if not isinstance(entry, str | int | float | None):
             raise wrong(f"{name}.{key[:64]}", entry, "a string, a number, true, false, or null", name)
         if isinstance(entry, str) and len(text(entry, f"{name}.{key[:64]}", name)) > MAX_TEMPLATE_OPTION_CHARS:

@@ -61,7 +61,7 @@ def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> Gener
     tokens = room if wanted is None else wanted
     other = "" if job.repeats else ", or set stream to true"
     raise InvalidRequestError(
-        f"{sequences} sequences of up to {shown(tokens)} tokens with {params.logprobs} alternatives each are "
+        f"{sequences} sequences of up to {shown(tokens)} tokens with {params.logprobs} alternatives each have "
         f"{shown(sequences * tokens * (params.logprobs + 1))} log probabilities, but one response has at most "
         f"{most // times} (max_response_logprobs); ask for fewer tokens, choices or alternatives{other}",
         "logprobs",

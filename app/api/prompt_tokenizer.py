@@ -197,7 +197,7 @@ class PromptTokenizer:
             return
         if self._trial_clock() > TRIAL_CPU_S:
             raise InvalidRequestError(
-                "this model's chat template does not come to an end; use /v1/completions",
+                "this model's chat template does not terminate; use /v1/completions",
                 "messages",
                 "chat_template_error",
             )
@@ -215,7 +215,7 @@ class PromptTokenizer:
         name = "chat_template_kwargs"
         for key, value in options.variables:
             if key in self._not_for_requests:
-                raise InvalidRequestError(f"{name} has {show(key)}, which is not for requests to set", name)
+                raise InvalidRequestError(f"{name} has {show(key)}, which requests may not set", name)
             if isinstance(value, str) and self._special_name is not None and self._special_name.search(value):
                 raise InvalidRequestError(f"{name}.{key[:64]} names a special token", name)
 
@@ -343,7 +343,7 @@ class PromptTokenizer:
             )
         except TEMPLATE_ERRORS as error:
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {str(error) or type(error).__name__}",
+                f"the model's chat template rejects these messages: {str(error) or type(error).__name__}",
                 "messages",
                 "chat_template_error",
             ) from error

@@ -85,8 +85,8 @@ GENERATING = {
 async def no_embeddings(request: Request) -> Response:
     raise ApiError(
         404,
-        f"{request.url.path} is not served: the models that this server runs are decoders that were trained to "
-        "continue text; their hidden states are no embeddings and their scores no relevance",
+        f"{request.url.path} is not supported: this server's models generate text; they are not trained for "
+        "embeddings or relevance scores",
         code="not_supported_by_model",
     )
 

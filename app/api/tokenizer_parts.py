@@ -120,7 +120,7 @@ def _keep(path: Path, text: str) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        logger.warning("the tokenizer is not kept, so each start takes seconds longer: %s", error)
+        logger.warning("the tokenizer cannot be cached, so each start takes seconds longer: %s", error)
 
 
 def main(arguments: list[str] | None = None) -> int:

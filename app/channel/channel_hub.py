@@ -438,7 +438,7 @@ class ChannelHub:
             elif silent > self._lease_s:
                 if not channel.suspended:
                     self.lost_leases += 1
-                    logger.info("channel %s epoch %d is suspended: no beat comes", channel.cid, channel.epoch)
+                    logger.info("channel %s epoch %d is suspended: no beat arrives", channel.cid, channel.epoch)
                 channel.suspended = True
             elif self._clock() - channel.last_frame >= self._idle_frame_s and not channel.blocked:
                 channel.wake.set()

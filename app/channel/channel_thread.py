@@ -59,7 +59,7 @@ def routers_loop() -> asyncio.AbstractEventLoop | None:
     try:
         loop: asyncio.AbstractEventLoop = router.SingletonThreadRouter._get_singleton_asyncio_loop("replica")
     except (AttributeError, TypeError) as error:
-        logger.warning("channels have a thread of their own, which costs more: this Ray is another (%s)", error)
+        logger.warning("channels run in a thread of their own, which costs more: this Ray differs (%s)", error)
         return None
     return loop
 

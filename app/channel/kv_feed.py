@@ -128,7 +128,7 @@ class KvFeed:
         if not hello.agrees and replica not in self._reported:
             self._reported.add(replica)
             logger.error(
-                "block keys of replica %s differ from this process's: routing ignores its prefix cache; run "
+                "block keys of replica %s differ from this process's, so routing ignores its prefix cache; run "
                 "the same release everywhere",
                 replica,
             )

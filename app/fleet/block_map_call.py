@@ -40,12 +40,12 @@ async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[i
         if isinstance(error, TimeoutError):
             why = f"no answer within {WITHIN_S:g} s"
         elif _is_of_another_version(error):
-            why = "its version of Quire is another than this ingress's"
+            why = "it runs a different version of Quire than this ingress"
         else:
             why = first_line(error)
             if is_defect(error):
                 logger.exception("the block map of replica %s failed", replica)
-        raise UnavailableError(f"replica {replica} does not say what its blocks hold: {why}") from error
+        raise UnavailableError(f"replica {replica} did not report what its blocks hold: {why}") from error
 
 
 def _is_of_another_version(error: Exception) -> bool:

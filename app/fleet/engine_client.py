@@ -339,7 +339,7 @@ class EngineClient:
         if self._tokenizer and hello.model.tokenizer != self._tokenizer:
             if route.replica not in self._foreign:
                 logger.warning(
-                    "replica %s gets no requests: its tokenizer or chat template is not this ingress's",
+                    "replica %s gets no requests: its tokenizer or chat template differs from this ingress's",
                     route.replica,
                 )
             self._foreign.add(route.replica)
@@ -383,7 +383,7 @@ class EngineClient:
                     self._parts.channels.end_sequence(route, number, sequence)
         if left:
             self._parts.channels.forget(route, left)
-        logger.info("channel to %s: %d attempts go on, %d are lost", route.replica, len(resumed), len(lost))
+        logger.info("channel to %s: %d attempts continue, %d are lost", route.replica, len(resumed), len(lost))
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """See ``OwnerEvents``."""

@@ -270,7 +270,7 @@ class InFlightRequest:
         error = None if runner.cancelled() else runner.exception()
         if error is not None:
             logger.error("request %s failed in the ingress", self.request.request_id, exc_info=error)
-        self.fail(GenerationError("an internal error ended this request; see the log"))
+        self.fail(GenerationError("an internal error ended this request; the server's log has details"))
 
 
 def _error_of(message: str) -> QuireError:

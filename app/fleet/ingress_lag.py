@@ -100,7 +100,7 @@ class IngressLag:
                 "this ingress is %.1f s behind, the limit is %.1f s: %s",
                 lag.seconds,
                 lag.limit_s,
-                consequence if lag.behind else "it keeps up again",
+                consequence if lag.behind else "it has caught up",
             )
 
     def start(self, background: Background) -> None:

@@ -34,8 +34,8 @@ def check_access(options: AppConfig) -> dict[str, Any]:
     host = options.launch.host
     if not keys.required and not _only_this_machine(host) and not options.launch.open_access:
         raise ConfigError(
-            f"host={host} admits other machines and there are no API keys; set api_keys_file, or "
-            "open_access=true if something in front authenticates"
+            f"host={host} accepts connections from other machines, but there are no API keys; set "
+            "api_keys_file, or open_access=true if something in front authenticates clients"
         )
     files = {"api_keys_file": path, "audit_log": options.ingress.audit_log}
     return {name: str(Path(file).resolve()) for name, file in files.items() if file is not None}
@@ -50,7 +50,7 @@ def check_tls(file: str | None) -> None:
     if file is None:
         return
     if not serving.haproxy_expected() or haproxy.BINARY in os.environ:
-        raise ConfigError(f"tls_file needs Quire's own HAProxy, so Linux, and {haproxy.BINARY} unset")
+        raise ConfigError(f"tls_file needs Quire's own HAProxy: run on Linux, and leave {haproxy.BINARY} unset")
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(file, password=lambda: b"")
     except (OSError, ValueError) as error:

@@ -198,7 +198,7 @@ class LocalServer:
         deployed = details.applications.get(serving.APP_NAME)
         if deployed is None or deployed.source == APIType.DECLARATIVE:
             names = ", ".join(model.name for model in (*starts.waiting, *starts.failed))
-            self._say(f"another deploy has replaced this one: the launcher no longer sees to {names}")
+            self._say(f"another deploy has replaced this one; the launcher no longer retries {names}")
             self._starts = None
             return
         self._look(starts, details._get_status().applications.get(serving.APP_NAME))

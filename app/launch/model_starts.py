@@ -106,12 +106,12 @@ class ModelStarts:
         self.serving.append(model)
         self._retries[model.name] = _Retry()
         if self._announced:
-            self._say(f"{model.name} serves, too")
+            self._say(f"{model.name} is now served, too")
 
     def _fail(self, model: ServedModel, reason: str, now: float) -> None:
         one = self._retries[model.name]
         self._say(
-            f"warning: {model.name} cannot start, the others can: {reason}; "
+            f"warning: {model.name} cannot start, but the others can: {reason}; "
             f"the next try is in {one.pause_s:g} s"
         )
         one.due = now + one.pause_s

@@ -133,7 +133,9 @@ def _make(folder: Path, progress: bool) -> None:
         shutil.rmtree(dead, ignore_errors=True)
     if not progress:
         print(
-            f"{BUNDLED_NAME}: fetching 94 MB and converting, once; a minute or two", file=sys.stderr, flush=True
+            f"{BUNDLED_NAME}: downloading 94 MB and converting it, once; this takes a minute or two",
+            file=sys.stderr,
+            flush=True,
         )
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as scratch:
         work = Path(scratch)
@@ -251,9 +253,9 @@ def _from_hub(model: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=_HUB_IGNORED))
     except GatedRepoError as error:
-        raise ConfigError(f"model {model} needs its license accepted on the hub; then set HF_TOKEN") from error
+        raise ConfigError(f"model {model}: accept its license on the hub, then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
-        raise ConfigError(f"model {model} is not on the hub, or is private: then set HF_TOKEN") from error
+        raise ConfigError(f"model {model} is not on the hub; if it is private, set HF_TOKEN") from error
     except HFValidationError as error:
         raise ConfigError(f"model {model!r} is not a valid hub id") from error
     except LocalEntryNotFoundError as error:

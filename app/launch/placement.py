@@ -129,14 +129,14 @@ def _check_gpus_of_several(models: Sequence[ServedModel], nodes: Sequence[Resour
     each = " + ".join(f"{number} of {name}" for name, number in first.items())
     if nodes and gpus < sum(first.values()):
         raise ConfigError(
-            f"each engine replica takes one GPU and the models begin with {each}, but the cluster has {gpus}; "
-            "lower engine_replicas or min_replicas of some, set device to cpu for some, or let more nodes with "
-            "GPUs join first"
+            f"each engine replica takes one GPU, and the models start with {each}, but the cluster has {gpus}; "
+            "lower engine_replicas or min_replicas of some models, set device to cpu for some, or add nodes "
+            "with GPUs first"
         )
     if nodes and gpus < most:
         logger.warning(
-            "the models may have %d engine replicas with one GPU each, but the cluster has %d: more start only "
-            "once other nodes have joined, or other models have stopped theirs",
+            "the models may have %d engine replicas with one GPU each, but the cluster has %d; the others "
+            "start only once other nodes have joined or other models have stopped theirs",
             most,
             gpus,
         )
@@ -150,7 +150,9 @@ def _check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     lack = f"each engine replica takes one GPU, but the cluster has {gpus}"
     if gpus >= scaling.initial_replicas:
         logger.warning(
-            "max_replicas is %d and %s: more start only once other nodes have joined", scaling.upper_limit, lack
+            "max_replicas is %d and %s; the others start only once other nodes have joined",
+            scaling.upper_limit,
+            lack,
         )
         return
     if scaling.scales:
@@ -183,7 +185,7 @@ def check_cpus(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> Non
                 f"lower {cure}"
             )
         raise ConfigError(
-            f"models: {model.name}: beside the other models there are CPUs for {room} of {scaling.upper_limit} "
+            f"models: {model.name}: after the other models, there are CPUs for {room} of {scaling.upper_limit} "
             f"engine replicas with {each:g} CPUs each; lower {cure} of some"
         )
 

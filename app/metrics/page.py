@@ -81,7 +81,7 @@ _CHOSEN = {
 _ALIASES = """\
 ## Other names
 
-For dashboards made for vLLM, `/metrics` has the same figures under `vllm:`, and Ray's endpoint under `ray_vllm_`:
+For vLLM's dashboards, `/metrics` has the same figures under `vllm:`, and Ray's endpoint under `ray_vllm_`:
 
 """
 

@@ -107,9 +107,7 @@ TABLE: tuple[Metric, ...] = (
         "For each request: time after its first token, divided by further tokens per choice.",
         INTER_TOKEN_BOUNDS,
     ),
-    _histogram(
-        _I, "request_seconds", "From a request's arrival to its end, if it succeeds.", LATENCY_BOUNDS
-    ),
+    _histogram(_I, "request_seconds", "From a request's arrival to its end, if it succeeds.", LATENCY_BOUNDS),
     _histogram(_I, "request_prompt_tokens", "Prompt tokens of each successful request.", TOKEN_BOUNDS),
     _histogram(
         _I, "request_output_tokens", "Output tokens of each successful request, all choices.", TOKEN_BOUNDS
@@ -170,9 +168,7 @@ TABLE: tuple[Metric, ...] = (
         "victims",
         "decision",
     ),
-    _counter(
-        _I, "routing_decisions", "Placed attempts by reason; see below.", "reason", *ROUTING_REASONS
-    ),
+    _counter(_I, "routing_decisions", "Placed attempts by reason; see below.", "reason", *ROUTING_REASONS),
     _counter(
         _I, "predicted_cached_tokens", "Prompt tokens that the router expected in the chosen replica's cache."
     ),
@@ -222,7 +218,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     _counter(_E, "recovery_seconds", "Actual time of finished recoveries by kind.", "recovery", *_RECOVERIES),
     _counter(_E, "failed_steps", "Steps that failed and were rerun in parts."),
-    _counter(_E, "grammar_faults", "Forms of structured output not checked because the checking process failed."),
+    _counter(_E, "grammar_faults", "Structured outputs not checked because the checking process failed."),
     _counter(_E, "lost_leases", "Times an ingress sent no heartbeat for 5 s, so its tokens were held back."),
     # The scaling policy, in Serve's controller.
     _gauge(_S, "scaling_target", "Replicas that the policy requests or, in shadow mode, would request."),

@@ -66,8 +66,8 @@ class Predictions:
         self._logged_at = now
         predicted, actual = (sum(values) for values in zip(*self._recent, strict=True))
         logger.warning(
-            "of the last %d requests the router expected %d tokens in prefix caches, and engines found %d: "
-            "their ideas of what is cached have parted by %.0f%%",
+            "for the last %d requests, the router expected %d tokens in prefix caches, but engines found %d: "
+            "the difference is %.0f%%",
             RECENT,
             predicted,
             actual,

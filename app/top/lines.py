@@ -97,7 +97,9 @@ def block_map(found: Mapping[str, Any]) -> Text:
             text.append(*_SIGNS[states[int(digit)]])
     each = found["each"]
     text.append(
-        "\n\nA sign is a block, by position." if each == 1 else f"\n\nA sign is the first of {each} blocks."
+        "\n\nEach sign is a block, by position."
+        if each == 1
+        else f"\n\nEach sign is the first of {each} blocks."
     )
     return text
 
@@ -177,7 +179,7 @@ def replica_cells(replica: Mapping[str, Any], width: int) -> list[Text]:
 def replica_lines(replica: Mapping[str, Any]) -> list[str]:
     """One replica in detail."""
     if "blocks" not in replica:
-        return [f"State                {replica['state']}", "It has sent no figures yet."]
+        return [f"State                {replica['state']}", "It has not reported any figures yet."]
     counts = ", ".join(
         f"{number(count)} {name}" for (name, *_), count in zip(BLOCKS, replica["blocks"], strict=True)
     )

@@ -107,7 +107,7 @@ class Top(App[None]):
 
     def _take(self, models: dict[str, Any]) -> None:
         self.models = models
-        self.trouble = "" if models else "this key may see none of the models here"
+        self.trouble = "" if models else "this key may not see any of the models here"
         if self.model not in models:
             self.model = next(iter(models), "")
         for name, shown in models.items():

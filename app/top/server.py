@@ -77,7 +77,7 @@ class Server:
                 except httpx.HTTPError as error:
                     yield Trouble(f"cannot reach {self.url}: {_reason(error)}; trying again")
                 except ValueError as error:
-                    yield Trouble(f"{self.url} is no server of Quire: {error}; trying again")
+                    yield Trouble(f"{self.url} is not a Quire server: {error}; trying again")
                 # The server ends each stream after a while; one that ends at once must not make this spin.
                 await asyncio.sleep(max(AGAIN_S - (asyncio.get_running_loop().time() - began), 0.0))
 
@@ -125,11 +125,11 @@ class Server:
     def _refusal(self, answer: httpx.Response) -> str:
         if answer.status_code == 401:
             if self.key:
-                return f"{self.url} refuses the key: {_said(answer)}; trying again"
+                return f"{self.url} rejects the key: {_said(answer)}; trying again"
             return f"{self.url} needs a key: set {CLIENT_KEY}, or give --key; trying again"
         if answer.status_code == 404:
-            return f"{self.url} has no live page, so it is no server of Quire; trying again"
-        return f"{self.url} refuses: {_said(answer)}; trying again"
+            return f"{self.url} has no live page, so it is not a Quire server; trying again"
+        return f"{self.url} rejects the request: {_said(answer)}; trying again"
 
 
 def _event(name: str, message: Any) -> Fleet | History:
@@ -141,7 +141,7 @@ def _event(name: str, message: Any) -> Fleet | History:
     try:
         return History(dict(message)) if name == "history" else Fleet(message["at"], dict(message["models"]))
     except (KeyError, TypeError) as error:
-        raise ValueError("its events are those of another release") from error
+        raise ValueError("its events are from another release") from error
 
 
 def _is_port(netloc: str) -> bool:

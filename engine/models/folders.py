@@ -54,8 +54,8 @@ def local_folder(model: str | Path) -> Path:
         if cached is not None:
             return cached
         raise ConfigError(
-            f"model {name!r} is no folder here and not in the Hugging Face cache; give a folder with "
-            f"config.json and *.safetensors, or fetch it with: hf download {name}"
+            f"model {name!r} is neither a folder here nor in the Hugging Face cache; give a folder with "
+            f"config.json and *.safetensors, or download it with: hf download {name}"
         )
     raise ConfigError(
         f"model folder {name!r} does not exist; give a folder with config.json and *.safetensors, a hub id "

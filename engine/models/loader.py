@@ -89,7 +89,7 @@ class Checkpoint(TensorFiles):
             if not torch.equal(self._read(_HEAD), self._read(EMBEDDING)):
                 raise ConfigError(
                     f"{self.folder}: tie_word_embeddings is true, but {_HEAD} differs from {EMBEDDING}; "
-                    "set tie_word_embeddings to false in config.json if both are meant"
+                    "set tie_word_embeddings to false in config.json if both are intended"
                 )
             self._unused.discard(_HEAD)
         if self._unused:

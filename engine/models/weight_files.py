@@ -23,7 +23,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             values = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             if wrong := [value for value in values if not isinstance(value, str)]:
-                raise TypeError(f"weight_map names {wrong[0]!r}, which is no file")
+                raise TypeError(f"weight_map names {wrong[0]!r}, which is not a file name")
             names = sorted(set(values))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"cannot read {index}: {error!r}") from error

@@ -135,8 +135,8 @@ class GrammarCompiler:
         if self._checked and (owed_s := budget.owed_s()):
             seconds = math.ceil(owed_s)
             raise ClientLimitError(
-                "following this client's structured outputs took more time than it may; send the request again "
-                f"in {seconds} s, with a simpler form",
+                "this client's structured outputs have taken more CPU time than allowed; send the request "
+                f"again in {seconds} s, with a simpler form",
                 seconds,
             )
         return kept.within(budget)
@@ -190,7 +190,7 @@ class GrammarCompiler:
             except (ConfigError, ValueError, ImportError) as error:
                 reason = " ".join(str(error).split())
         raise InvalidRequestError(
-            f"the output of this model cannot be held to a form: {reason}; leave structured output out",
+            f"this model's output cannot be constrained to a form: {reason}; leave structured output out",
             "structured_output",
             "unsupported_parameter",
         )

@@ -51,7 +51,7 @@ class Matcher:
             return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
         if not self._grammar.budget.spend(thread_time() - began, len(tokens)):
             self.mask.fill(-1)
-            return f"following it takes more than {TOKEN_S * 1000:g} ms a token; make it simpler"
+            return f"following it takes more than {TOKEN_S * 1000:g} ms per token; simplify it"
         self._leave_out(unwanted)
         return None
 

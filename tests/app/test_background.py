@@ -37,7 +37,7 @@ def test_the_first_failure_stays(caplog: pytest.LogCaptureFixture) -> None:
         background.start("second", fail())
         await settled()
         for _ in range(2):
-            with pytest.raises(BackgroundError, match="'first' ended by an error: ValueError: a defect"):
+            with pytest.raises(BackgroundError, match="'first' ended with an error: ValueError: a defect"):
                 background.check()
 
     asyncio.run(test())

@@ -265,7 +265,7 @@ def test_before_any_engine_has_answered_requests_wait_and_then_get_a_503(
     assert error["code"] == "unavailable"
     assert error["message"] == (
         f"no engine replica of the model {MODEL!r} became ready within 0.1 s; "
-        "it is still loading, or cannot start (the operator sees why with `serve status`)"
+        "engines are still loading, or cannot start (the operator sees why with `serve status`)"
     )
 
 

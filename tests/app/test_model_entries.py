@@ -92,7 +92,7 @@ def test_one_model_needs_no_entry() -> None:
         ("/no/such/file.yaml", r"models=/no/such/file\.yaml cannot be read: No such file"),
         ([{"model": "a"}], "must be a mapping with name"),
         ({"a": 3}, "models: a: 3 must be a mapping"),
-        ({"a": {"name": "b"}}, "models: a: name is its key already"),
+        ({"a": {"name": "b"}}, "models: a: remove name from the options"),
         ({"a": {"dtpe": "float32"}}, "models: a: unknown option dtpe; did you mean dtype?"),
         ({"a": {"dtype": "x"}}, "models: a: dtype='x': must be one of"),
         ({"a": {"port": 1}}, "models: a: port cannot differ between models; set it for the whole application"),
@@ -119,7 +119,7 @@ def test_unknown_options_are_answered_with_those_of_a_model() -> None:
 
 @pytest.mark.parametrize("name", ["model", "served_model_name"])
 def test_the_only_models_name_has_no_place_beside_several(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} cannot be set beside models"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be combined with models"):
         served(OTHER, **{name: "a"})
 
 

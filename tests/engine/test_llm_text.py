@@ -70,9 +70,9 @@ def test_the_best_to_a_stop_string_are_returned(llm: LLM) -> None:
     assert all(q.logprobs is None for q in best)
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         llm.generate([COUNT], SamplingParams(temperature=0, use_beam_search=True, n=2), stop="e")
-    with pytest.raises(InvalidRequestError, match="stop has 5 but must be a text"):
+    with pytest.raises(InvalidRequestError, match="stop has 5 but its entries must be strings"):
         llm.generate([COUNT], stop=["e", 5])  # type: ignore[list-item]
-    with pytest.raises(InvalidRequestError, match="stop is 5 but must be a text"):
+    with pytest.raises(InvalidRequestError, match="stop is 5 but must be a string"):
         llm.generate([COUNT], stop=5)  # type: ignore[arg-type]
     for messages in (5, None, {"role": "user"}):
         with pytest.raises(InvalidRequestError, match=r"messages is .* but must be a list of messages"):
@@ -104,5 +104,5 @@ def test_text_that_no_tokenizer_takes_is_refused(llm: LLM) -> None:
 def test_what_a_chat_template_raises_is_a_refusal(llm: LLM) -> None:
     endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
     for template in ("{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}", endless):
-        with pytest.raises(InvalidRequestError, match="the chat template refuses"):
+        with pytest.raises(InvalidRequestError, match="the chat template rejects"):
             llm.chat(ASK, GREEDY, chat_template_kwargs={"chat_template": template})

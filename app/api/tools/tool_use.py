@@ -99,7 +99,7 @@ def _tools(value: object) -> tuple[Tool, ...]:
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in names:
-            raise InvalidRequestError(f"tools[{i}] is a second tool of the name {tool.name!r}", "tools")
+            raise InvalidRequestError(f"tools[{i}] is a second tool with the name {tool.name!r}", "tools")
         names.add(tool.name)
     return tools
 

@@ -168,7 +168,7 @@ def test_more_choices_than_slots_are_put_off(
     server.set_options(monkeypatch, max_live_choices=3, min_priority=-5)
     never = http.post(COMPLETIONS, json={**COUNT, "n": 4})
     assert never.status_code == 400
-    assert "4 choices but at most 3 may be live" in never.json()["error"]["message"]
+    assert "4 choices but at most 3 may be in progress" in never.json()["error"]["message"]
     monkeypatch.setattr(server.service.admission.live, "count", 1)
     assert http.post(COMPLETIONS, json={**COUNT, "n": 3}).status_code == 503
     monkeypatch.setattr(server.service.admission.live, "count", 0)

@@ -331,7 +331,7 @@ def test_everyone_can_read_the_page_and_open_a_replica_with_the_keyboard(
         assert tab.run("location.search") == "?request=shown&replica=quire%23engine%23a1b2"
         tab.until("document.getElementById('map').clientHeight > 0")
         assert tab.run("document.getElementById('cells').textContent").startswith(
-            "A cell is a block, by position"
+            "Each cell is a block, by position"
         )
         tab.press("Tab", 9)
         for by, groups in (

@@ -95,7 +95,7 @@ def test_a_template_that_does_not_end_never_runs_in_the_event_loop(
         chat_ids(tokenizer, [ChatMessage("user", "ab")])
     assert (busy.value.fault.status, busy.value.fault.retry_after_s) == (503, 1)
     tokenizer._trial_clock = lambda: 1.1
-    with pytest.raises(InvalidRequestError, match="does not come to an end") as refused:
+    with pytest.raises(InvalidRequestError, match="does not terminate") as refused:
         chat_ids(tokenizer, [ChatMessage("user", "ab")])
     assert refused.value.code == "chat_template_error"
     assert text_ids(tokenizer, "ab") == [0, 2, 3]

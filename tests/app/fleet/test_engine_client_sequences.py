@@ -515,7 +515,7 @@ def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defe
 
         handle, client = await started(1)
         handle.block_map.remote = remote
-        with pytest.raises(UnavailableError, match="version of Quire is another than this ingress's"):
+        with pytest.raises(UnavailableError, match="different version of Quire than this ingress"):
             await client.block_map("replica-0")
         assert "failed" not in caplog.text
         handle.block_map.remote = fail

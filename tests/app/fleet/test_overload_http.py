@@ -129,7 +129,10 @@ def test_too_many_live_requests_are_told_when_to_come_again(
         assert least <= int(response.headers["retry-after"]) <= most
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("service_unavailable_error", "unavailable")
-        assert "1 choices are live and at most 1 are allowed (max_live_choices)" in error["message"]
+        assert (
+            "1 choices are in progress, and at most 1 are allowed at one ingress (max_live_choices)"
+            in error["message"]
+        )
 
 
 def test_openais_client_knows_it_and_comes_again_when_told(

@@ -23,7 +23,8 @@ def test_this_machine_alone_needs_no_keys(host: str) -> None:
 def test_other_machines_need_keys_or_open_access(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     with pytest.raises(
-        ConfigError, match=f"host={host} admits other machines.*set api_keys_file, or open_access"
+        ConfigError,
+        match=f"host={host} accepts connections from other machines.*set api_keys_file, or open_access",
     ):
         check_access(config.load({"host": host}, {}))
     assert check_access(config.load({"host": host, "open_access": "true"}, {})) == {}

@@ -420,7 +420,9 @@ def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
 TRIGGERS = {"DEPLOY_FAILED": "REPLICA_STARTUP_FAILED", "DIED": "HEALTH_CHECK_FAILED"}
 
 
-CANNOT = "warning: b cannot start, the others can: ValueError: no memory for engine-b; the next try is in 60 s"
+CANNOT = (
+    "warning: b cannot start, but the others can: ValueError: no memory for engine-b; the next try is in 60 s"
+)
 
 
 def status_of(**deployments: str) -> SimpleNamespace:
@@ -540,7 +542,7 @@ def test_a_retry_does_not_undo_what_serve_deploy_has_deployed_since(
     attended.source = source
     attended.attend(after=RETRY_S)
     attended.attend(after=RETRY_S)
-    told = "another deploy has replaced this one: the launcher no longer sees to b"
+    told = "another deploy has replaced this one; the launcher no longer retries b"
     assert (attended.said, attended.tried) == ([CANNOT, told], [])
 
 

@@ -51,7 +51,7 @@ def test_what_serves_is_announced_without_what_takes_long() -> None:
     assert names(start.starts.serving) == ["a"]
     assert start.said == []
     start.look(serving="ab", after=60.0)
-    assert start.said == ["b serves, too"]
+    assert start.said == ["b is now served, too"]
     assert names(start.starts.serving) == ["a", "b"]
 
 
@@ -80,7 +80,8 @@ def test_a_model_that_cannot_start_is_tried_again_ever_more_rarely() -> None:
         assert names(start.starts.failed) == ["b"]
     assert pauses == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S, *[MAX_RETRY_S] * 3]
     assert start.said[:2] == [
-        f"warning: b cannot start, the others can: ValueError: no memory for b; the next try is in {pause} s"
+        "warning: b cannot start, but the others can: ValueError: no memory for b; the next try is in "
+        f"{pause} s"
         for pause in (60, 120)
     ]
 
@@ -93,7 +94,7 @@ def test_a_model_that_starts_at_last_serves() -> None:
     assert names(start.starts.due(start.now)) == ["b"]
     start.look(after=SETTLE_S + 1.0)
     start.look(serving="b", after=20.0)
-    assert start.said[1:] == ["b serves, too"]
+    assert start.said[1:] == ["b is now served, too"]
     assert (start.starts.waiting, start.starts.failed, start.starts.due(start.now + 1e6)) == ([], [], [])
 
 

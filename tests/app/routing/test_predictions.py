@@ -35,7 +35,7 @@ def test_it_warns_once_a_minute_while_they_part(caplog: pytest.LogCaptureFixture
         for _ in range(RECENT):
             predictions.count(1600, 0)
         assert len(caplog.records) == 1
-        assert "parted by 100%" in caplog.text
+        assert "the difference is 100%" in caplog.text
         now += WARN_EVERY_S
         predictions.count(1600, 0)
         assert len(caplog.records) == 2

@@ -49,5 +49,5 @@ def test_units() -> None:
 
 def test_a_map_has_a_sign_for_each_block() -> None:
     assert block_map({"each": 1, "device": "0123", "host": "01"}).plain == (
-        "·░▓█\n\nOn the host (▒ swapped):\n·▒\n\nA sign is a block, by position."
+        "·░▓█\n\nOn the host (▒ swapped):\n·▒\n\nEach sign is a block, by position."
     )

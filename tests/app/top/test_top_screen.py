@@ -57,7 +57,7 @@ def test_it_shows_a_real_fleet_and_opens_a_replica(fleet: LocalServer, http: htt
             await pilot.press("enter")
             screen = await until(pilot, "Replica a1b2 of")
             assert f"of {pool}" in screen
-            await until(pilot, "A sign is a block, by position.")
+            await until(pilot, "Each sign is a block, by position.")
             await pilot.press("escape")
             await until(pilot, "live, 1 ingress")
             await pilot.press("q")
@@ -79,7 +79,7 @@ def test_it_says_that_the_key_is_missing_or_wrong_and_goes_on_with_the_right_one
         async with Top(Server(fleet.url)).run_test(size=(80, 24)) as pilot:
             await until(pilot, "needs a key: set QUIRE_API_KEY")
         async with Top(Server(fleet.url, "wrong")).run_test(size=(80, 24)) as pilot:
-            await until(pilot, "refuses the key: the API key is not valid")
+            await until(pilot, "rejects the key: the API key is not valid")
             path.write_text(f"keys:\n  - {{id: a, sha256: {digest_of('wrong')}, requests_per_minute: 9}}\n")
             keys.reread()  # the operator has added it
             await until(pilot, "live, 1 ingress")

@@ -69,17 +69,17 @@ def test_it_comes_back_after_every_kind_of_trouble(monkeypatch: pytest.MonkeyPat
     assert said(server, 13) == [
         Trouble(f"cannot reach {url}: Connection refused; trying again"),
         Trouble(f"{url} does not answer; trying again"),
-        Trouble(f"{url} refuses the key: the API key is not valid; trying again"),
-        Trouble(f"{url} refuses: 32 pages are open; trying again"),
-        Trouble(f"{url} has no live page, so it is no server of Quire; trying again"),
-        Trouble(f"{url} is no server of Quire: /dashboard/events has no events; trying again"),
+        Trouble(f"{url} rejects the key: the API key is not valid; trying again"),
+        Trouble(f"{url} rejects the request: 32 pages are open; trying again"),
+        Trouble(f"{url} has no live page, so it is not a Quire server; trying again"),
+        Trouble(f"{url} is not a Quire server: /dashboard/events has no events; trying again"),
         History({"m": []}),
         Fleet(1.5, {"m": {}}),
         Trouble(
-            f"{url} is no server of Quire: Expecting property name enclosed in double quotes: "
+            f"{url} is not a Quire server: Expecting property name enclosed in double quotes: "
             "line 1 column 2 (char 1); trying again"
         ),
-        *[Trouble(f"{url} is no server of Quire: its events are those of another release; trying again")] * 2,
+        *[Trouble(f"{url} is not a Quire server: its events are from another release; trying again")] * 2,
         History({"m": []}),
         Fleet(1.5, {"m": {}}),
     ]

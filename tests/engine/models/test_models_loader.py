@@ -137,7 +137,7 @@ def test_a_damaged_file_is_refused(folder: Path) -> None:
 def test_an_index_names_files(folder: Path, names: list[object]) -> None:
     weight_map = {f"tensor {number}": name for number, name in enumerate(names)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ConfigError, match=r"cannot read .*index\.json.*which is no file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*index\.json.*which is not a file name"):
         load(folder)
 
 

@@ -232,7 +232,7 @@ def test_a_form_that_takes_long_to_follow_fails_its_request_alone(
     deltas = run_to_end(make(), slow, ask("free", None))
     assert outputs(deltas["free"])[0][1] is not FinishReason.ERROR
     assert deltas["slow"][-1].error == (
-        "the structured output cannot be continued: following it takes more than 2 ms a token; make it simpler"
+        "the structured output cannot be continued: following it takes more than 2 ms per token; simplify it"
     )
     assert 10 < sum(len(delta.token_ids) for delta in deltas["slow"]) < 100
 
@@ -293,7 +293,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(folder: Path, monkeypatch: pyte
 
 def test_without_a_tokenizer_the_request_is_refused(tiny_models: dict[str, Path]) -> None:
     engine = Engine(tiny_engine_config(tiny_models["Llama"]), offline=True)
-    with pytest.raises(InvalidRequestError, match=r"cannot be held to a form: .*tokenizer") as caught:
+    with pytest.raises(InvalidRequestError, match=r"cannot be constrained to a form: .*tokenizer") as caught:
         engine.add(ask("a", LETTERS))
     assert caught.value.code == "unsupported_parameter"
     assert len(made(run_to_end(engine, ask("b", None, max_tokens=3))["b"])) == 3
