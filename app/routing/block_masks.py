@@ -1,4 +1,4 @@
-"""Which replicas hold which block keys: one bit mask for each key."""
+"""Which replicas hold which block keys: one bit mask per key."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Change:
 class BlockMasks:
     """Key → mask with one bit for each slot; a key is kept only while any bit of it is set.
 
-    A retired slot's bits stay in the masks, to be ignored, until a sweep has gone over all keys; only then is
-    the slot used again.
+    A retired slot's bits stay in the masks and are ignored until a sweep has visited all keys; only then is
+    the slot reused.
 
-    The map is cut into many by the high bits of a key (the low ones choose the place within): a dictionary
-    stops the process while it grows, 2 million keys in one for a tenth of a second. Masks are interned,
-    since most keys share few: a key costs the two objects of its entry and no more.
+    The map is split into shards by the high bits of a key (the low ones choose the place within a shard),
+    because a dictionary stops the process while it grows: with 2 million keys, for a tenth of a second. Masks
+    are interned because most keys share a few of them, so a key costs only the two objects of its entry.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class BlockMasks:
         return len(self._retired) + len(self._sweeping)
 
     def acquire(self) -> int:
-        """Give out a slot of which no mask has a bit.
+        """Give out a slot whose bit is in no mask.
 
-        Where replicas come and go faster than sweeps do, it sweeps a little more; the masks get wider by what
-        comes during a sweep, so there are at most ``_MAX_RETIRED + 2 * len(self) / _HASTE`` slots out of use.
+        If replicas come and go faster than sweeps can follow, this call sweeps a little, too. So at most
+        ``_MAX_RETIRED + 2 * len(self) / _HASTE`` slots are out of use, which bounds the width of the masks.
         """
         if self.unswept > _MAX_RETIRED:
             self.sweep(_HASTE)
@@ -79,7 +79,7 @@ class BlockMasks:
     def sweep(self, limit: int) -> bool:
         """Clear retired bits from at most ``limit`` keys; true if there is more to do.
 
-        Bits of a retired slot are never set, so keys that come while a sweep is under way need none.
+        Bits of a retired slot are never set, so keys added during a sweep need no visit.
         """
         while limit > 0:
             if not self._sweeping:
@@ -118,7 +118,7 @@ class BlockMasks:
         return [shards[key >> SHIFT].get(key, 0) for key in keys]
 
     def reader(self, slot: int) -> Callable[[int], bool]:
-        """What says of a key whether it has the slot's bit."""
+        """A function that says whether a key has the slot's bit."""
         bit, shards = 1 << slot, self.shards
         return lambda key: bool(shards[key >> SHIFT].get(key, 0) & bit)
 
@@ -164,7 +164,7 @@ class BlockMasks:
         return Change(xor, count, repeated)
 
     def held(self, slot: int, keys: Sequence[int], likely: int = 0) -> int:
-        """How many of the first keys of a prefix have the bit, if none after a missing one has it.
+        """How many leading keys of a prefix have the bit, provided that none after a missing one has it.
 
         Not more than ``likely``, if that is not 0; quickest if it is that many.
         """

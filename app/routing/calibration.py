@@ -81,10 +81,10 @@ class StepModel:
 class OutputLength:
     """Tokens that a sequence makes here, on average; 256 before any has ended, which counts as one sequence.
 
-    Short answers end first, so the mean of those that have ended would be too low. What is learned, for each
-    range of lengths from one power of two to the next: how many of the sequences that get there outgrow it,
-    and how many tokens they make in it. Sequences that still run count in all ranges but the one they are in.
-    Of 64 or more that were in a range, each weighs 1/64.
+    Short answers end first, so a mean of only the ended ones would be too low. For each range of lengths from
+    one power of two to the next, this class learns how many of the sequences that reach it outgrow it, and how
+    many tokens they make in it. Running sequences count in all ranges except the one that they are in.
+    From 64 sequences in a range on, each new one weighs 1/64.
     """
 
     def __init__(self) -> None:
@@ -132,10 +132,10 @@ def _shortest(place: int) -> int:
 
 
 class ReuseShare:
-    """The share of made blocks that had been made before and were lost: 0 to 1.
+    """The share of computed blocks that had been computed before and were lost: 0 to 1.
 
-    In a full cache each block that is made pushes one out, so it is the share of those pushed out that are
-    missed later; it weighs what an eviction costs. Where only what nobody asks for again goes, it is 0.
+    In a full cache, each computed block evicts another, so this is the share of evicted blocks that are needed
+    again. It weights the cost of an eviction. If only blocks that nobody needs again are evicted, it is 0.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class ReuseShare:
 
     @property
     def share(self) -> float:
-        """Now."""
+        """The current share."""
         return self._lost / self._made
 
     def learn(self, keys: Sequence[int], held: int, output: int) -> None:

@@ -1,4 +1,4 @@
-"""The paths of claims as trees of runs: where claims part, not every block, is an entry."""
+"""The paths of claims as trees of runs: there is an entry where claims diverge, not for every block."""
 
 from __future__ import annotations
 

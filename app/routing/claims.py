@@ -1,4 +1,4 @@
-"""Blocks that are coming: requests that were sent to a replica whose events have not told of them yet."""
+"""Expected blocks: those of requests that were sent to a replica whose events have not reported them yet."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from app.routing.claim_tree import ClaimTree, Run
 
 
 class Claim:
-    """One request's claim on the blocks that its replica lacked when it was sent there.
+    """One request's claim on the blocks that its replica lacked when the request was sent there.
 
-    ``keys`` are these blocks', from block ``base`` of the prefix on; ``run`` is where in the replica's tree
-    they end, ``None`` once all have arrived.
+    ``keys`` are those blocks' keys, from block ``base`` of the prefix on. ``run`` is the place in the replica's
+    tree where they end; ``None`` once all have arrived.
     """
 
     __slots__ = ("base", "keys", "live", "name", "replica", "run")
@@ -39,9 +39,9 @@ class _Replica:
 class Claims:
     """Claims with deadlines.
 
-    A replica has a key coming while at least one live claim of its own on it is unconfirmed: a request that
-    is withdrawn takes nothing from its siblings, and a stored event confirms the key for all of them. It
-    confirms the claimed keys before it as well: an engine that has a block has, or had, those before it.
+    A key is expected at a replica while at least one live claim there is unconfirmed. Withdrawing one request
+    does not affect its siblings, and a stored event confirms the key for all of them. It also confirms the
+    claimed keys before it, because an engine that has a block has, or had, those before it.
     """
 
     def __init__(self, max_keys: int) -> None:

@@ -1,7 +1,7 @@
 """What a request would cost on each replica, in seconds: one sum, the same for every replica and load.
 
     wait        prompt tokens to be computed there first, over the prefill rate, less the time since they were
-                reported, 3 s at most
+                reported (at most 3 s)
   + compute     its own uncached tokens over the prefill rate: once as its own delay, and once as machine time
                 that later requests wait for, so that a sibling that waits for a prefix costs the fleet less
                 than one that computes it again; and the time for which running streams stand still meanwhile,
@@ -13,12 +13,12 @@
                 admit those before it, and then it
 
 Running sequences end one by one, ``step time * output / rows`` apart. Each end frees a slot and all blocks that
-no other sequence holds. Whether slots, blocks or both are out, a request waits once, for the later of the two.
-The prompts of those before it are computed in the same period but in other steps, so *wait* adds to it.
+no other sequence holds. If slots and blocks have both run out, a request waits once, for the later of the two.
+The prompts ahead of it are computed in the same period but in other steps, so *wait* is added.
 
-Rows and KV that are there now slow a request down only while they remain, about half of an average output.
-No term is a threshold, and none concerns the fleet as a whole: a hot replica changes its own cost alone.
-``policies.cheapest`` holds the tie rule and computes the copy deficit.
+Running rows and their KV slow a request down only while they remain, on average for half of an output.
+No term is a threshold, and none depends on the fleet as a whole: a hot replica changes only its own cost.
+``policies.cheapest`` has the tie rule and computes the copy deficit.
 
 To add a term: learn its state in ``ReplicaHistory``, or take it from the load report; add its coefficient to
 ``ReplicaView`` and to ``view_of``, its name to ``TERMS``, and its seconds to both sums in ``costs``.
@@ -40,10 +40,10 @@ STALL = 0.1
 """Weight of a second for which a stream stands still because a prompt is computed."""
 
 MACHINE = 1.0
-"""Weight of a second of computing, beside the delay of the request itself, for the requests after it."""
+"""Weight of a second of computing as a delay of later requests, in addition to the request's own delay."""
 
 SILENT_S = 3.0
-"""Reported work passes with time for this long after a report: an engine that hangs does not empty itself."""
+"""After a report, waiting work is assumed to shrink with time for at most this long: an engine may hang."""
 
 UNLIMITED = 1 << 40
 """Free blocks, or sequence slots, of a replica whose number is unknown."""
@@ -64,11 +64,11 @@ class RoutingRequest(NamedTuple):
     keys: Sequence[int] = ()
     """Of the prompt's full blocks."""
     retry: bool = False
-    """It has been placed before, so its keys teach nothing new."""
+    """It has been placed before, so nothing is learned from its keys again."""
     likely_victims: Collection[str] = ()
-    """Replicas that it goes to only where all others cost much more."""
+    """Replicas to use only if all others cost much more."""
     ordinal: int = 0
-    """How many were placed before it."""
+    """How many requests were placed before it."""
 
 
 def view_of(
@@ -76,7 +76,7 @@ def view_of(
 ) -> ReplicaView:
     """A replica at ``load`` as of ``reported_at``, whose running sequences make ``output`` tokens on average.
 
-    A report may lag behind the ledger's own bookings, so that at least these are taken to run, up to the slots.
+    A report may lag behind the ledger's own bookings, so at least these are assumed to run, up to the slots.
     """
     step, slowness = calibration.steps, state.history.slowness
     rate = load.prefill_rate or PREFILL_RATE
@@ -88,7 +88,7 @@ def view_of(
     slots = load.max_running or UNLIMITED
     free_slots = slots - max(load.running + load.waiting, state.acknowledged_rows) - state.pending_rows
     if load.num_blocked:
-        # Blocks may be what is lacking: a new one stands behind the blocked ones, none of which runs beside it.
+        # If blocks are lacking, a new sequence waits behind the blocked ones, and none of them runs with it.
         free_slots = min(free_slots, -load.num_blocked - state.pending_rows)
         slots = load.running or 1
     if rows > slots:

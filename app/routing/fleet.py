@@ -1,7 +1,7 @@
 """What one process knows of an engine deployment's replicas; shared by its router and its engine client.
 
-Serve ships the router's module by value, so a registry inside that module would exist twice: everyone reaches
-this one as ``fleet.get_fleet(...)``.
+Serve pickles the router's module by value, so a registry inside that module would exist twice. All code uses
+this one, through ``fleet.get_fleet(...)``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class NotAcceptedError(QuireError):
 
 
 class Fleet:
-    """Members as Serve's controller last told the router, the ledger, and its index of who holds what.
+    """The members, as last reported by Serve's controller, and the ledger with its index of cached blocks.
 
-    ``set_members`` runs on the router's thread. Listeners are called there, or where the subset changes, and
-    must hand over to their loop. They are called under the lock, so they hear of each membership in its order,
-    and must not call back. ``known`` is the whole fleet; ``members`` is the subset of it that this ingress
-    routes to, by default all.
-    ``cordon`` names members that get no new requests for a while, ``likely_victims`` those that autoscaling
-    would stop next: they get no request that others could take nearly as well. ``routed`` counts the attempts
-    that each member was chosen for; the router's thread counts.
+    ``set_members`` runs on the router's thread. Listeners are called there, or in the thread that changes the
+    subset, and must hand over to their own loop. They are called under the lock, so they see memberships in
+    order, and they must not call back. ``known`` is the whole fleet; ``members`` is the subset that this
+    ingress routes to, by default all.
+
+    ``cordon`` names members that get no new requests for a while. ``likely_victims`` names those that
+    autoscaling would stop next: they get no request that others could take nearly as well. ``routed`` counts
+    the attempts for which each member was chosen; only the router's thread changes it.
     """
 
     def __init__(self) -> None:

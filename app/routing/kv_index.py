@@ -1,4 +1,4 @@
-"""What every replica's cache holds, by its own events: the longest prefix of a request on each, in one walk."""
+"""What every replica's cache holds, according to its events; finds a request's prefix on each in one walk."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ MAX_NAMED = 1024
 
 
 class KvIndex:
-    """Exact residency by events, plus the blocks that routed requests are about to bring (claims).
+    """Exact residency from events, plus the blocks that routed requests are about to add (claims).
 
-    **Order.** A replica's events have an epoch (its channel's; only grows) and in it a sequence. A snapshot has
-    the sequence of the last delta that it contains. A replica's blocks count only while it is synced: from a
-    snapshot on, until a gap, a newer epoch or a digest that differs. Until then it stays a candidate, with the
-    blocks that are claimed, and its deltas wait.
+    **Order.** A replica's events have an epoch (its channel's; it only grows) and, within it, a sequence
+    number. A snapshot has the number of the last delta that it contains. A replica's blocks count only while it
+    is synced: from a snapshot on, until a gap, a newer epoch or a different digest. While it is not synced, it
+    stays a candidate with only its claimed blocks, and its deltas wait.
 
     **Keys** are those of :mod:`engine.kv.block_keys`: each names the whole prefix up to its block. Without a
     window, an engine never holds a block without those before it, so the walk bisects: it visits
     O(log keys) of them for each change of the set of replicas, and goes on with what is coming right behind.
     With a window (``window_blocks``, see there) a hit needs only the last blocks, and the walk visits all keys.
 
-    A replica has a key or has it not: an engine that stores equal keys for two blocks (it would take a
-    collision of 64-bit hashes) reports the key when the first comes and when the last goes, and takes it into
-    its digest once. If it does otherwise, a hit is missed or overestimated, never served wrongly.
+    A replica either has a key or does not. If an engine stores two blocks with equal keys (which takes a
+    collision of 64-bit hashes), it reports the key with the first and its removal with the last, and includes
+    it in its digest once. If it does otherwise, a hit is missed or overestimated, but no answer is wrong.
 
-    **Memory.** 65 to 90 bytes for each distinct block, whatever the number of replicas that have it;
-    ``max_claimed`` bounds the blocks that are not there yet, plus one for each claim, ``max_waiting`` the
-    records that wait for one replica's snapshot.
+    **Memory.** 65 to 90 bytes for each distinct block, however many replicas have it. ``max_claimed`` bounds
+    the expected blocks, plus one for each claim; ``max_waiting`` bounds the records that wait for one replica's
+    snapshot.
 
-    Not thread-safe: its owner locks.
+    Not thread-safe: the owner must hold a lock.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class KvIndex:
     ) -> bool:
         """Take one delta: first what was cleared, then removed and stored keys, which do not overlap.
 
-        False asks for a snapshot: there is a gap, or no snapshot came yet, or too much waits for it. It is
-        said once; further deltas then wait, and true is returned. False also for an old epoch or an unknown
-        replica: then nothing changes, and ``synced`` says whether a snapshot would help.
+        ``False`` asks for a snapshot: there is a gap, no snapshot has come yet, or too much waits for one. It
+        is returned once; further deltas then wait, and the result is ``True``. It is also ``False`` for an old
+        epoch or an unknown replica: then nothing changes, and ``synced`` says whether a snapshot would help.
         """
         self._claim()
         self._masks.sweep(SWEEP_SLICE)
@@ -167,9 +167,9 @@ class KvIndex:
     ) -> bool:
         """Take all keys that a replica holds after ``sequence``, then the deltas that waited.
 
-        It may come in parts: all but the last with ``complete=False``. False, and nothing changes, for an old
-        epoch, an unknown replica, or a snapshot from before the deltas that wait: then ask again. One that is
-        not newer than what was applied is ignored.
+        It may come in parts, all but the last with ``complete=False``. For an old epoch, an unknown replica, or
+        a snapshot older than the waiting deltas, nothing changes and the result is ``False``: request another.
+        A snapshot that is not newer than what was applied is ignored.
         """
         self._claim()
         self._masks.sweep(SWEEP_SLICE)
@@ -203,10 +203,11 @@ class KvIndex:
         return (feed.sequence, feed.xor, feed.count) if feed is not None and feed.synced else None
 
     def verify(self, replica: str, sequence: int, xor: int, count: int) -> bool:
-        """Compare with the engine's digest at ``sequence``; false asks for a snapshot.
+        """Compare with the engine's digest at ``sequence``; ``False`` asks for a snapshot.
 
-        Digests of another sequence than the last applied say nothing: true. One that differs makes the replica
-        not synced. False as long as it is not, so that a lost request is repeated with the next digest.
+        A digest of another sequence than the last applied one is ignored (``True``). If a digest differs, the
+        replica is no longer synced. The result is ``False`` until it is, so that a lost request for a snapshot
+        is repeated with the next digest.
         """
         self._claim()
         feed = self._feeds.get(replica)
@@ -225,8 +226,8 @@ class KvIndex:
         just said of it, saves the search). A stored event confirms a key. Beyond ``max_claimed`` the claims
         nearest to their deadline end. Unknown replicas are ignored.
 
-        The work is left to the next call, whichever it is: a request that is sent need not wait for it. So
-        ``keys`` must not change.
+        The work is deferred to the next call of any method, so that sending a request does not wait for it.
+        ``keys`` must therefore not change.
         """
         if keys and replica in self._feeds:
             self._sent.append((replica, keys, now, deadline, blocks))
@@ -243,14 +244,14 @@ class KvIndex:
         return self._claims.expire(now)
 
     def sweep(self, limit: int = SWEEP_SLICE) -> bool:
-        """Go on giving memory of removed replicas back, at most ``limit`` keys now; true if there is more.
+        """Continue to free the memory of removed replicas, at most ``limit`` keys; true if there is more.
 
         Deltas and snapshots do it, too.
         """
         return self._masks.sweep(limit)
 
     def _claim(self) -> None:
-        """Do what ``claim`` has left to do."""
+        """Do the work that ``claim`` deferred."""
         while self._sent:
             replica, keys, now, deadline, blocks = self._sent.pop(0)
             self._claims.expire(now)
@@ -320,7 +321,7 @@ class KvIndex:
         self._claims.confirm(replica, keys, self._masks.reader(feed.slot))
 
     def _present(self, keys: Sequence[int]) -> list[int]:
-        """Who has each key, or is about to."""
+        """Which replicas have each key, or are about to."""
         exact = self._exact
         present = [mask & exact for mask in self._masks.masks(keys)]
         for replica, begin, end in self._claims.stretches(keys):

@@ -1,8 +1,9 @@
-"""Who may be routed to, and how much work is booked there; each choice and its booking are one step.
+"""Which replicas are routable, and how much work is booked on each; a choice and its booking are one step.
 
-One ledger for each (process, engine deployment). The router's thread books, the ingress's loop opens routes,
-passes reports on and releases bookings; one lock makes each call one step, so a booking is either made before
-a route closes (and returned by ``close``) or not at all, and the next choice of a burst sees the one before.
+There is one ledger for each (process, engine deployment). The router's thread books. The ingress's loop opens
+routes, passes on reports and releases bookings. One lock makes each call atomic: a booking is either made
+before a route closes (and returned by ``close``) or not at all, and each choice of a burst sees the one before
+it.
 
 The ledger owns all state. A choice itself (``app/routing/policies.py``) is a pure function of views of it.
 """
@@ -48,31 +49,32 @@ class NoRouteError(QuireError):
 
 
 class BlockIndex(Protocol):
-    """Knows which replica holds what; the ledger's lock guards it. Times are monotonic seconds."""
+    """Knows which replica holds which blocks; the ledger's lock guards it. Times are monotonic seconds."""
 
     def add(self, replica: str, epoch: int = 0) -> None:
-        """A route has opened."""
+        """Add a replica whose route has opened."""
 
     def remove(self, replica: str) -> None:
-        """It is gone."""
+        """Forget a replica."""
 
     def longest(self, keys: Sequence[int]) -> dict[str, int]:
-        """How many of the first blocks each replica holds or is about to."""
+        """How many of the leading blocks each replica holds or will soon hold."""
 
     def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
-        """The replica is about to hold these; ``blocks`` of them it does already, as ``longest`` said."""
+        """Expect these blocks at the replica; it already holds ``blocks`` of them, as ``longest`` said."""
 
     def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
-        """It is not, after all."""
+        """Withdraw a claim."""
 
     def expire(self, now: float) -> int:
-        """Forget what should have come by now."""
+        """End the claims whose deadline has passed."""
 
 
 class Ledger:
-    """Invariant: a replica's totals are the sums of its bookings, and its view, where there is one, is current.
+    """Invariant: a replica's totals are the sums of its bookings, and its view, if there is one, is current.
 
-    ``policy`` chooses; ``index`` finds prefixes, none are found without one. ``clock`` is in monotonic seconds.
+    ``policy`` chooses. ``index`` finds prefixes; without one, none are found. ``clock`` is in monotonic
+    seconds.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Ledger:
 
     @property
     def typical_output(self) -> float:
-        """Tokens that a sequence comes to here, on average."""
+        """Average number of tokens that a sequence makes here."""
         return self._calibration.outputs.tokens
 
     def configure(self, policy: Policy) -> None:
@@ -117,10 +119,10 @@ class Ledger:
             self._policy, self._choose = policy, CHOICES[policy]
 
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
-        """Run what reads or changes the index's part of a replica under the lock, as all of that must.
+        """Run ``call``, which reads or changes the index's part of a replica, under the lock.
 
-        ``None`` if there is a defect in it: then the index drops the replica until its next route. If it cannot
-        drop it, that is a second fault, and the replica's blocks may be wrong.
+        Returns ``None`` if it raises: the index then drops the replica until its next route. If dropping fails,
+        too, that is a second fault, and the replica's blocks may be wrong.
         """
         with self._lock:
             return self._guarded(replica, step)
@@ -157,7 +159,7 @@ class Ledger:
             return attempts
 
     def hold(self, route: Route) -> list[int]:
-        """A route has broken: nothing more is booked there. Returns the attempts that are, until ``reopen``."""
+        """Stop booking on a route that has broken. Returns its attempts, which stay booked until ``reopen``."""
         with self._lock:
             state = self._replicas.get(route.replica)
             if state is not None and state.route == route:
@@ -215,9 +217,9 @@ class Ledger:
             return None if state is None else state.profile
 
     def report(self, route: Route, load: LoadReport) -> bool:
-        """Engine truth: bookings that it has acknowledged are in its numbers from now on, not beside them.
+        """Take in an engine's report, whose figures include the bookings that it has acknowledged.
 
-        False if the route is not the replica's open one; then nothing changes.
+        ``False`` if the route is not the replica's open one; then nothing changes.
         """
         with self._lock:
             state = self._replicas.get(route.replica)
@@ -240,7 +242,7 @@ class Ledger:
     # ---- bookings
 
     def expect(self, attempt: int) -> None:
-        """Allow an attempt to be booked, until ``release``: a canceled call may still reach the router."""
+        """Allow an attempt to be booked until ``release``; a canceled call may still reach the router."""
         with self._lock:
             self._expected.add(attempt)
 
@@ -299,7 +301,7 @@ class Ledger:
     def grow(self, attempt: int, before: int, after: int) -> None:
         """An attempt's only sequence had ``before`` tokens and has ``after``.
 
-        It need not be told of all, but of the first ones and of those that reach a power of two.
+        Not every token must be reported: only the first ones, and those that reach a power of two.
         """
         with self._lock:
             booking = self._bookings.get(attempt)
@@ -327,7 +329,7 @@ class Ledger:
             return self._bookings.get(attempt)
 
     def clear_suspect(self, attempt: int) -> None:
-        """An attempt that had to be alone on its replica need not be any more."""
+        """An attempt no longer has to be the only suspect on its replica."""
         with self._lock:
             booking = self._bookings.get(attempt)
             if booking is not None and booking.alone:
@@ -376,7 +378,7 @@ class Ledger:
             return [name for name, state in self._replicas.items() if state.stalled]
 
     def foreign_suspects(self, replica: str) -> bool:
-        """Whether a suspect (``app/fleet/faults.py``) of another ingress runs there, and none of this one."""
+        """Whether a suspect (``app/fleet/faults.py``) of another ingress runs there, and none of this one's."""
         with self._lock:
             state = self._replicas.get(replica)
             return state is not None and state.suspects > state.alone
@@ -411,7 +413,7 @@ class Ledger:
         return replicas
 
     def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> Decision:
-        """A defect must not fail requests: whatever is wrong with a choice, any replica can do the work."""
+        """Choose a replica. If the choice raises, take the least booked: a defect must not fail requests."""
         try:
             self._learn_last_decision()
             views = self._views_of(replicas, now)
@@ -500,7 +502,7 @@ class Ledger:
     # ---- upkeep
 
     def _catch_up(self, now: float) -> None:
-        """What the next choice would have to do first, done while no request waits for it."""
+        """Do now, while no request waits, the upkeep that the next choice would otherwise have to do."""
         self._learn_last_decision()
         for state in self._outdated:
             if state.view is None:
@@ -521,7 +523,7 @@ class Ledger:
         self._profiles = {state.profile for state in self._routable if state.profile is not None}
 
     def _forget_oldest(self) -> None:
-        """A closed replica's history stays, for its next channel; of many, that of the last ones."""
+        """Keep the histories of closed replicas for their next channels, but only of the most recent ones."""
         closed = [name for name, state in self._replicas.items() if state.route is None and not state.bookings]
         for name in closed[:-REMEMBERED]:
             del self._replicas[name]
@@ -529,7 +531,7 @@ class Ledger:
     # ---- defects in the index
 
     def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:
-        """A replica about whose blocks the index may be wrong is routed to by its load alone."""
+        """If the index may be wrong about a replica's blocks, route to it by load alone."""
         try:
             return step()
         except Exception:  # noqa: BLE001  (as in _decide)
@@ -542,7 +544,7 @@ class Ledger:
             return None
 
     def _tried(self, change: Callable[..., object], *arguments: object) -> None:
-        """What the index does beside a choice; a defect is no request's fault."""
+        """Run a call of the index that is not part of a choice; an error in it must not fail a request."""
         try:
             change(*arguments)
         except Exception:  # noqa: BLE001  (as in _decide)

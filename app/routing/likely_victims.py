@@ -1,7 +1,7 @@
-"""Replicas that autoscaling would stop next get no request that others can take nearly as well.
+"""Likely victims: replicas that autoscaling would stop next get no request that others can take nearly as well.
 
-They stay routable. A session whose blocks are on one costs much more elsewhere and goes on there; new sessions
-begin where they can stay. So a replica that is stopped takes few caches and few running streams with it.
+They stay routable. A session whose blocks are on one would cost much more elsewhere and continues there; new
+sessions start on other replicas. So when a replica stops, few caches and running streams are lost.
 """
 
 from __future__ import annotations

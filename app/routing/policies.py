@@ -1,4 +1,4 @@
-"""How a replica is chosen out of those that may be: by prefix and load, by load alone, in turn.
+"""How a replica is chosen among the candidates: by prefix and load, by load alone, or in turn.
 
 Each policy is a pure function: it reads views, request and calibration, and changes none of them.
 """
@@ -145,8 +145,8 @@ def least_booked(
 ) -> int:
     """The place, of these, of the fewest booked tokens, then bookings, then by rendezvous.
 
-    Its hash is of the first key after the most of ``cached_blocks``. A prompt without such a key goes to a
-    replica that holds all of it, by the hash of the request's name: nothing is gained by another copy.
+    The hash is of the first key after the most of ``cached_blocks``. A prompt without such a key goes to a
+    replica that holds all of it, by the hash of the request's name, because another copy would be useless.
     """
     ties: list[int] = []
     fewest = 0, 0
@@ -177,9 +177,9 @@ def rendezvous(key: int, seed: int) -> int:
 def _tie_tokens(prompt: int, uncached: int, block_size: int) -> float:
     """Costs that differ by less than computing so many tokens are equal.
 
-    A block (where blocks are large, no more than a short prompt), or 2% of what is to be computed. 2% of the
-    sum would give prefixes away under load; 2% of the prompt would give the shortest queue away where all
-    replicas hold most of it.
+    One block (if blocks are large, at most a short prompt), or 2% of the tokens to compute. 2% of the whole
+    cost would ignore prefixes under load; 2% of the prompt would ignore the shortest queue if all replicas hold
+    most of the prompt.
     """
     block, share = block_size, uncached // 50
     if block > USUAL_BLOCK and block > prompt:

@@ -30,10 +30,11 @@ class PredictionCounters:
 
 
 class Predictions:
-    """Counts each routed request once, and warns when predictions and engines part.
+    """Counts each routed request once, and warns when predictions and actual hits differ.
 
-    They part for a while after a burst, since events are on their way, and for good when both ends do not name
-    the same blocks alike. Then routing by prefix would be routing at random, and nothing else would show it.
+    They differ for a while after a burst, because events are on their way. They differ permanently if the two
+    ends give the same blocks different keys. Routing by prefix would then be random, and nothing else would
+    show it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

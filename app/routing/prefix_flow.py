@@ -1,4 +1,4 @@
-"""Which prompts that begin alike went where lately, and why."""
+"""Shared prefixes: where the prompts that begin with them recently went, and why."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PrefixGroup(NamedTuple):
 
 
 class PrefixFlow:
-    """Belongs to one ingress's event loop. Looking costs something, remembering nearly nothing."""
+    """Belongs to one ingress's event loop. Adding a placement costs almost nothing; grouping costs more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

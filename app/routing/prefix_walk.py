@@ -24,8 +24,8 @@ def prefix_ends(
     if not held:
         return []
     ends = []
-    # Stretches (low, holders of low, high, holders of high) in which holders are lost; the lower first,
-    # since who lacks a key cannot count further on. Nobody has what would come after the last key.
+    # Ranges (low, holders of low, high, holders of high) in which holders are lost, the lower first, because a
+    # replica that lacks a key cannot count further on. No replica has what would follow the last key.
     low, high, still = 0, len(keys), 0
     stretches = []
     probes = [high - 1]

@@ -19,7 +19,7 @@ _SLOWNESS_STEP = 1 / 32
 """How much of the difference one report corrects."""
 
 _FORGETTING = 1 / 128
-"""How much of it one report of an idle engine takes away: half in 45 s."""
+"""How much of the difference one report of an idle engine removes: half in 45 s."""
 
 
 class Route(NamedTuple):
@@ -73,7 +73,7 @@ class Booking:
 
 @dataclass(slots=True)
 class ReplicaHistory:
-    """What is learned of a replica over time; it survives a closed channel."""
+    """What is learned about a replica over time; it survives a closed channel."""
 
     slowness: float = 1.0
     """Its step time over that of the fleet's model."""
@@ -84,15 +84,15 @@ class ReplicaHistory:
         self.slowness += (ratio - self.slowness) * _SLOWNESS_STEP
 
     def forget(self) -> None:
-        """It ran nothing: what made it slow may have ended, and without requests nobody would ever know."""
+        """It ran nothing. What made it slow may have ended, and without requests that would not show."""
         self.slowness += (1.0 - self.slowness) * _FORGETTING
 
 
 @dataclass(slots=True)
 class ReplicaView:
-    """All that a decision knows of one replica: who it is, what is booked there, and its part of the sum.
+    """All that a decision knows about one replica: its name, what is booked there, and its part of the cost.
 
-    Nothing changes it; ``frozen`` would make a new one four times as dear.
+    Nothing changes it. It is not ``frozen``, because that makes construction four times as expensive.
     """
 
     replica: Final[str]
@@ -224,7 +224,7 @@ class ReplicaState:
             self.acknowledged_kv_tokens += booking.kv_tokens
 
     def end_prefill(self, booking: Booking) -> None:
-        """Count its prompt as computed, or as never to be; once only."""
+        """Count its prompt as computed, or as never to be computed; only once."""
         booking.prefilled = True
         booking.keys = ()
         self.booked_tokens -= booking.prefill
@@ -249,7 +249,7 @@ class ReplicaState:
     def claim_seconds(self) -> float:
         """How long a request's blocks count as expected here: twice the time of the work ahead, within limits.
 
-        Siblings that come before the first event find them.
+        Siblings that arrive before the first event find them.
         """
         tokens, rate, load = self.pending_prefill, PREFILL_RATE, self.load
         if load is not None:

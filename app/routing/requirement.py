@@ -1,4 +1,4 @@
-"""What a replica offers, and what a request requires: replicas need not be alike."""
+"""What a replica offers, and what a request requires: replicas may differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ReplicaProfile:
-    """What one replica said of itself when its channel opened."""
+    """What one replica said about itself when its channel opened."""
 
     limits: ModelLimits
     model: ModelIdentity = field(default_factory=ModelIdentity)

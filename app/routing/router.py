@@ -1,6 +1,6 @@
 """Serve's request router for the engine deployment: the ledger's choice, and calls pinned to one replica.
 
-Serve ships this module by value (see ``fleet``). Overriding ``_choose_replica_for_request`` replaces Serve's
+Serve pickles this module by value (see ``fleet``). Overriding ``_choose_replica_for_request`` replaces Serve's
 queue, which matches requests by an internal id that concurrent calls of one HTTP request share.
 """
 
@@ -60,7 +60,7 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             # Overriding this method also skips Serve's backoff between tries.
             await self._backoff(0)
             if target is not None or meta is not None:
-                # Their sender knows what else to do, and counts its tries.
+                # Their sender knows what to do instead, and counts its tries.
                 raise fleet.NotAcceptedError("the engine replica did not accept the call")
         if target is not None:
             return self._pinned(target)

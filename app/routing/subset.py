@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 COVER = 2
-"""Each replica is in the subsets of at least this many ingresses, if there are as many: one may restart."""
+"""Each replica is in the subsets of at least this many ingresses, if there are that many: one may restart."""
 
 REMEMBERED = 20_000
 """Replicas whose ranks are kept; each costs as many hashes as there are ingresses."""

@@ -1,4 +1,4 @@
-"""Replicas of which something holds for a while, and then no more unless it is said again."""
+"""A set of replicas that expires unless it is set again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class _Held:
 
 
 class TimedSet:
-    """One set of replicas, replaced as a whole, that ends by itself: whoever sets it repeats it in time.
+    """One set of replicas, replaced as a whole, that expires unless its publisher sets it again in time.
 
-    So nothing stays in it because its publisher died. Any thread may read or set it; times are those of
-    ``clock``, monotonic seconds.
+    So nothing stays in it after its publisher has died. Any thread may read or set it. Times are those of
+    ``clock``, in monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

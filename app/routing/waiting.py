@@ -1,8 +1,8 @@
-"""How long a new request would wait before anything is computed for it, wherever that is shortest.
+"""How long a new request would wait before anything is computed for it, on the replica where that is shortest.
 
-The figures are those of ``app/routing/cost.py``, whose *wait* and *admission* terms this is, for a request like
-those booked last. Its prefixes are unknown, so that it is taken to find none of the blocks that it lacks. It is
-taken to overtake nobody, since those that wait are like it.
+This is the sum of the *wait* and *admission* terms of ``app/routing/cost.py`` for a request like those booked
+last. Its prefix is unknown, so it is assumed to find none of its blocks cached. It is assumed to overtake no
+other request, because the waiting ones are like it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which prefix, or which request, the cells of a block map belong to: one byte for each cell.
 
-A byte is ``NONE``, ``SEVERAL``, or the number of a name, from 1. Any thread may call these functions; what
-changes meanwhile may be seen or not.
+A byte is ``NONE``, ``SEVERAL``, or the number of a name, from 1. Any thread may call these functions; the
+result may or may not include concurrent changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class GroupBy(StrEnum):
-    """What tells the cells of a block map apart."""
+    """How the cells of a block map are grouped."""
 
     STATE = "state"
     PREFIX = "prefix"
@@ -33,7 +33,7 @@ def by_prefix(nodes: Sequence[PrefixNode | None], keys: Iterable[int]) -> tuple[
     """The groups of the cells with these nodes, and the keys that name them.
 
     ``keys`` name prefixes by their last block. A block belongs to the longest of these that it continues or
-    ends; if there is none, to the one that it is the beginning of; and else to the first block of its prompt.
+    ends. If there is none, it belongs to the prefix that it begins, and otherwise to its prompt's first block.
     """
     numbers: dict[int, int] = {}
     known = {_number(numbers, key) for key in keys} - {NONE}

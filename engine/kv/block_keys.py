@@ -1,4 +1,4 @@
-"""Names of blocks that are the same in every process: what routers and engines call a prefix.
+"""Block keys: names of blocks that are the same in every process, by which routers and engines name prefixes.
 
 ``key_i = BLAKE2b-64(key_{i-1} ‖ tokens of block i)``; the first follows the key of a root, which names
 everything else that the KV depends on. A key says where a prefix *probably* is; an engine compares tokens

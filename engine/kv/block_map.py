@@ -37,7 +37,7 @@ class BlockMap(NamedTuple):
 
 
 def block_map(pool: BlockPool, host: HostPool) -> BlockMap:
-    """Costs O(``MOST_CELLS``). Any thread may call it; what changes meanwhile may be seen or not."""
+    """Costs O(``MOST_CELLS``). Any thread may call it; the result may or may not include concurrent changes."""
     each = -(-(pool.num_blocks + host.num_blocks) // (MOST_CELLS - 1))
     device = (_state(count, keyed) for count, keyed in pool.sample(each))
     return BlockMap(each, bytes(device), bytes(_state(count, False) for count in host.sample(each)))

@@ -9,9 +9,9 @@ from engine.errors import ConfigError
 from engine.kv.block_pool import InvariantError
 
 Content = tuple[int, int, int]
-"""Device block, how often the device pool had handed that block out, valid tokens in it.
+"""Device block, its generation (how often the device pool has handed it out), and the valid tokens in it.
 
-Within one generation a block only fills up, so equal triples mean equal KV, whenever they were taken.
+Within one generation a block only fills up, so equal triples always mean equal KV.
 """
 
 
@@ -23,7 +23,7 @@ class HostPool:
     Every call either succeeds whole or changes nothing, and costs O(1) for each block that it touches.
 
     Args:
-        num_blocks: 0 is a pool in which nothing but the empty table fits.
+        num_blocks: with 0, only empty tables fit.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -59,7 +59,7 @@ class HostPool:
         return self._references[::each]
 
     def num_to_copy(self, blocks: Sequence[Content]) -> int:
-        """How many host blocks swapping ``blocks`` out would take and fill; the other contents are here."""
+        """How many host blocks swapping ``blocks`` out would take and fill; other contents are already here."""
         return len({content for content in blocks if content not in self._places})
 
     def swap_out(self, blocks: Sequence[Content]) -> tuple[list[int], list[tuple[int, int]]] | None:

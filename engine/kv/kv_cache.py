@@ -25,8 +25,8 @@ PREFAULT_AHEAD = 1 << 30
 class KVCache:
     """One allocation ``[blocks, layers, 2, block_size, kv_heads, head_dim]``, and one like it on the host.
 
-    A block with all its layers is contiguous: one unit to copy and to count. Who owns which block is the
-    affair of the block pool, and of the host pool for the ``host_blocks`` that blocks are swapped to.
+    A block with all its layers is contiguous: one unit to copy and to count. The block pool decides who owns a
+    block, and the host pool does for the ``host_blocks`` that blocks are swapped to.
 
     Raises:
         ConfigError: the memory of the host blocks cannot be pinned.
@@ -56,7 +56,8 @@ class KVCache:
             self._prefaulter = None
         self.host = _untouched_zeros(shape(host_blocks), dtype)
         self._stream: SwapStream | None = None
-        # Takes its pages now: the first copy to each would wait for the system, ten times as long as it takes.
+        # Map its pages now: otherwise the first copy to each page waits for the system and takes ten times as
+        # long.
         self.host.zero_()
         if device.type == "cuda" and host_blocks:
             pin(self.host, self, device)
@@ -75,9 +76,9 @@ class KVCache:
     def transfer(self, transfers: Transfers, written: Collection[int] = ()) -> tuple[float, float]:
         """Carry out ``transfers``; return the seconds of swap-out and swap-in.
 
-        On a GPU nothing waits here: steps begun later see the results, and the seconds are those that earlier
-        copies took for as many blocks (0 before there are any). Any other write to device blocks needs a call
-        of :meth:`before_writing` first; ``written`` are the blocks that will be written soonest.
+        On a GPU, this call does not wait: later steps see the results, and the seconds are estimated from
+        earlier copies (0 before there are any). Before any other write to device blocks, call
+        :meth:`before_writing`. ``written`` are the blocks that will be written soonest.
 
         Raises:
             InvariantError: a transfer names a block that does not exist; nothing is copied.

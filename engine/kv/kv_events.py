@@ -1,7 +1,7 @@
-"""KV events: the blocks that became findable in a replica, and those that no longer are, by their block keys.
+"""KV events: which blocks became findable in a replica, and which no longer are, by block key.
 
-The prefix index reports each change as it happens; once a step the changes are drained as a batch. A snapshot
-and all later batches give the resident keys exactly; a digest in each batch proves it.
+The prefix index reports each change as it happens; once per step, the changes are drained as a batch. A
+snapshot and all later batches give the resident keys exactly; a digest in each batch proves it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from engine.request import CacheNamespace
 
 @dataclass(frozen=True, slots=True)
 class KvBatch:
-    """All changes since the batch before: first everything goes if ``cleared``, then these keys go and come.
+    """All changes since the previous batch. If ``cleared``, all earlier keys are removed first.
 
-    No key is in both lists. ``xor`` of all resident keys and their ``count`` are as of this batch.
+    No key is in both lists. ``xor`` and ``count`` are of all resident keys after this batch.
     """
 
     sequence: int  # one more than the batch before
@@ -70,7 +70,7 @@ class KvEvents:
         return bool(self._stored or self._removed or self._cleared)
 
     def stored(self, node: PrefixNode) -> None:
-        """A node has got a block."""
+        """A node got a block."""
         key = node.block_key
         if key is None:
             key = self._name(node)
@@ -85,7 +85,7 @@ class KvEvents:
             self._stored[key] = None
 
     def removed(self, node: PrefixNode) -> None:
-        """A node that had a block has lost it, or is forgotten."""
+        """A node lost its block, or was forgotten."""
         key = node.block_key
         nodes = 0 if key is None else self._nodes.get(key, 0)
         if key is None or not nodes:
@@ -101,7 +101,7 @@ class KvEvents:
             self._removed[key] = None
 
     def cleared(self) -> None:
-        """Every node is forgotten."""
+        """All nodes were forgotten."""
         self._nodes.clear()
         self._stored.clear()
         self._removed.clear()

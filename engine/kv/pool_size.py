@@ -77,10 +77,11 @@ def plan_pool(
 ) -> PoolSize:
     """Size the pool for ``available`` free bytes of the device (``cpu`` or ``cuda``).
 
-    ``num_blocks`` or ``kv_memory`` decide if given; else a CPU gives a bounded share of what is free, a GPU
-    all of it (``available`` is what ``memory_fraction`` leaves). A pool's pages are taken when they are first
-    written, so engines that share a machine's memory all see the same bytes free, whenever they start: each
-    may use its part. The host pool takes its bytes from the same part on a CPU, else from ``host_available``.
+    ``num_blocks`` or ``kv_memory`` decides if given. Otherwise the pool takes a bounded share of the free
+    memory on a CPU, and all of it on a GPU (``available`` is what ``memory_fraction`` leaves). A pool's pages
+    are allocated when they are first written, so engines that share a machine's memory all see the same bytes
+    free, and each may use its part. On a CPU, the host pool takes its bytes from the same part; on a GPU, from
+    ``host_available``.
 
     Raises:
         ConfigError: too little memory; names the figures and the option that changes them.
@@ -154,7 +155,7 @@ def _part(config: EngineConfig, available: int) -> int:
 
 
 def _sharing(engines: int) -> tuple[str, str]:
-    """How errors speak of engines on the same machine: whose limit it is, and what else helps."""
+    """Words for error messages about engines on the same machine: whose limit it is, and what else helps."""
     return (f" by each of {engines} engines", ", or run fewer engines here") if engines > 1 else ("", "")
 
 

@@ -15,19 +15,21 @@ HOLLOW_PER_BLOCK = 4  # maximum of hollow nodes per block of the pool: bounds a 
 class PrefixIndex:
     """Knows which block holds the KV of which tokens, after which tokens.
 
-    A child is looked up under its parent *node* by the hash of its tokens, and the stored tokens are compared:
-    the hash makes it fast and never decides, so no collision can give one prompt another's KV. Trees of
-    different roots never meet. The pool owns the blocks; the index only keys them, and forgets a block together
-    with everything below it when the pool evicts it (blocks below it could not be found any more: they become
-    free). Its memory is bounded by the pool: one node for each keyed block; a root goes with its last child.
+    A child is looked up under its parent *node* by the hash of its tokens, and then the stored tokens are
+    compared. The hash only makes the lookup fast, so a collision cannot give one prompt another's KV. Different
+    roots have separate trees. The pool owns the blocks; the index only keys them. When the pool evicts a block,
+    the index forgets it and all blocks below it, which can no longer be found and become free. The index's
+    memory is bounded by the pool: one node for each keyed block; a root is removed with its last child.
 
-    A block computed twice maps to one node, which points to the first copy while a table holds that one; the
-    second request keeps its own, unkeyed. Once the first is merely cached, the node moves to the copy in use.
+    If a block is computed twice, both copies map to one node, which points to the first copy while a table
+    holds it; the second request keeps its own copy, unkeyed. Once the first copy is merely cached, the node
+    moves to the copy in use.
 
     **Sliding windows.** If no layer sees more than ``window`` tokens (a position sees itself and the
-    ``window - 1`` before it), a hit needs only the blocks that the token after it can see. So an evicted block
-    leaves its node hollow as long as there are nodes below it; computed again, the block comes back. At most
-    ``HOLLOW_PER_BLOCK`` hollow nodes for each block of the pool are kept; beyond it, eviction forgets as above.
+    ``window - 1`` before it), a hit needs only the blocks that the token after it can see. So the node of an
+    evicted block stays, *hollow*, as long as there are nodes below it. If the block is computed again, the node
+    gets it back. At most ``HOLLOW_PER_BLOCK`` hollow nodes per block of the pool are kept; beyond that,
+    eviction forgets nodes as above.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PrefixIndex:
         return len(self._roots)
 
     def sample(self, each: int) -> list[PrefixNode | None]:
-        """The node of every ``each``-th block; any thread may call it, and may see a node die."""
+        """The node of every ``each``-th block. Any thread may call it; a node may die meanwhile."""
         return self._nodes[::each]
 
     def visible_from(self, position: int) -> int:
@@ -74,9 +76,10 @@ class PrefixIndex:
     ) -> PrefixNode | None:
         """Find the longest run of whole blocks that holds the first tokens, at most ``max_tokens``.
 
-        ``hint`` is what an earlier call returned for the same root and a beginning of the same tokens: the walk
-        continues from there while it is alive. The hit has ``node.depth`` blocks; ``None`` is no hit. With a
-        window, only the blocks that the token after it can see must be there. The order of eviction stays.
+        ``hint`` is what an earlier call returned for the same root and a prefix of the same tokens: the walk
+        continues from there if it is still alive. The hit has ``node.depth`` blocks; ``None`` means no hit.
+        With a window, only the blocks that the token after the hit can see must be present. The call does not
+        change the eviction order.
         """
         if self.window is not None:
             return self._match_in_window(root, token_ids, max_tokens, hint)
@@ -152,9 +155,9 @@ class PrefixIndex:
         ``node`` is what the last call for this table returned (or its hit), so only new blocks are inserted; if
         it has been forgotten since, the whole table is inserted again. Returns the node of the last block.
 
-        With a window, entries may be ``NO_BLOCK``: they become hollow nodes. The node returned is then above
-        that of the last block if that one is absent, too, or if there would be too many hollow nodes; later
-        calls go on from there, and ``None`` says that nothing could be inserted.
+        With a window, entries may be ``NO_BLOCK``: they become hollow nodes. If the last block is absent, too,
+        or if there would be too many hollow nodes, the returned node is one above the last block's; later
+        calls continue from there. ``None`` means that nothing could be inserted.
         """
         if num_blocks == 0:
             return None
@@ -216,7 +219,7 @@ class PrefixIndex:
         return node
 
     def _move(self, node: PrefixNode, block: int) -> None:
-        """Let a node whose block is idle or gone point to ``block``, if that is one."""
+        """Point a node whose block is idle or gone to ``block``, unless that is ``NO_BLOCK``."""
         if block == NO_BLOCK:
             return
         before, node.block = node.block, block
@@ -266,14 +269,14 @@ class PrefixIndex:
         parent = top.parent
         self._detach(top, parent)
         self._drop([top])
-        # A hollow node that leads nowhere is of no use.
+        # A hollow node without children is useless.
         while parent.block == HOLLOW and not parent.children and parent.parent is not None:
             leaf, parent = parent, parent.parent
             self._detach(leaf, parent)
             self._drop([leaf])
 
     def _drop(self, nodes: Iterable[PrefixNode]) -> None:
-        """Let nodes that were taken out of the tree die, and all below them."""
+        """Mark nodes that were taken out of the tree as dead, and all nodes below them."""
         doomed = list(nodes)
         while doomed:
             node = doomed.pop()
@@ -286,7 +289,7 @@ class PrefixIndex:
                 self._num_nodes -= 1
                 if self._observer is not None:
                     self._observer.removed(node)
-            # References from outside see that the node is dead; no link keeps the rest of the tree in memory.
+            # Holders of a reference see that the node is dead; no link keeps the rest of the tree in memory.
             node.block = DEAD
             node.parent = node.sibling = None
             node.children = {}

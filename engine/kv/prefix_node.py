@@ -1,4 +1,4 @@
-"""A node of the prefix trees: some tokens after the tokens on the way to it, and the block with their KV."""
+"""A node of the prefix trees: the tokens of one block, after those of its ancestors, and the block's number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = -3
 
 
 class PrefixNode:
-    """One findable block: ``tokens`` after everything on the way from the root to ``parent``.
+    """One findable block: ``tokens`` after those of all nodes from the root to ``parent``.
 
     A *hollow* node has lost its block and only leads to the nodes below it.
     """
@@ -80,7 +80,7 @@ class RootNode(PrefixNode):
 
 
 class IndexObserver(Protocol):
-    """Hears of each node that gets a block or loses one, in order."""
+    """Is told, in order, of each node that gets a block or loses one."""
 
     def stored(self, node: PrefixNode) -> None:
         """The node has got a block; it is in its place in the tree."""
@@ -89,4 +89,4 @@ class IndexObserver(Protocol):
         """The node has lost its block."""
 
     def cleared(self) -> None:
-        """All nodes have."""
+        """All nodes have lost their blocks."""

@@ -81,7 +81,7 @@ class SwapStream:
 
 
 class Leaving:
-    """Device blocks that are being copied out, and the events that end their copies, in the stream's order."""
+    """Device blocks that are being copied out, and the events that mark the ends of their copies, in order."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[int, Any, list[int]]] = deque()  # number, event, blocks
@@ -89,14 +89,14 @@ class Leaving:
         self._made = 0
 
     def add(self, blocks: list[int], event: Moment) -> None:
-        """``event`` comes once all ``blocks``, and all that were added before, have been copied."""
+        """``event`` occurs once all ``blocks``, and all blocks added before, have been copied."""
         self._made += 1
         self._parts.append((self._made, event, blocks))
         for block in blocks:
             self._part_of[block] = self._made
 
     def last(self, blocks: Iterable[int]) -> Any | None:
-        """The event that all copies of ``blocks`` have been made with; ``None`` if they have been made."""
+        """The event after which all copies of ``blocks`` are complete; ``None`` if they already are."""
         while self._parts and self._parts[0][1].query():
             number, _, done = self._parts.popleft()
             for block in done:
@@ -138,9 +138,9 @@ class CopyClock:
 
 
 def pin(memory: Tensor, owner: object, device: torch.device) -> None:
-    """Lock the pages of a CPU tensor until ``owner``, which holds it, is gone; ``device`` copies them unaided.
+    """Lock the pages of a CPU tensor while its ``owner`` lives, so that ``device`` can copy them itself.
 
-    Torch's own pinned memory comes in powers of two, which could take twice the swap space.
+    Torch's own pinned memory comes in powers of two, which could take up to twice the swap space.
 
     Raises:
         ConfigError: the system refuses.

@@ -20,9 +20,9 @@ _MAX_WITHOUT_TOKENS = 256  # waiting sequences passed over in one step in search
 def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
     """Start waiting sequences while tokens, sequence slots and blocks last.
 
-    A bounded number of sequences that do not fit is passed over. Returns how many sequences no newcomer can
-    overtake, for want of slots or blocks, and how many wait for want of these, those that are passed over
-    included. Sequences left for want of tokens alone do not count.
+    A bounded number of sequences that do not fit is passed over. Returns two counts of sequences that lack
+    slots or blocks: those that no newcomer can overtake, and all of them, including those passed over.
+    Sequences that lack only tokens do not count.
     """
     waiting, shares = state.waiting, state.shares
     position = misses = deferred = without_tokens = 0

@@ -35,7 +35,7 @@ class BlockTables:
     def extend(self, sequence: Sequence, length: int, transfers: Transfers) -> int:
         """Let a sequence write up to ``length`` more tokens; return how many, 0 if blocks are out.
 
-        Its table comes to cover them. A block that other sequences hold, too, is copied before it is written.
+        Its table is extended to cover them. A block that other sequences also hold is copied before the write.
         """
         pool, size = self._pool, self._pool.block_size
         self.release_outside_window(sequence)

@@ -1,13 +1,15 @@
-"""Fair queueing: a request's place in the order follows from the work that its client has asked for before.
+"""Fair queueing: a request's place in the order depends on the work that its client has requested before.
 
-Start-time fair queueing (Goyal et al., SIGCOMM 1996), with the work of virtual token counters (Sheng et al.,
-OSDI 2024). Each client has an account in virtual time, which passes by one unit for each prompt token that all
-clients with work get. A request *starts* where its client's last one *finishes*, but not before the present; it
-finishes later by its work. Requests run in the order of their starts. A client that asks for much thus queues
-behind itself alone, and one that was idle has saved nothing up.
+This is start-time fair queueing (Goyal et al., SIGCOMM 1996), with work defined as for virtual token counters
+(Sheng et al., OSDI 2024). Each client has an account in virtual time, which advances by one unit for each
+prompt token that every client with work gets. A request's *start* is the *finish* of its client's previous
+request, but never earlier than the current virtual time. Its finish is its start plus its work. Requests run in
+the order of their starts. So a client that requests a lot queues only behind itself, and an idle client saves
+up no credit.
 
-A start is fixed once the request runs, so that the order of what has run is total and kept for life. Before, it
-changes only if one of the same client that arrived earlier comes later: it has moved here from another replica.
+A start is fixed once the request runs, so the order of requests that have run is total and permanent. Before
+that, a start changes only if an earlier request of the same client is added later, because it has moved here
+from another replica.
 """
 
 from __future__ import annotations
@@ -93,8 +95,8 @@ class FairQueue:
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = Level(priority)
-        # What runs is still to be done, so a client that comes now starts where that began. Nobody starts
-        # before the oldest request: that one ends, and then the next.
+        # Running work is not done yet, so a client that arrives now starts where that work began. No request
+        # starts before the oldest one: that one ends, and then the next.
         now = max(oldest, level.reached - level.in_service)
         account = level.accounts.get(client)
         if account is None:
@@ -128,7 +130,7 @@ class FairQueue:
         ticket.begun = True
         ticket.done += prompt_tokens
         level = ticket.account.level
-        # By the number of clients: however many new ones come, those who wait are reached in the end.
+        # Divided by the number of clients: however many new ones come, every waiting one is reached eventually.
         level.reached = max(level.reached, ticket.start) + ticket.work / level.active
 
     def leave(self, ticket: Ticket) -> None:

@@ -13,8 +13,8 @@ _MAX_GROWTH = 8.0  # blocks for each running sequence, after repeated shortage
 class GrowthReserve:
     """Reserves, for each running sequence, the rest of its prefill and some blocks of growth.
 
-    Admitting into the last free blocks would preempt a sequence a few steps later. The growth starts at one
-    block, doubles with each step that runs out of blocks and decays by 1% with each other one.
+    Without it, admission into the last free blocks would cause a preemption a few steps later. The growth
+    starts at one block, doubles with each step that runs out of blocks, and decays by 1% with every other step.
     """
 
     def __init__(self, pool: BlockPool) -> None:

@@ -1,4 +1,4 @@
-"""Takes new requests in: checks them, and queues the sequences that they begin with."""
+"""Checks new requests, and queues the sequences that they start with."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ class Intake:
         if longest >= total and request.params.max_tokens != 0:
             before = request.generated_before or longest - len(request.token_ids)
             raise InvalidRequestError(
-                f"the request has {longest} tokens, {before} of them generated before, and may reach {total}: "
-                "none is left to generate",
+                f"the request has {longest} tokens, {before} of them generated before, and may have at most "
+                f"{total}, so none is left to generate",
                 "max_tokens",
             )
         return total
@@ -157,6 +157,6 @@ def _check_outputs(request: Request) -> None:
     if params.ranked or len(request.outputs) != params.n or not any(o is not None for o in request.outputs):
         raise InvalidRequestError(
             f"outputs has {len(request.outputs)} entries but must have one for each of {params.n} sequences, "
-            "not all of them ended, and none where sequences are ranked: those begin again",
+            "at least one of them not ended, and none if sequences are ranked, because those start over",
             "outputs",
         )

@@ -1,4 +1,4 @@
-"""The prefill tokens that an engine has still to compute; a block counts once, however many need it."""
+"""The prefill tokens that an engine still has to compute; a block that several sequences need counts once."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Share:
 class PendingPrefill:
     """Follows the sequences that wait or compute a prompt; belongs to the engine's thread.
 
-    Order is left out of account: a block that only waiting sequences miss counts once; one that a running or
-    swapped-out sequence computes counts there. The last block of a text is each sequence's own, since its last
-    token must be run to get logits. Exact while at most ``MAX_REMATCHED`` sequences wait and few blocks change;
-    beyond that, blocks that were cached or evicted are noticed some steps later, and new sequences count as if
-    they shared nothing until it is their turn.
+    The order of sequences is ignored: a block that only waiting sequences lack counts once, and a block that a
+    running or swapped-out sequence computes counts for that sequence. The last block of a text always counts
+    for its own sequence, because its last token must be run to get logits. The figure is exact while at most
+    ``MAX_REMATCHED`` sequences wait and few blocks change. Beyond that, cached and evicted blocks are noticed
+    some steps later, and new sequences count as if they shared nothing until it is their turn.
 
-    Changes are noted as they happen and applied when the figure is read, so that a sequence that starts and
-    ends in one step costs nothing. Keys are chains of hashes: equal for equal texts of one root; a collision
-    would only make the figure a block too small.
+    Changes are recorded as they happen and applied when the figure is read, so a sequence that starts and
+    ends in one step costs nothing. Keys are chains of hashes, equal for equal texts under one root. A collision
+    only makes the figure one block too small.
     """
 
     def __init__(self, state: SchedulerState) -> None:

@@ -13,10 +13,10 @@ from engine.scheduling.swapping import swap_out
 
 
 def grow(state: SchedulerState, sequence: Sequence, length: int, plan: StepPlan) -> int:
-    """Let a running sequence write up to ``length`` more tokens; preempt others while it can write none.
+    """Let a running sequence write up to ``length`` more tokens; preempt others until it can write one.
 
-    Returns how many tokens; 0 if it was preempted itself. Fewer tokens now are better than a preemption: blocks
-    are taken from others only for the first token.
+    Returns how many tokens; 0 if it was preempted itself. Writing fewer tokens is better than a preemption, so
+    blocks are taken from others only for the first token.
     """
     while True:
         covered = state.block_tables.extend(sequence, length, plan.transfers)
@@ -33,7 +33,7 @@ def grow(state: SchedulerState, sequence: Sequence, length: int, plan: StepPlan)
 def preempt(state: SchedulerState, position: int, plan: StepPlan) -> None:
     """Take the blocks of the running sequence at ``position``, which has no chunk in this step."""
     sequence = state.running[position]
-    # What no layer can see any more is neither worth saving nor part of what is lost.
+    # Blocks that no layer can see any more need not be saved, and do not count as lost.
     state.block_tables.release_outside_window(sequence)
     computed = state.block_tables.computed_blocks(sequence)
     decision = state.recoveries.preempted(sequence, computed)
@@ -47,8 +47,8 @@ def preempt(state: SchedulerState, position: int, plan: StepPlan) -> None:
 class FreedBlocks:
     """Counts the blocks that become available if several sequences are preempted together.
 
-    A block is freed once all its references are the victims', so a family of forks frees the blocks that it
-    shares with its last member. ``kept`` are blocks that the sequence they are freed for finds in the cache.
+    A block is freed once only victims refer to it, so a family of forks frees its shared blocks with its last
+    member. ``kept`` are blocks that the sequence to be admitted finds in the cache.
     """
 
     def __init__(self, pool: BlockPool, kept: Iterable[int]) -> None:

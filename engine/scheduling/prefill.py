@@ -11,13 +11,13 @@ from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 
 MAX_SHARERS = 4
-"""Clients between which a step divides its tokens: more would only make the prompts of all of them late."""
+"""A step divides its tokens among at most this many clients: with more, the prompts of all would be late."""
 
 _SEARCHED = 32  # waiting sequences among which clients are looked for
 
 
 def begin_prefills(state: SchedulerState, budget: int, prefilling: int) -> None:
-    """The step has ``budget`` tokens for prefills; so many running sequences want some."""
+    """Begin a step's prefills: ``budget`` tokens, wanted by this many running sequences."""
     contended = prefilling + len(state.waiting) > 1
     state.shares.begin(budget, contended, _quotas(state) if contended and state.fair.shared else {})
 
@@ -53,7 +53,7 @@ def lengthen_held_back(state: SchedulerState, plan: StepPlan) -> None:
 def _quotas(state: SchedulerState) -> dict[Account, int]:
     """Prefill tokens for each client that wants some: an equal part of the step, less what it decodes.
 
-    Of the best priority only: others get what is left. Empty if there is one client.
+    Only clients with the best priority get a quota; others get what is left. Empty if there is one client.
     """
     running = state.running
     wanting = [sequence for sequence in running if sequence.remaining > 1]

@@ -11,20 +11,20 @@ SHORT_SHARE = 0.1
 """Share of the prefill tokens that short prompts may take from longer ones before them, in the long run."""
 
 SHORT_TOKENS = 16
-"""A prompt of so many tokens is always short, unless that is more than half of what a step has for prefills."""
+"""A prompt of at most this many tokens is always short, unless that is over half of a step's prefill tokens."""
 
 
 class PrefillShares:
-    """The rules, step by step. :meth:`reset` is called in each step, :meth:`begin` in those with a prefill.
+    """Applies the rules to each step: :meth:`reset` is called in each, :meth:`begin` in those with a prefill.
 
-    Tokens go by the order of the sequences that ask for some. If more is wanted than there is:
+    Tokens go to sequences in order. If more tokens are wanted than there are:
 
-    - Some are *kept* for short prompts, those that need no more than are kept. What is kept grows by
-      ``SHORT_SHARE`` of all prefill tokens, and up to a quarter of a step is saved up.
+    - Some are *reserved* for short prompts: those that need no more than this reserve. The reserve grows by
+      ``SHORT_SHARE`` of all prefill tokens, up to a quarter of a step.
     - An account in ``quotas`` gets no more than its quota.
-    - Sequences of a worse priority than one that got less than it wanted get none.
+    - If a sequence got less than it wanted, sequences with a worse priority get nothing.
 
-    What nobody may take under these rules goes by the order alone: see ``lengthen_held_back`` in
+    Tokens that are left under these rules go to sequences in order: see ``lengthen_held_back`` in
     ``engine/scheduling/prefill.py``.
     """
 
@@ -59,7 +59,7 @@ class PrefillShares:
             self._ordered -= self._kept
 
     def lift(self, tokens: int) -> None:
-        """Let the rest of the step's tokens go by the order alone from now on."""
+        """Give the rest of the step's tokens to sequences in order from now on."""
         self._ordered, self._kept, self.quotas = tokens, 0, {}
         self._worst = math.inf
 
@@ -75,7 +75,7 @@ class PrefillShares:
         return length
 
     def take(self, sequence: Sequence, wanted: int, length: int) -> None:
-        """A sequence that runs takes what it is allowed to."""
+        """Let a running sequence take the tokens that it is allowed."""
         if length <= self._by_order(sequence, wanted):
             self._ordered -= length
         else:
@@ -89,7 +89,7 @@ class PrefillShares:
             self.held_back.append(sequence)
 
     def hold_back(self, sequence: Sequence) -> None:
-        """A running sequence leaves its turn to waiting ones that come before it."""
+        """Make a running sequence give way to waiting ones that come before it."""
         self.limited = True
         self.held_back.append(sequence)
 

@@ -9,8 +9,8 @@ from engine.errors import ConfigError
 from engine.kv.block_pool import InvariantError
 from engine.scheduling.estimators import STALE, CallCost, RunningMedian
 
-_TRIAL_FACTOR = 8.0  # an alternative that seems dearer than this is not worth trying
-_SURVIVAL_START = 0.5  # before anything is known it errs least
+_TRIAL_FACTOR = 8.0  # an alternative that seems more expensive than this is not worth trying
+_SURVIVAL_START = 0.5  # the prior with the smallest possible error
 _SURVIVAL_STEP = 1.0 / 16.0
 _KEPT_RATIOS = 512
 _KEPT_LESSONS = 32  # whose median is the typical survival
@@ -99,16 +99,16 @@ class RecoveryPolicy:
 
     The expected cost of a swap is the time to copy out the blocks that are not on the host and to copy in those
     that will no longer be cached; that of a recompute is the time to run the tokens that will not be cached.
-    All three have a fixed part: that of a copy, and that of a step. Rates start from a calibration and follow
-    what steps measure; the share of findable blocks that survive until the sequence resumes follows what is
-    found then. Usually all survive or none, and a few slow steps raise the mean cost. So the mean decides,
-    because it is what counts in the long run, but a decision's ``estimate`` takes the medians of survival and
+    Each copy and each step also has a fixed cost. Rates start from a calibration and are updated with
+    measurements of steps. The share of findable blocks that survive until the sequence resumes is updated with
+    what is found then. Usually all of them survive or none, and a few slow steps raise the mean cost. The mean
+    decides, because it counts in the long run, but a decision's ``estimate`` uses the medians of survival and
     of costs.
 
-    A recovery that is never chosen is never measured. So the costlier one is tried now and then: when its rate
-    was not measured during the last :data:`STALE` decisions, its estimate is below 8 times the other's, and
-    enough decisions have passed that trials cost at most 1/64 of the expected time (the first trial of each
-    kind waits for :data:`STALE` decisions only). Survival needs no trials: both recoveries show it.
+    A recovery that is never chosen is never measured. So the more expensive one is tried now and then, under
+    three conditions: its rate was not measured during the last :data:`STALE` decisions; its estimate is below 8
+    times the other's; and enough decisions have passed that trials cost at most 1/64 of the expected time (not
+    required for the first trial of each kind). Survival needs no trials, because both recoveries show it.
 
     Args:
         mode: ``auto`` chooses by expected cost, ``swap`` swaps while the host pool has
@@ -183,8 +183,8 @@ class RecoveryPolicy:
     def resumed(self, decision: RecoveryDecision, found: int) -> None:
         """Learn that ``found`` leading blocks were still in the prefix index at re-admission.
 
-        Called earlier once only shared blocks are left: sequences that wait longest lose most, and learning
-        from them only at their return would favor those that return soon. Each decision counts once.
+        It is called earlier if only shared blocks are left. Sequences that wait longest lose the most, and
+        learning only when they return would favor those that return soon. Each decision counts once.
         """
         unshared = decision.findable - decision.shared
         if unshared < 1 or decision.survival_known:

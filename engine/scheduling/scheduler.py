@@ -36,30 +36,32 @@ from engine.scheduling.workload_stats import WorkloadStats
 class Scheduler:
     """Plans steps and accounts for them; one thread uses it.
 
-    A step is ``plan = schedule()``, carrying out its transfers and running its chunks, then
-    ``commit(plan, outcomes)``. There is no prefill or decode phase: each sequence has ``computed`` tokens and a
-    step brings it nearer to the end of ``token_ids``.
+    A step is ``plan = schedule()``, then carrying out its transfers and running its chunks, then
+    ``commit(plan, outcomes)``. There is no prefill or decode phase: each sequence has ``computed`` tokens, and
+    a step brings it closer to the end of ``token_ids``.
 
-    Guarantees, within one priority and with order meaning (priority, start in the fair queue, arrival, id,
-    sequence), kept from the first run on:
+    *Order* means (priority, start in the fair queue, arrival, id, sequence), and is fixed once a sequence has
+    run. Guarantees within one priority:
 
-    - a request that fits the pool alone ends; one that can never fit is refused by :meth:`add`;
+    - a request that fits the pool by itself ends; :meth:`add` rejects one that can never fit;
     - blocks are taken from the last running sequence in order; the first is never preempted for a later one;
     - clients that always have requests waiting get equal work; see ``engine/scheduling/fair_queue.py``;
-    - while preempted sequences wait, those behind them take only blocks that they do not need;
+    - while a preempted sequence waits, later ones take only blocks that it does not need;
     - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
 
     Args:
         host: blocks to swap to.
-        max_num_seqs: most running sequences; never above ``token_budget``, so that all can decode in each step.
-        token_budget: most tokens in one step.
-        model_key: what KV depends on in the model (revision, dtype); part of the root of its prefix trees.
-        priority_aging: seconds of waiting that are worth one level of priority, within a client; ``None`` makes
-            priority absolute, so that better ones can delay worse ones without bound.
-        look_ahead: waiting sequences that do not fit and are passed over in one step.
-        max_overtakes: admissions past a waiting sequence after which nothing passes it.
-        speculation: adds guessed tokens to steps; ``None`` for none.
-        clock: monotonic seconds; stamps requests that bring no ``arrival``.
+        max_num_seqs: maximum number of running sequences; never above ``token_budget``, so that all of them can
+            decode in each step.
+        token_budget: maximum number of tokens in one step.
+        model_key: the properties of the model that KV depends on (revision, dtype); part of the root of its
+            prefix trees.
+        priority_aging: seconds of waiting that offset one level of priority, within a client; ``None`` makes
+            priority absolute, so that better priorities can delay worse ones without bound.
+        look_ahead: how many waiting sequences that do not fit may be passed over in one step.
+        max_overtakes: how often a waiting sequence may be overtaken; after that, nothing overtakes it.
+        speculation: adds guessed tokens to steps; ``None`` adds none.
+        clock: monotonic seconds; stamps requests without an ``arrival``.
         check_invariants: verify pool, index and state after each call (slow; for tests).
     """
 
@@ -134,9 +136,9 @@ class Scheduler:
         self._maybe_check()
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; work that is planned but not committed is planned again.
+        """Plan the next step. Work that was planned but not committed is planned again.
 
-        The plan's transfers must be carried out before the next call, whatever becomes of its chunks.
+        The plan's transfers must be carried out before the next call, even if its chunks are not run.
         """
         state = self.state
         state.settle_swaps()
@@ -170,7 +172,7 @@ class Scheduler:
     def commit(
         self, plan: StepPlan, outcomes: abc.Sequence[Outcome], timing: StepTiming | None = None
     ) -> list[TokenDelta]:
-        """Account for a step that ran; ``outcomes`` are of the chunks that sample, in their order.
+        """Account for a step that ran. ``outcomes`` has one entry for each chunk that samples, in order.
 
         Outcomes of sequences that ended since :meth:`schedule` are dropped.
 
@@ -210,7 +212,7 @@ class Scheduler:
                 if outcome in sequence.end_token_ids or len(tokens) + 1 >= sequence.max_total_tokens:
                     deltas += self._count_finished(self._groups.append(sequence, outcome, 0.0))
                     continue
-                # Outcomes.append, inlined for a token that cannot be the last one, as nearly all.
+                # Outcomes.append, inlined for tokens that cannot be the last one: nearly all of them.
                 tokens.append(outcome)
                 appended += 1
                 cached, number = sequence.cached_tokens or 0, sequence.number
@@ -227,9 +229,10 @@ class Scheduler:
     def _commit_drafts(
         self, plan: StepPlan, chunk: ScheduledChunk, choices: abc.Sequence[Choice]
     ) -> list[TokenDelta]:
-        """Account for a chunk with drafts as if each of its ``choices`` had come in a step of its own.
+        """Account for a chunk with drafts as if each of its ``choices`` had been made in a separate step.
 
-        Each is that of a row all of whose tokens were right. What comes after a sequence's end is dropped.
+        ``choices`` are of the rows whose preceding tokens were all right. Choices after the sequence's end are
+        dropped.
         """
         sequence = chunk.sequence
         deltas: list[TokenDelta] = []
@@ -256,9 +259,9 @@ class Scheduler:
         return deltas
 
     def end_sequence(self, request_id: str, number: int) -> list[TokenDelta]:
-        """End one sequence of a request, of which its client wants no more; empty if it is not there.
+        """End one sequence of a request because its client needs no more of it; empty if it does not exist.
 
-        Ranked ones go on: each may be among the best.
+        Ranked sequences continue: each may turn out to be among the best.
         """
         sequence = self.state.sequences.get((request_id, number))
         if sequence is None or sequence.params.ranked or sequence.group is None or not sequence.group.forked:
@@ -269,9 +272,9 @@ class Scheduler:
         return deltas
 
     def fail(self, request_ids: Iterable[str], message: str) -> list[TokenDelta]:
-        """End requests whose step raised and was not committed: nothing that it wrote can be found.
+        """End requests whose step raised an exception and was not committed, so nothing it wrote can be found.
 
-        The others of that plan may be committed with it (samples of ended ones are dropped) or planned anew.
+        The plan's other requests may be committed with it (samples of ended ones are dropped) or planned again.
         """
         deltas = [
             delta

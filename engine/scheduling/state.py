@@ -23,7 +23,7 @@ _HAS_HOST_BLOCKS = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPED, SequenceS
 
 
 class StateObserver(Protocol):
-    """Hears of each sequence that comes, moves between the lists, or ends; not of forks that run at once."""
+    """Is told of each sequence that arrives, moves between lists, or ends; not of forks that run at once."""
 
     def moved(self, sequence: Sequence) -> None:
         """A sequence has begun to wait or to run."""
@@ -33,10 +33,10 @@ class StateObserver(Protocol):
 
 
 class SchedulerState:
-    """All that the parts of the scheduler share; only here a sequence changes its state.
+    """The state that the parts of the scheduler share. Only this class changes a sequence's state.
 
-    :class:`engine.scheduling.scheduler.Scheduler` describes the arguments. Others may read it between two calls
-    of the scheduler.
+    :class:`engine.scheduling.scheduler.Scheduler` describes the arguments. Other objects may read this state
+    between two calls of the scheduler.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class SchedulerState:
         self._swapping: list[Sequence] = []  # out or in, by the step that was planned last
 
     def queue(self, sequence: Sequence) -> None:
-        """Take in a sequence that waits; its state says for what."""
+        """Add a waiting sequence; its state says what it waits for."""
         self._add(sequence)
         self._wait(sequence)
 
     def requeue(self, ticket: Ticket) -> None:
-        """The start of a request that has not run yet has changed."""
+        """Reorder a request that has not run yet: its start has changed."""
         for number in ticket.numbers:
             sequence = self.sequences[ticket.request_id, number]
             del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
@@ -108,14 +108,14 @@ class SchedulerState:
         return sequence
 
     def preempt_to_recompute(self, position: int) -> None:
-        """Take the blocks of the running sequence at ``position``: it waits to recompute their KV."""
+        """Preempt the running sequence at ``position``: it loses its blocks and waits to recompute their KV."""
         sequence = self._preempt(position)
         sequence.computed = 0
         sequence.state = SequenceState.PREEMPTED
         self._wait(sequence)
 
     def preempt_to_swap(self, position: int, host_table: list[int]) -> None:
-        """Take the blocks of the running sequence at ``position``: this step copies them to ``host_table``."""
+        """Preempt the running sequence at ``position``: this step copies its blocks to ``host_table``."""
         sequence = self._preempt(position)
         sequence.host_table = host_table
         sequence.state = SequenceState.SWAPPING_OUT
@@ -123,7 +123,7 @@ class SchedulerState:
         self._wait(sequence)
 
     def _preempt(self, position: int) -> Sequence:
-        """Stop a running sequence, which keeps its place in the order; the caller says what it waits for."""
+        """Stop a running sequence, which keeps its place in the order; the caller sets what it waits for."""
         sequence = self.running.pop(position)
         self._stop(sequence)
         self.num_preemptions += 1
@@ -131,7 +131,7 @@ class SchedulerState:
         return sequence
 
     def settle_swaps(self) -> None:
-        """The transfers of the last plan have been carried out."""
+        """Update states now that the last plan's transfers have been carried out."""
         if not self._swapping:
             return
         for sequence in self._swapping:
@@ -145,8 +145,8 @@ class SchedulerState:
     def fork(self, parent: Sequence, number: int, seed: int) -> Sequence:
         """Add a copy of ``parent`` that shares all its blocks, on the device or on the host.
 
-        Beyond ``max_num_seqs``, or if the parent waits to recompute its KV, the child waits, too, and shares
-        nothing yet.
+        If ``max_num_seqs`` sequences are running, or if the parent waits to recompute its KV, the child waits,
+        too, and shares nothing yet.
         """
         child = Sequence(
             parent.request_id,
@@ -189,7 +189,7 @@ class SchedulerState:
         return child
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Let a sequence in any state go, with all its blocks on the device and on the host."""
+        """End a sequence in any state and release all its blocks, on the device and on the host."""
         self.recoveries.abandon(sequence)
         if sequence.state in RUNS:
             del self.running[bisect_left(self.running, sequence.order, key=_order)]
@@ -214,7 +214,7 @@ class SchedulerState:
     def holders(self) -> list[tuple[tuple[str, str], tuple[int, ...], tuple[int, ...]]]:
         """Request id and tenant, device table and host table of each sequence that has blocks.
 
-        Any thread may call it; what changes meanwhile may be seen or not.
+        Any thread may call it; the result may or may not include concurrent changes.
         """
         found = []
         for sequence in (*self.running, *self.waiting):
@@ -234,7 +234,7 @@ class SchedulerState:
         return min(starts, default=0.0)
 
     def count_alone(self, sequence: Sequence) -> None:
-        """Count a running sequence, whose group is about to be forked, for itself alone from now on."""
+        """Count a running sequence as a single one from now on, because its group is about to be forked."""
         self.num_seqs -= sequence.num_seqs - 1
         sequence.num_seqs = 1
 

@@ -45,7 +45,7 @@ class StepPlan:
     prefill_tokens: int = 0  # of these, in this step
     out_of_blocks: bool = False  # so that the running sequences could not all grow
     num_blocked: int = 0  # waiting sequences that no newcomer can overtake: the engine is full
-    num_lacking: int = 0  # sequences that wait for want of slots or blocks, those that are passed over, too
+    num_lacking: int = 0  # sequences that lack slots or blocks, including those passed over
     drafted_tokens: int = 0  # drafts that ran; known, as the next, once the step is committed
     accepted_tokens: int = 0  # of these, those that were right
     _extra_tokens: int = 0  # of all chunks, beyond one of each

@@ -1,4 +1,4 @@
-"""Swap: a preempted sequence's KV goes to host blocks, and comes back to new blocks of the device."""
+"""Swap: copies a preempted sequence's KV to host blocks, and later back to new device blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def swap_out(
 ) -> list[int]:
     """Copy a table's computed blocks to the host in this step; return the host table.
 
-    Blocks whose contents are on the host already are not copied.
+    Blocks whose contents are already on the host are not copied.
     """
     swapped = state.host.swap_out(computed.contents)
     assert swapped is not None, "the policy was told that they fit"
@@ -29,8 +29,8 @@ def swap_out(
 def swap_in(state: SchedulerState, sequence: Sequence, plan: StepPlan) -> None:
     """Add blocks for what the prefix index no longer has, to be filled from the host in this step.
 
-    Blocks outside the window stay away: one released in the step that fills it could be given to another
-    sequence and be filled twice.
+    Blocks outside the window are left out: one that is released in the step that fills it could be given to
+    another sequence and be filled twice.
     """
     found = len(sequence.block_table)
     first_visible = state.index.visible_from(sequence.computed)
