@@ -1,4 +1,4 @@
-"""The bursts that came too fast for a fleet: what they needed, how long prompts waited, the lulls between."""
+"""Bursts that came too fast for the fleet: what they needed, how long prompts waited, and the lulls between."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LONGER = 1.25
 _PRICE = 8.0
 """Idle seconds of kept replicas that one second of late requests is worth: 25% of hours for 3% of requests."""
 _BACK, _OVER = 0.5, 0.25
-"""Shares of a burst's need: from the first on it has returned, below the second it is over."""
+"""Shares of a burst's need: at the first the burst has returned, below the second it is over."""
 
 
 class Bursts:
     """What is known of bursts, and how many replicas to keep for the next one.
 
-    A burst begins where prompts wait too long, or where half of an earlier one's need is back, and ends once a
-    quarter is not needed any more. Smaller ones are ignored, unless prompts waited in several of them: then
-    the earlier one is forgotten, so that a single large burst does not rule for ever.
+    A burst begins when prompts wait too long, or when the need reaches half of an earlier burst's, and ends
+    once it falls below a quarter of that. Smaller bursts are ignored, unless prompts waited in several of them:
+    then the earlier one is forgotten, so that a single large burst does not determine the fleet forever.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Bursts:
         self._late_s = self._waited or self._late_s
 
     def kept(self, now: float) -> float:
-        """Replicas to keep for a burst that may return; 0 where that costs more than its late requests."""
+        """Replicas to keep for a burst that may return; 0 if that costs more than its late requests."""
         return self.size if self._began is None and now - self._ended <= self._hold_s() else 0.0
 
     def _hold_s(self) -> float:

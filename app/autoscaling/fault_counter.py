@@ -1,4 +1,4 @@
-"""Counts faults that must not stop what they happen in."""
+"""Counts faults that must not stop the code in which they occur."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 class FaultCounter:
-    """Counts exceptions, and logs the first and from then on whenever their number has doubled.
+    """Counts exceptions; logs the first one, and then whenever their number has doubled.
 
     Not thread-safe: it belongs to one loop or thread.
     """

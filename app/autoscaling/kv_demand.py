@@ -19,28 +19,29 @@
              needs are kept
     window   2 x startup time
 
-Demand counts what is missing, too, so unlike occupancy it exceeds 1 and does not saturate. KV is a stock and
+Demand includes what is missing, so unlike occupancy it can exceed 1 and does not saturate. KV is a stock and
 prefill is a rate: a fleet can run out of compute while its memory is nearly empty, hence the other needs. The
-target, not the number of running replicas, is compared with the need, so replicas that start are not requested
-twice. The window follows the measured startup time because that is what a stopped replica costs to get back: an
-idle one is worth keeping for about as long (the ski-rental rule), and twice as long allows for the latency of
-requests that wait for it. Earlier needs fade, so of several idle replicas only the last is kept for all of it.
+need is compared with the target, not with the number of running replicas, so starting replicas are not
+requested twice. The window follows the measured startup time because that is the cost of getting a stopped
+replica back: an idle one is worth keeping for about as long (the ski-rental rule), and twice as long allows for
+the latency of requests that wait for it. Earlier needs fade, so of several idle replicas only the last is kept
+for the whole window.
 
 Arrivals jump, but demand for memory does not: it grows while requests are answered, and its mark leaves a
-quarter of each pool. So the reserve is for prompts alone, and no rise of demand is extended: whatever begins
-rises until as many requests end as come, and would be taken for more than it is. Both count by their means, of
-half a minute and a quarter of the window: a peak that is over before a replica has started needs none. But
-arrivals count over five seconds where a backlog shows that more come than before, and demand that nearly
-fills the pools counts at once. A smaller fleet must bear the peaks, too: those of memory, and of prompts the
-usual rise from one half minute to the next. That is learned: it is small in a large fleet, and large where
-prompts are long or come together.
+quarter of each pool free. So the reserve is for prompts only. The rule does not extrapolate a rise of demand:
+every new load rises until as many requests end as arrive, and would be overestimated. Arrivals and demand count
+by their means, over half a minute and a quarter of the window, because a peak that ends before a replica has
+started needs none. But arrivals count over five seconds if a backlog shows that more arrive than before, and
+demand that nearly fills the pools counts at once. A smaller fleet must also withstand peaks: of memory, and of
+prompts the usual rise from one half minute to the next. That rise is learned: it is small in a large fleet, and
+large if prompts are long or arrive together.
 
 Bursts in which prompts had to wait are remembered, with the lulls between them (``bursts.py``). Replicas are
-kept for the next one where, over the last lulls, that would have cost less than its late requests.
+kept for the next burst if, over the last lulls, that would have cost less than its late requests.
 
-Marks and shares are options, in ``scaling_config.py``; the length of the window and the guards of all rules
-(bounds, missing reports, starting replicas, time between stops) are in ``scaling_state.py``. The constants of
-this rule and its own guards, ``_held_by``, are below.
+Marks and shares are options, in ``scaling_config.py``. The length of the window and the guards that all rules
+share (bounds, missing reports, starting replicas, time between stops) are in ``scaling_state.py``. The
+constants of this rule and its own guards, ``_held_by``, are below.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ _BACKLOG_TARGET = 0.25
 _STEP_SHARE = 0.9
 """Of the TPOT target: shorter steps are no need."""
 _STRAGGLERS = 0.1
-"""Share of the replicas, at least one, whose slow steps hold no smaller fleet: they are their own."""
+"""Share of the replicas, at least one, whose slow steps do not prevent a smaller fleet."""
 _RISES = 3.0
-"""Usual rises of the rate of prompts that a smaller fleet must bear; standard deviations of a steady one."""
+"""Usual rises of the prompt rate that a smaller fleet must withstand; standard deviations of a steady one."""
 _MOST_ADDED = 4
-"""Replicas that one decision may add even where that is more than double."""
+"""Replicas that one decision may add even if that more than doubles the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     wanted = math.ceil(max(needs.largest, needs.prefill + reserve) - ROUNDING)
     count = min(wanted, max(2 * target, target + _MOST_ADDED))
     lowest = max(needs.lower, needs.lower_prefill + reserve, needs.decode)
-    # What raises the target counts in the window, too: a backlog is seen by no other need.
+    # What raises the target counts in the window, too, because no other need includes a backlog.
     lowest = max(lowest, min(count, snapshot.limit)) if count > target else lowest
     state.add_low(now, lowest, state.window_s(config))
     proposed = Decision(
@@ -162,7 +163,7 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
     mean_blocks = (held + growth) / max(sequences, 1.0)
     arrived = _arrived(snapshot, state)
     state.arrivals.add(snapshot.now, arrived * scale, config.rate_window_s)
-    # Without the largest: one long prompt keeps one replica busy, however many there are.
+    # Without the largest, because one long prompt keeps one replica busy, however many there are.
     shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
     return _Load(
         demand=held + growth * config.growth_share + snapshot.queued * mean_blocks,
@@ -172,7 +173,8 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
         pool=pool / reporting,
         slots=slots / max(num_with_slots, 1),
         prefill_rate=rate / reporting,
-        # Where at least half are fast, more replicas make no step faster: what slows the others is their own.
+        # If at least half are fast, more replicas make no step faster: the others are slow for reasons of their
+        # own.
         step_s=median_low(replica.step_seconds for replica in stats),
         slow=num_slow == reporting or num_slow > max(1.0, _STRAGGLERS * reporting),
     )

@@ -1,7 +1,7 @@
-"""How many replicas the occupancy of their KV memory asks for: the usual ratio rule.
+"""The usual ratio rule: how many replicas the occupancy of their KV memory calls for.
 
-Occupancy ends at one, so it cannot say how much is missing, and it does not see a fleet that is out of compute
-while its memory is nearly empty; ``kv_demand`` does both. This is for those who want the plain rule.
+Occupancy cannot exceed one, so it does not show how much is missing, and it does not show that a fleet is out
+of compute while its memory is nearly empty; ``kv_demand`` shows both. This rule is for comparison.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The policies that Serve's controller runs.
 
-The controller unpickles them in its own environment, where Quire need not be installed: this package is pickled
-by value, so its modules import the standard library and each other only, and Ray where ``publishing`` uses it.
+The controller unpickles them in its own environment, where Quire need not be installed. This package is pickled
+by value, so its modules import only the standard library and each other; only ``publishing`` uses Ray.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger("ray.serve")
 class ServePolicy:
     """A policy of a Serve ``autoscaling_config``: called by the controller at every tick of its loop.
 
-    An exception in a policy would stall every application of the cluster, so whatever goes wrong is logged and
-    holds the target. It decides once for each interval of reports; in between the target stays what it is,
-    since Serve takes a decision at once, and may itself start one from zero.
+    An exception in a policy would stall every application of the cluster, so every error is logged and holds
+    the target. The policy decides once per report interval. In between it returns the current target, because
+    Serve applies a decision at once, and may itself start a replica from zero.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ServePolicy:
         self._victims: list[str] = []
 
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
-        """The target, and Serve's own state untouched."""
+        """The target, and Serve's own state unchanged."""
         try:
             wanted = self._wanted(ctx)
         except Exception:  # noqa: BLE001  # counted and logged
@@ -115,9 +115,9 @@ class OccupancyPolicy(ServePolicy):
 def read_reports(
     metrics: Mapping[str, Mapping[Any, Any]], running: list[Any], now: float, stale_s: float
 ) -> dict[Any, ReplicaStats]:
-    """The last report of each running replica that is whole, finite and fresh.
+    """The last report of each running replica, if it is complete, finite and fresh.
 
-    A figure that has a default may be missing: replicas of an earlier version do not report it.
+    A figure that has a default may be missing, because replicas of an earlier version do not report it.
     """
     defaults = ReplicaStats._field_defaults
     columns = []

@@ -34,7 +34,7 @@ def decision_key(app: str, deployment: str) -> bytes:
 
 _EVERY_S = 1.0
 _LASTS_S = 5.0
-"""A list of victims that is not repeated is forgotten after so long."""
+"""A list of victims expires after this long unless it is repeated."""
 
 _REPEATED_S = 2.0
 """A decision that changes nothing is published this often."""
@@ -84,8 +84,8 @@ class RaySink:
     def put(self, key: bytes, value: bytes) -> None:
         """Write in a thread: it takes a millisecond, but a minute while Ray's head does not answer.
 
-        Raises what went wrong with an earlier write, or that the key's last one has not ended; then this one is
-        dropped.
+        Raises the error of an earlier write. Also raises, and drops this write, if the key's last write has not
+        ended.
         """
         writing = self._writing.get(key)
         if writing is not None and writing.is_alive():

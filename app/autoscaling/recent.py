@@ -1,4 +1,4 @@
-"""What came lately: how much in a second, and how much more than before."""
+"""Recent amounts: how much per second, and how much the rate usually rises."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _MEMORY_S = 300.0
 
 
 class Recent:
-    """An amount that comes over time, or a level, by windows of equal width.
+    """An amount that arrives over time, or a level, in windows of equal width.
 
-    ``rise`` is how much the rate usually rises from one window to the next: the root of the mean square, where
-    falls count as none. A rate that varies around its mean rises half of the time, and this is its standard
-    deviation; a trend adds to it.
+    ``rise`` is how much the rate usually rises from one window to the next: the root mean square, with falls
+    counted as zero. For a rate that varies around its mean, this is the standard deviation; a trend adds to it.
     """
 
     def __init__(self) -> None:
@@ -23,7 +22,7 @@ class Recent:
         self._learning_since = math.inf
 
     def add(self, now: float, amount: float, width_s: float) -> None:
-        """Add what came since the last time; two windows of ``width_s`` are kept."""
+        """Add the amount since the last call; two windows of ``width_s`` are kept."""
         amounts, start = self._amounts, now - 2.0 * width_s
         before = amounts[-1][0] if amounts else now
         amounts.append((now, amount))
@@ -38,11 +37,11 @@ class Recent:
         self.rise = math.sqrt((1.0 - share) * self.rise**2 + share * rise**2)
 
     def add_level(self, now: float, level: float, width_s: float) -> None:
-        """Add what has been there since the last time; its rate is the mean level."""
+        """Add the level since the last call; the rate is then the mean level."""
         self.add(now, level * (now - self._amounts[-1][0]) if self._amounts else 0.0, width_s)
 
     def rate(self, end: float, width_s: float) -> float:
-        """What came in each second of the window that ends then; 0 where fewer than two times lie in it."""
+        """The amount per second in the window that ends now; 0 if the window has fewer than two entries."""
         total, since, until = 0.0, end, -math.inf
         for time, amount in reversed(self._amounts):
             if time < end - width_s:

@@ -1,4 +1,4 @@
-"""What decisions about the number of replicas remember, and the guards that all policies share."""
+"""The state that scaling decisions keep, and the guards that all rules share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import Decision, Snapshot
 
 ROUNDING = 0.1
-"""Replicas: a need this little above a whole number does not ask for one more."""
+"""Replicas: a need that exceeds a whole number by less than this does not call for another replica."""
 _KEPT_STARTS = 20
 _PATIENCE = 10.0
-"""Times to start after which a replica that does not run is not waited for: there may be no room for it."""
+"""Startup times after which the policy stops waiting for a replica: there may be no room for it."""
 _LONGEST_START_S = 3600.0
 _STARTS_PER_WINDOW = 2.0
 _SHORTEST_WINDOW_S = 60.0
 """Unless the options say otherwise: load varies within a minute, however fast replicas start."""
 _LONGEST_PAUSE_SHARE = 0.1
-"""Of the window: decisions further apart leave a hole in it."""
+"""Share of the window; a longer pause between decisions leaves a gap in it."""
 _INTENDED_S = 60.0
 _INTENDED_SHARE = 0.25
 """A scale-down is intended once fewer have been enough for a minute, or this share of the window."""
@@ -30,7 +30,7 @@ _INTENDED_SHARE = 0.25
 
 @dataclass(slots=True, eq=False)
 class ScalingState:
-    """What earlier decisions leave behind."""
+    """What a decision needs to know of earlier ones."""
 
     arrivals: Recent = field(default_factory=Recent)  # uncached prompt tokens
     pools: Recent = field(default_factory=Recent)  # of memory or slots in demand
@@ -49,9 +49,9 @@ class ScalingState:
     last_work: float = -math.inf
 
     def hold_or_start(self, snapshot: Snapshot, config: ScalingConfig) -> Decision | None:
-        """The decision where demand is not known: none runs, or too few report. None where it is.
+        """The decision if demand is unknown because no replica runs or too few report; otherwise ``None``.
 
-        After its restart the controller knows of no running replica, then of some, and at last of reports.
+        After a restart, the controller first knows no running replica, then some, and finally their reports.
         """
         target = snapshot.target
         self._follow_clock(snapshot.now, config)
@@ -80,18 +80,18 @@ class ScalingState:
         return None
 
     def known(self, snapshot: Snapshot) -> int:
-        """How many running replicas have reported, now or earlier: one that just started has no load yet."""
+        """How many running replicas have reported, now or earlier; one that just started has no load yet."""
         self.reported = min(max(self.reported, len(snapshot.replicas)), snapshot.running)
         return self.reported
 
     def settle(
         self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision, low: float, kept: int = 0
     ) -> Decision:
-        """The decision for what a rule proposes: up at once, down by the window and a little at a time.
+        """Turn a rule's proposal into a decision: up at once, down by the window and a little at a time.
 
-        ``proposed.target`` is the number that is needed now, ``proposed.reason`` why it would rise, and
-        ``proposed.held_by`` what the rule itself has against stopping replicas; ``low`` is what the window of
-        lower needs still asks for. It must have the current need. ``kept`` replicas stay for a burst that may
+        ``proposed.target`` is the number that is needed now, ``proposed.reason`` says why it would rise, and
+        ``proposed.held_by`` is the rule's own reason not to stop replicas. ``low`` is what the window of lower
+        needs, which must include the current one, still calls for. ``kept`` replicas stay for a burst that may
         return.
         """
         now, target, limit = snapshot.now, snapshot.target, snapshot.limit
@@ -139,12 +139,12 @@ class ScalingState:
         self.awaited.append((now, count))
 
     def lowered(self, now: float, config: ScalingConfig) -> None:
-        """The target fell; in shadow mode it did not, and what would be asked for stays the same."""
+        """The target fell. In shadow mode it did not, and the number that would be requested stays the same."""
         if not config.shadow:
             self.last_down = now
 
     def startup_s(self, config: ScalingConfig) -> float:
-        """Seconds from a decision to a serving replica: longer than nine of ten starts took."""
+        """Seconds from a decision to a serving replica; nine of ten starts took less."""
         if not self.starts:
             return config.startup_s
         ordered = sorted(self.starts)
@@ -157,12 +157,12 @@ class ScalingState:
         return max(_STARTS_PER_WINDOW * self.startup_s(config), _SHORTEST_WINDOW_S)
 
     def worked(self, now: float, busy: bool) -> None:
-        """Remember when there was work last; the first decision counts as work."""
+        """Remember when there was last work; the first decision counts as work."""
         if busy or self.last_work == -math.inf:
             self.last_work = now
 
     def floor(self, snapshot: Snapshot, config: ScalingConfig) -> int:
-        """The least number of replicas: zero only where it is allowed, from one, after a long rest."""
+        """The minimum number of replicas: zero only if allowed, from one, after a long time without work."""
         may_be_zero = not snapshot.minimum and snapshot.target <= 1
         rested = may_be_zero and snapshot.now - self.last_work >= config.zero_after_s
         return max(snapshot.minimum, 0 if rested else 1)
@@ -183,10 +183,11 @@ class ScalingState:
     def faded_need(self, now: float, config: ScalingConfig) -> float:
         """The largest need of the window, where older needs count less.
 
-        What exceeds the current need fades along the curve of the best randomized answer to the ski-rental
-        problem, played by many replicas instead of by chance: keeping them or starting them again costs at most
-        e / (e - 1) = 1.58 times what it would if it were known how long the need stays low. With all of them
-        kept for the whole window it could be twice as much. Nothing fades before fewer can be intended.
+        What exceeds the current need fades along the curve of the optimal randomized strategy for the
+        ski-rental problem, with many replicas in place of chance. Keeping replicas and starting them again then
+        costs at most e / (e - 1) = 1.58 times as much as with knowledge of how long the need stays low. If all
+        of them were kept for the whole window, it could cost twice as much. Nothing fades before a scale-down
+        can be intended.
         """
         need, window_s, recent_s = self.lows[-1][1], self.window_s(config), self.recent_s(config)
         ages = ((now - time, low) for time, low in self.lows)
@@ -197,7 +198,7 @@ class ScalingState:
         return min(_INTENDED_S, _INTENDED_SHARE * self.window_s(config))
 
     def unsettled(self, snapshot: Snapshot, config: ScalingConfig) -> str:
-        """Why a smaller fleet can be neither had nor intended now; empty if nothing speaks against it."""
+        """Why the fleet can neither shrink nor intend to shrink now; empty if nothing prevents it."""
         # The first replicas start without an up, and so does one in the place of one that crashed.
         began = max(self.last_up, self.short_since)
         late = snapshot.now - began >= _PATIENCE * self.startup_s(config)
@@ -212,7 +213,7 @@ class ScalingState:
         return self.since is not None and now - self.since >= self.window_s(config)
 
     def intended(self, snapshot: Snapshot, config: ScalingConfig, least: int, step: int) -> int:
-        """How many replicas fewer are intended: what the window's last part alone allows.
+        """By how many replicas the fleet is intended to shrink: what the last part of the window allows.
 
         At most ``step``, and not below ``least`` replicas. Zero in shadow mode, which stops nothing.
         """
@@ -229,7 +230,7 @@ class ScalingState:
         return min(max(snapshot.target - fewer, 0), step)
 
     def _follow_clock(self, now: float, config: ScalingConfig) -> None:
-        """Begin the windows anew where the clock was set, or nothing was decided for long."""
+        """Restart the windows if the clock was set, or if nothing was decided for long."""
         before, self.decided_at = self.decided_at, now
         longest = max(config.stale_s, _LONGEST_PAUSE_SHARE * self.window_s(config))
         if before is None or 0.0 <= now - before <= longest:
@@ -246,7 +247,7 @@ class ScalingState:
             self.last_preemption = min(self.last_preemption, now)
 
     def _learn_starts(self, snapshot: Snapshot, config: ScalingConfig) -> None:
-        """A replica that had to wait for room says little of how long starts take."""
+        """Learn startup times. A replica that had to wait for room says little about them."""
         awaited = self.awaited
         while awaited and (snapshot.running >= awaited[0][1] or snapshot.target < awaited[0][1]):
             began, count = awaited.popleft()

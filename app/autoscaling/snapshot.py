@@ -1,4 +1,4 @@
-"""What is known of a fleet at one moment, and what was decided from it."""
+"""What is known about a fleet at one moment, and what was decided from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Snapshot:
 
     @property
     def limit(self) -> int:
-        """The maximum; the minimum where they contradict each other."""
+        """The maximum number of replicas; the minimum if the two contradict each other."""
         return max(self.minimum, self.maximum)
 
 

@@ -1,7 +1,7 @@
-"""Which replicas Ray Serve stops when the target falls: it offers no choice, but its order can be known.
+"""Which replicas Ray Serve stops when the target falls: it offers no choice, but its order is predictable.
 
-Replicas that do not run yet go first. Then it goes by node: the head node last, before it those with the fewest
-replicas, and equal ones in the order in which their oldest replica came. Within a node the newest goes first.
+Replicas that do not run yet go first. Then nodes with the fewest replicas come first, and the head node last;
+equal nodes go in the order in which their oldest replica started. Within a node, the newest goes first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def stop_order(replicas: Mapping[Name, ReplicaStats]) -> list[Name]:
-    """The running replicas, the one that is stopped first in front. O(n log n).
+    """The running replicas in the order in which Serve would stop them. O(n log n).
 
-    ``replicas`` goes from the oldest to the newest where ``started_at`` does not tell. Two things cannot be
-    seen from here: other deployments' replicas, which Serve counts on a node, too, and labels that replicas
-    were meant for. Replicas that do not know their node are taken to share one.
+    If ``started_at`` is unknown, ``replicas`` must be ordered from the oldest to the newest. Two things are not
+    visible here: other deployments' replicas, which Serve also counts on a node, and the labels that replicas
+    require. Replicas that do not know their node are assumed to share one.
     """
     oldest_first = sorted(replicas, key=lambda name: replicas[name].started_at)
     nodes: dict[float, list[Name]] = {}
@@ -34,9 +34,9 @@ def stop_order(replicas: Mapping[Name, ReplicaStats]) -> list[Name]:
 
 
 class PredictionOutcome:
-    """Counts how many of the replicas that were stopped had been predicted.
+    """Counts how many of the stopped replicas had been predicted.
 
-    Those that leave while nothing is to be stopped have crashed, and are no matter of prediction.
+    Replicas that leave while none is to be stopped have crashed, and do not count.
     """
 
     def __init__(self) -> None:

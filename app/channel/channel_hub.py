@@ -29,25 +29,26 @@ from engine.request import FinishReason, TokenDelta
 from engine.scheduling.load_report import EngineLoad
 
 LEASE_S = 5.0
-"""A channel sends nothing more, and keeps its tokens, once its ingress has sent no beat for this long. One that
-broke ends then, with its attempts: no connection and no beat mean that the ingress's process is gone."""
+"""A channel stops sending, and keeps its tokens, once its ingress has sent no beat for this long. A broken
+channel then ends, with its attempts: without a connection and a beat, the ingress's process is gone.
+"""
 
 GRACE_S = 60.0
 """A channel ends, and its attempts with it, when its ingress has sent no beat for this long."""
 
 KEEP_S = 15.0
-"""While beats come, the attempts of a channel that broke go on for this long: the ingress's next channel may
+"""While beats arrive, the attempts of a broken channel continue for this long: the ingress's next channel may
 resume them."""
 
 CALL_END_S = 0.05
-"""A call that is canceled aborts its attempt after this, unless its channel ends meanwhile: then the connection
-broke, and the attempt may be resumed."""
+"""A canceled call aborts its attempt after this time, unless its channel ends first: then the connection broke,
+and the attempt may be resumed."""
 
 IDLE_FRAME_S = 1.0
 """An idle channel sends an empty frame this often."""
 
 FIGURES_S = 1.0
-"""What the replica has counted goes with the next frame after this long."""
+"""The replica's figures are sent with the next frame after this long."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,12 @@ class ChannelHub:
     """All channels of one engine replica.
 
     ``abort`` is called with an engine request id when an attempt ends before its end record. When a channel
-    breaks, its attempts and what the ingress has not acknowledged are kept until no beat has come for
-    ``lease_s``, and for ``KEEP_S`` at most: see ``app/channel/resumption.py``. ``snapshot``
-    returns the contents of the engine's prefix cache; without it channels carry no KV events. ``load`` is what
-    new channels report until the engine's first step.
-    ``end_sequence`` is called with such an id and the number of a sequence that the ingress wants no more of.
-    ``figures`` returns what the replica has counted. ``lost_leases`` is how often a channel was suspended.
+    breaks, its attempts and unacknowledged frames are kept until no beat has arrived for ``lease_s``, and for
+    ``KEEP_S`` at most: see ``app/channel/resumption.py``. ``snapshot`` returns the contents of the engine's
+    prefix cache; without it, channels carry no KV events. New channels report ``load`` until the engine's first
+    step. ``end_sequence`` is called with an engine request id and the number of a sequence that the ingress no
+    longer needs. ``figures`` returns the replica's counters. ``lost_leases`` is how often a channel was
+    suspended.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ChannelHub:
     async def stream(self, cid: str, epoch: int, resumption: bytes = b"") -> AsyncIterator[bytes]:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
 
-        ``resumption`` lists the attempts of that one which are to go on; all others are aborted.
+        ``resumption`` lists the attempts of the older epoch that are to continue; all others are aborted.
 
         Raises:
             UnknownEpochError: a newer epoch is open, no beat came, or the replica no longer accepts channels.
@@ -194,9 +195,9 @@ class ChannelHub:
             channel.offer(self._report(self._load, channel.last_received), None)
 
     def suspect(self, attempt: Attempt, proof_tokens: int) -> bool:
-        """An attempt may kill the engine until it has made so many tokens; every ingress is told at once.
+        """Treat an attempt as a suspect until it has made this many tokens; every ingress is told at once.
 
-        Returns whether there is any other than the attempt's own, which knows.
+        Returns whether there is any other ingress than the attempt's own, which knows.
 
         Raises:
             OccupiedError: another one that may do so runs here.
@@ -263,10 +264,10 @@ class ChannelHub:
         resync: bool = False,
         last: bool = False,
     ) -> bool:
-        """Renew a lease; false if there is no such channel. After the ``last`` beat nothing is kept.
+        """Renew a lease; false if there is no such channel. After the ``last`` beat, nothing is kept.
 
-        ``stale`` lists attempts that the ingress has given up or does not know, and ``unwanted`` sequences of
-        which it wants no more, each by attempt and number. ``resync`` asks for a snapshot of the prefix cache
+        ``stale`` lists attempts that the ingress has given up or does not know. ``unwanted`` lists sequences
+        that it no longer needs, by attempt and number. ``resync`` asks for a snapshot of the prefix cache
         because KV events were lost.
         """
         channel = self._channels.get(cid) or self._kept.get(cid)
@@ -297,7 +298,7 @@ class ChannelHub:
         return True
 
     def close(self, channel: EngineChannel, reason: str, keep: bool = True) -> None:
-        """End a channel. Its attempts are kept for a while, or aborted if the ingress is not to come back."""
+        """End a channel. Its attempts are kept for a while, or aborted if the ingress will not come back."""
         if not channel.closed:
             channel.closed = reason
             logger.info("channel %s epoch %d ended: %s", channel.cid, channel.epoch, reason)
@@ -318,7 +319,7 @@ class ChannelHub:
             self._keep(channel)
 
     def _keep(self, channel: EngineChannel) -> None:
-        """The ingress of a channel that broke lives: wait for its next beat, or for its next channel."""
+        """The ingress of a broken channel is alive: wait for its next beat, or for its next channel."""
         if channel.expiry is not None:
             channel.expiry.cancel()
         left = min(self._lease_s, channel.kept_until - self._clock())
@@ -354,7 +355,7 @@ class ChannelHub:
         channel.sent.clear()
 
     def _resume(self, channel: EngineChannel, resumption: Resumption | None) -> list[int]:
-        """Take over what is wanted of the same ingress's channel before, and abort the rest."""
+        """Take over the claimed attempts of the same ingress's previous channel, and abort the rest."""
         ended = self._kept.get(channel.cid)
         if ended is None:
             return []
@@ -405,7 +406,7 @@ class ChannelHub:
         return sequence
 
     def _start(self, channel: EngineChannel, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a part of a channel; the channel ends if it fails, and its ingress opens the next one."""
+        """Run a part of a channel; if it fails, the channel ends and its ingress opens the next one."""
         return start_task(f"{name} of channel {channel.cid}", work, lambda why: self.close(channel, why))
 
     def _fetch_if_wanted(self, channel: EngineChannel) -> None:

@@ -34,8 +34,8 @@ class ChannelSet:
     """Runs on the ingress's event loop; the channels themselves on ``loop``, by default the same.
 
     A replica that has left the members keeps its channel until no request runs there. Then the ingress closes
-    the channel. If it did not, Serve would wait for the open call until the replica's drain timeout. One that
-    has only left the fleet's subset keeps its channel likewise, and its requests need not move.
+    the channel; otherwise Serve would wait for the open call until the replica's drain timeout. A replica that
+    has only left the ingress's subset also keeps its channel, and its requests need not move.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ChannelSet:
         self.relay = relay.Relay(owner, self)
         self._epochs = itertools.count(1)
         self._channels: dict[str, IngressChannel] = {}
-        self._past_defects = 0  # of channels that are no more
+        self._past_defects = 0  # of channels that no longer exist
         self._leaving: dict[str, float] = {}  # since when
         self._surplus: set[str] = set()  # no longer in the subset
         self._narrowing: asyncio.TimerHandle | None = None
@@ -68,9 +68,9 @@ class ChannelSet:
         return self._channels.keys()
 
     def was_lost(self, replica: str, drain_timeout_s: float) -> bool:
-        """Whether a replica whose channel has ended died, whatever the controller says of it by then.
+        """Whether a replica whose channel has ended died, whatever the controller reports at that time.
 
-        If it did not, the channel was closed here, or the replica was told to stop and had its time for it.
+        If it did not, the channel was closed here, or the replica was told to stop and its time is over.
         """
         if replica not in self._channels:
             return False
@@ -84,10 +84,11 @@ class ChannelSet:
         )
 
     def widen(self, waited_s: float) -> None:
-        """Double the subset, as none of its replicas can run a waiting request; it narrows after ``WIDE_S``.
+        """Double the subset, of which no replica can run a waiting request; it narrows after ``WIDE_S``.
 
-        Requests have waited for ``waited_s``. Nothing happens while some replicas have yet to answer: these
-        may. Requests wait for that for ``DEAD_S``, though each replica that hangs may be replaced by another.
+        Requests have waited for ``waited_s``. Nothing happens while some replicas have not answered yet,
+        because they may be able to. Requests wait for them for ``DEAD_S`` at most, even if hanging replicas are
+        replaced.
         """
         now = self._loop.time()
         if self.opening():
@@ -112,7 +113,7 @@ class ChannelSet:
 
     @property
     def defects(self) -> int:
-        """Errors in all channels, past and present, that no connection explains."""
+        """Errors in all channels, past and present, for reasons other than the connection."""
         return self._past_defects + sum(channel.defects for channel in self._channels.values())
 
     @property
@@ -164,7 +165,7 @@ class ChannelSet:
             channel.forget(route.epoch, attempts)
 
     def end_sequence(self, route: Route, attempt: int, sequence: int) -> None:
-        """The engine need not go on with one sequence of an attempt there."""
+        """Tell the engine to end one sequence of an attempt."""
         if (channel := self._channels.get(route.replica)) is not None:
             channel.end_sequence(route.epoch, attempt, sequence)
 

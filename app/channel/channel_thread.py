@@ -7,7 +7,7 @@ import logging
 import threading
 
 WITHIN_S = 10.0
-"""How long a start waits for the loop, which answers at once unless it hangs."""
+"""How long the start waits for the loop, which answers at once unless it hangs."""
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 class ChannelThread:
     """An event loop in a daemon thread: frames are read and beats sent however busy the ingress is.
 
-    ``loop`` is one that runs elsewhere, for good; without it this has a loop and a thread of its own.
+    ``loop`` is one that runs permanently in another thread; without it, this object has its own loop and
+    thread.
 
     Raises:
         TimeoutError: ``loop`` hangs.
@@ -33,7 +34,7 @@ class ChannelThread:
         """The thread, which a ``Background`` is to watch."""
 
     def stop(self) -> None:
-        """End the thread, unless it is another's; what still runs there does not go on."""
+        """End the thread if it is this object's own; tasks that still run there are dropped."""
         if self._own and self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout=5.0)
@@ -49,8 +50,8 @@ class ChannelThread:
 def routers_loop() -> asyncio.AbstractEventLoop | None:
     """The loop that Serve's routers in this process share, in a thread; ``None`` if there is none.
 
-    They read the frames first: from there to a further thread and back, a frame would take 0.2 ms of processor
-    time more. It is private.
+    They read the frames first. Handing a frame to another thread and back would cost 0.2 ms more CPU time. The
+    loop is private to Serve.
     """
     from ray.serve._private import router
 
@@ -65,7 +66,7 @@ def routers_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def ray_runs() -> bool:
-    """Whether this process belongs to a Ray."""
+    """Whether this process belongs to a Ray cluster."""
     import ray
 
     return bool(ray.is_initialized())

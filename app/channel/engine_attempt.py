@@ -31,7 +31,7 @@ class AttemptEngine(Protocol):
 
 
 def request_of(engine_id: str) -> str:
-    """The ID of the request of an attempt, by that which the engine knows the attempt by."""
+    """The ID of an attempt's request, from the ID by which the engine knows the attempt."""
     return engine_id.rpartition("@")[0] or engine_id
 
 
@@ -42,7 +42,7 @@ async def run_attempt(
 
     Returns one of ``{"generated": tokens}``, ``{"invalid": (message, param, code)}``, ``{"failed": message}``,
     ``{"limited": (message, seconds)}``, and ``{"refused": reason}``: plain values, because unpickling an
-    exception would need the same code there.
+    exception would require the same code on the other side.
     """
     try:
         submission = wire.unpack_submission(payload)

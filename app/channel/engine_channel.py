@@ -16,15 +16,15 @@ from engine.errors import QuireError
 from engine.kv.kv_events import KvBatch
 
 LOAD_S = 0.3
-"""A load that differs little from the last one leaves with the next tokens, or after this long."""
+"""A load that differs little from the last one is sent with the next tokens, or after this long."""
 
 MAX_UNACKNOWLEDGED = 512
 """Maximum number of unacknowledged frames; beyond it tokens accumulate here, in one record per sequence."""
 
 MAX_WAITING_TOKENS = 2**20
-"""Maximum number of tokens that wait for one ingress, about 40 MB; beyond it its channel and attempts end.
+"""Maximum number of tokens that wait for one ingress, about 40 MB; beyond it, its channel and attempts end.
 
-A token with log probabilities counts as several: itself, and each of the likeliest ones beside it.
+A token with log probabilities counts as several, by the number of its alternatives.
 """
 
 
@@ -36,8 +36,8 @@ class UnknownEpochError(QuireError):
 class Attempt:
     """One attempt that runs here. ``done`` gets the number of generated tokens, or ``UnknownEpochError``.
 
-    While it is ``leaving``, its call has ended, and whether the whole connection has is yet to be seen: what it
-    makes is ``withheld``.
+    While it is ``leaving``, its call has ended, but it is not known yet whether the whole connection has: its
+    tokens are ``withheld``.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Attempt:
     withheld: list[wire.Record] = field(default_factory=list)
 
     def stay(self) -> None:
-        """The connection has broken: the attempt may be resumed, and needs what it has made."""
+        """The connection has broken: the attempt may be resumed, and its withheld tokens are needed."""
         self.leaving = False
         for record in self.withheld:
             self.channel.add(record)
@@ -90,7 +90,7 @@ class EngineChannel:
         return self.suspended or self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
 
     def add(self, record: wire.Record) -> None:
-        """Queue a record; it joins one of its sequence that waits. A final one comes after all others."""
+        """Queue a record; it joins a waiting one of its sequence. A final one comes after all others."""
         self.waiting_tokens += _weight(record)
         unsent = self.unsent.setdefault(record.attempt, {})
         waiting = unsent.get(record.sequence)
@@ -110,7 +110,7 @@ class EngineChannel:
             unsent[record.sequence] = unsent.pop(record.sequence)
 
     def drop_records(self, attempt: int) -> None:
-        """Forget what waits of an attempt."""
+        """Forget the waiting records of an attempt."""
         for record in self.unsent.pop(attempt, {}).values():
             self.waiting_tokens -= _weight(record)
 
@@ -125,7 +125,7 @@ class EngineChannel:
         return frame
 
     def acknowledge(self, frames: int) -> None:
-        """The ingress has handled so many frames."""
+        """The ingress has handled this many frames."""
         self.acknowledged = max(self.acknowledged, min(frames, self.sequence))
         while self.sent and self.sent[0][0] < self.acknowledged:
             self.sent.popleft()

@@ -18,7 +18,7 @@ _EXPECTED = (QuireError, OSError, asyncio.CancelledError, RayError, RayServeExce
 
 
 def is_defect(error: BaseException) -> bool:
-    """Whether the code failed, here or on the replica, rather than the connection to the replica."""
+    """Whether the cause is the code, here or on the replica, and not the connection to the replica."""
     if isinstance(error, RayTaskError):  # what the code on the replica raised
         return not isinstance(error.cause, _EXPECTED)
     return not isinstance(error, _EXPECTED)
@@ -35,7 +35,7 @@ def first_line(error: BaseException) -> str:
 
 
 def cancel_call(response: Any) -> None:
-    """Cancel a Serve call. Where it could not be sent, ``response.cancel`` raises why, and nothing runs."""
+    """Cancel a Serve call. If it could not be sent, ``response.cancel`` raises the reason, and nothing runs."""
     try:
         response.cancel()
     except Exception as error:

@@ -37,10 +37,10 @@ DEAD_S = 10.0
 """A channel that has been silent for this long is closed; see ``Silence`` for what counts."""
 
 RESUME_S = 5.0
-"""After a channel has ended, maximum time for the replica to open one on which its attempts go on."""
+"""After a channel has ended, maximum time for the replica to open one on which its attempts continue."""
 
 CLAIMS_S = 5.0
-"""Maximum time for the owner, who may be behind, to say which attempts those are."""
+"""Maximum time for the owner, which may be behind, to say which attempts are to continue."""
 
 MAX_BACKOFF_S = 2.0
 FRAMES_PER_BEAT = 128
@@ -65,23 +65,23 @@ class ChannelState(enum.Enum):
 
 
 class OwnerEvents(Protocol):
-    """What channels report to their owner in the end: see ``app/channel/relay.py``."""
+    """What channels report to their owner, through ``app/channel/relay.py``."""
 
     def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         """The first frame has arrived; the replica is routable.
 
-        ``ended`` is the channel that broke before, if any: ``hello.resumed`` of its attempts continue here,
-        the others are lost.
+        ``ended`` is the channel that broke before, if any: those of its attempts that ``hello.resumed`` names
+        continue here; the others are lost.
         """
 
     def on_broken(self, route: Route) -> list[Claim]:
-        """The channel has ended; returns the attempts that are to go on, if the replica can be reached.
+        """The channel has ended; returns the attempts that are to continue, if the replica can be reached.
 
         ``on_open`` or ``on_closed`` follows.
         """
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
-        """New tokens; returns the attempts in ``records`` that are unknown here."""
+        """New tokens; returns the attempts in ``records`` that the owner does not know."""
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
         """A part of a snapshot of the prefix cache, or a change; false if a new snapshot is needed."""
@@ -93,7 +93,7 @@ class OwnerEvents(Protocol):
         """What the replica has counted, about once a second."""
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
-        """The replica has become silent, or frames arrive again."""
+        """The replica has become silent, or its frames arrive again."""
 
     def on_closed(self, route: Route, reason: str, fault: bool) -> None:
         """The channel has ended, and its attempts are lost; ``fault`` unless this process is to blame."""
@@ -110,7 +110,7 @@ class ChannelEvents(OwnerEvents, Protocol):
 class _Broken:
     """A channel that has ended and whose attempts may continue on the next one; ``claims`` are these.
 
-    ``beats`` goes on until they do, or are lost: else the engine takes this process for lost.
+    ``beats`` continues until they do, or are lost; without it, the engine would assume that this process died.
     """
 
     route: Route
@@ -142,7 +142,7 @@ class IngressChannel:
     ) -> None:
         self.replica = replica
         self.defects = 0
-        """Errors that no connection explains; each is in the log with its traceback."""
+        """Errors for reasons other than the connection; each is in the log with its traceback."""
         self._background = background or Background()
         self.state = ChannelState.OPENING
         self.answered = False
@@ -176,15 +176,15 @@ class IngressChannel:
         await asyncio.wrap_future(self._ended)
 
     def forget(self, epoch: int, attempts: list[int]) -> None:
-        """The engine is to abort these attempts, at once."""
+        """Tell the engine at once to abort these attempts."""
         self._loop.call_soon_threadsafe(self._forget, epoch, attempts)
 
     def end_sequence(self, epoch: int, attempt: int, sequence: int) -> None:
-        """The engine is to end one sequence of an attempt, at once."""
+        """Tell the engine at once to end one sequence of an attempt."""
         self._loop.call_soon_threadsafe(self._end_sequence, epoch, attempt, sequence)
 
     def resync(self, epoch: int) -> None:
-        """KV events of this epoch are missing: the engine is to send a snapshot."""
+        """Request a snapshot, because KV events of this epoch are missing."""
         self._loop.call_soon_threadsafe(self._want_snapshot, epoch)
 
     def fail(self, epoch: int, reason: str) -> None:
@@ -206,12 +206,12 @@ class IngressChannel:
         if self._task is None or self._task.done():
             return
         if self._route is not None:
-            # Without it the engine keeps for a while what may still run.
+            # Without it, the engine would keep attempts that may still run for a while.
             self._send_beat(self._epoch, self._handled, last=True)
         self._task.cancel()
 
     def _send_beat(self, epoch: int, acknowledged: int, last: bool = False) -> None:
-        """Wait for no answer."""
+        """Send a beat without waiting for the answer."""
         try:
             self._unary.beat.remote(self._cid, epoch, acknowledged, [], [], False, last, target=self.replica)
         except Exception as error:
@@ -305,7 +305,7 @@ class IngressChannel:
         return 0.1 if was_open and not defect else min(2 * max(backoff, 0.1), MAX_BACKOFF_S)
 
     async def _resumption(self) -> bytes:
-        """What is asked of the next channel; empty if nothing is to go on there."""
+        """The resumption for the next channel; empty if nothing is to continue there."""
         if self._broken is None:
             return b""
         broken = self._broken
@@ -336,7 +336,7 @@ class IngressChannel:
         return broken
 
     def _end(self, reason: str, fault: bool, resumable: bool) -> None:
-        """Only ``cancel`` ends the engine's generator; dropping the stream does not."""
+        """End the engine's generator: only ``cancel`` does, dropping the stream does not."""
         if self._generator is not None:
             cancel_call(self._generator)
             self._generator = None

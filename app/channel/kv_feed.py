@@ -124,7 +124,7 @@ class KvFeed:
         return self._ledger.with_index(replica, lambda: self._index.digest(replica))
 
     def _distrust(self, replica: str, hello: wire.Hello) -> None:
-        """Ignore the replica's blocks, present and booked."""
+        """Ignore the replica's blocks, cached and claimed."""
         if not hello.agrees and replica not in self._reported:
             self._reported.add(replica)
             logger.error(

@@ -8,10 +8,10 @@ from app.channel.wire_sections import SLICE_KEYS, KvSection, SnapshotSlice, slic
 from engine.kv.kv_events import KvBatch, KvSnapshot
 
 FLUSH_S = 0.05
-"""KV events and load leave with the next tokens, or after this long."""
+"""KV events and load are sent with the next tokens, or after this long."""
 
 FLUSH_RECORDS = 256
-"""Events leave at once when this many have accumulated."""
+"""Events are sent at once when this many have accumulated."""
 
 MAX_BACKLOG = 65_536
 """Maximum number of events that wait for one channel; beyond it a snapshot replaces them."""

@@ -1,4 +1,4 @@
-"""Takes what the channels report from their thread to the owner's event loop, in its order."""
+"""Passes what the channels report from their thread to the owner's event loop, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.routing.ledger import Route
 from app.routing.load import LoadReport
 
 SLICE_S = 0.01
-"""The owner's loop does something else after this long."""
+"""The owner's loop handles events for at most this long before it does other work."""
 
 RECORDS = 256
 """Records of a frame that are handled as one event: in 2 ms."""
@@ -32,13 +32,13 @@ class Channels(Protocol):
     """What the relay tells the channels after the owner's answer. Called on the owner's loop."""
 
     def forget(self, route: Route, attempts: list[int]) -> None:
-        """The owner does not know these attempts: the engine is to abort them."""
+        """Have the engine abort these attempts, which the owner does not know."""
 
     def resync(self, route: Route) -> None:
-        """KV events are missing: the engine is to send a snapshot."""
+        """Request a snapshot, because KV events are missing."""
 
     def fail(self, route: Route, reason: str) -> None:
-        """The owner has failed to handle an event: the channel must end."""
+        """End the channel, because the owner failed to handle an event."""
 
     def resume(self, route: Route, claims: Sequence[Claim]) -> None:
         """The channel has ended; these of its attempts are to continue on the next one."""
@@ -107,7 +107,7 @@ class Relay:
 
     def _put(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:
         self._waiting.append((self._clock(), route, call, arguments))
-        # Whoever clears the flag looks at the queue afterwards, so that nothing stays there.
+        # The code that clears the flag looks at the queue afterwards, so nothing stays there.
         if not self._scheduled:
             self._scheduled = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: this process is ending

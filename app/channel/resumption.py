@@ -11,10 +11,10 @@ from engine.request import FinishReason
 
 
 def carry_over(ended: EngineChannel, channel: EngineChannel, claims: Iterable[Claim]) -> list[int]:
-    """Move the claimed attempts of a channel that has ended, and what has yet to arrive of them.
+    """Move the claimed attempts of a channel that has ended, with their tokens that have not arrived yet.
 
-    Returns the attempts that go on, or have only their last tokens to send. Of the others something is missing.
-    What ``ended`` still has afterwards nobody wants.
+    Returns the attempts that continue, or that only have their last tokens to send. The other claimed attempts
+    have lost records. What ``ended`` still has afterwards is not needed.
     """
     kept = _unacknowledged(ended)
     resumed = []
@@ -45,7 +45,7 @@ def _unacknowledged(channel: EngineChannel) -> dict[int, list[wire.Record]]:
 
 
 def _missing(records: Iterable[wire.Record], claim: Claim) -> list[wire.Record] | None:
-    """What of ``records`` has not arrived; ``None`` if it does not follow what has, or was aborted."""
+    """The part of ``records`` that has not arrived; ``None`` if it leaves a gap, or was aborted."""
     arrived = list(claim.received)
     missing = []
     for record in records:
@@ -70,7 +70,7 @@ def _missing(records: Iterable[wire.Record], claim: Claim) -> list[wire.Record] 
 
 
 def _cut(record: wire.Record, tokens: int) -> None:
-    """Remove the first ``tokens``, which have arrived, and what came with them."""
+    """Remove the first ``tokens``, which have arrived, and the data that came with them."""
     if tokens:
         record.token_ids, record.index = record.token_ids[tokens:], record.index + tokens
         record.logprobs = None if record.logprobs is None else record.logprobs[tokens:]

@@ -6,7 +6,7 @@ from app.channel.engine_channel import Attempt
 from engine.errors import QuireError
 
 NEWS_S = 0.2
-"""A suspect begins this long after other ingresses have been told, so that none blames requests of its own."""
+"""A suspect starts this long after the other ingresses have been told, so that none blames its own requests."""
 
 
 class OccupiedError(QuireError):
@@ -29,7 +29,7 @@ class SuspectPlace:
         return int(self._attempt is not None)
 
     def take(self, attempt: Attempt, proof_tokens: int) -> None:
-        """A suspect begins, which ``proof_tokens`` clear.
+        """Start a suspect, which ``proof_tokens`` clear.
 
         Raises:
             OccupiedError: another one runs.

@@ -1,4 +1,4 @@
-"""Packed messages between an ingress and an engine replica. Little-endian, no pickling of own types.
+"""Packed messages between an ingress and an engine replica: little-endian, without pickling Quire's types.
 
 A frame is a header, its records, and its sections (:mod:`app.channel.wire_sections`)::
 
@@ -38,8 +38,8 @@ from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
 VERSION = 17
-"""Raised with every change of a layout, of engines' metrics, or of what ``beat`` takes: a release that would
-misread another one refuses it."""
+"""Incremented with every change of a layout, of engines' metrics, or of ``beat``'s arguments, so that a release
+rejects messages that it would misread."""
 
 MAX_MESSAGE_BYTES = 2000
 
@@ -98,7 +98,7 @@ class Hello:
 
     ``keys`` is ``None`` without prefix caching. ``window`` is the largest window if all layers slide.
     ``probe`` has the engine's keys for a fixed text: an ingress whose keys for it differ must not compare its
-    keys with the engine's. ``resumed`` are the attempts of the channel before that go on.
+    keys with the engine's. ``resumed`` are the attempts of the previous channel that continue.
     """
 
     limits: ModelLimits

@@ -1,4 +1,4 @@
-"""What an ingress asks of a new channel: attempts of the one before that are to go on.
+"""What an ingress asks of a new channel: the attempts of the previous one that are to continue.
 
 Little-endian::
 
@@ -22,7 +22,7 @@ _ATTEMPT = struct.Struct("<QI")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An attempt that is to go on: the tokens of each sequence that have arrived, ``None`` if it has ended."""
+    """An attempt to continue: how many tokens of each sequence have arrived, ``None`` if it has ended."""
 
     attempt: int
     received: tuple[int | None, ...]
@@ -30,7 +30,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Attempts of the channel with this ``epoch`` that are to go on; all others are to be aborted."""
+    """Attempts of the channel with this ``epoch`` that are to continue; all others are to be aborted."""
 
     epoch: int
     claims: tuple[Claim, ...]

@@ -30,7 +30,7 @@ MAX_ATTEMPTS = 64
 """Maximum number of attempts at one request, including moves away from replicas that are being stopped."""
 
 CHANNEL_END_S = 1.0
-"""A call may fail shortly before its replica's channel ends, which alone tells whether the replica died."""
+"""A call may fail this long before its replica's channel ends; only the channel shows that the replica died."""
 
 INLINE_TOKENS = 16_384
 """Prompts up to this length are hashed on the event loop, in half a millisecond; longer ones in a thread."""
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Why an attempt ended early; ``fault`` if its replica failed, not if the attempt never began."""
+    """Why an attempt ended early; ``fault`` if its replica failed, but not if the attempt never began."""
 
     reason: str
     fault: bool
@@ -90,7 +90,7 @@ class AttemptRunner:
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
         self.defects = 0
-        """Calls that failed for no reason that a connection explains."""
+        """Calls that failed for reasons other than the connection."""
         self.budget = ResubmissionBudget(num_live, asyncio.get_running_loop().time)
 
     async def run(self, request: InFlightRequest) -> None:
@@ -240,7 +240,7 @@ class AttemptRunner:
     async def _finish(
         self, request: InFlightRequest, outcome: dict[str, Any], interrupted: asyncio.Future[Any]
     ) -> AttemptFailure | None:
-        """The call has returned; the end record on the channel, which may come later, ends the request."""
+        """The call has returned. The end record on the channel, which may arrive later, ends the request."""
         if "invalid" in outcome:
             request.fail(InvalidRequestError(*outcome["invalid"]))
             return None
@@ -264,7 +264,7 @@ class AttemptRunner:
         return None
 
     def _await_late_answer(self, answer: asyncio.Future[Any], response: Any) -> None:
-        """The end record has overtaken the answer, which is due any moment: canceling it would cost more."""
+        """Wait for the answer, which the end record has overtaken: canceling the call would cost more."""
         limit = asyncio.get_running_loop().call_later(END_RECORD_S, _cancel, answer, response)
 
         def done(answer: asyncio.Future[Any]) -> None:

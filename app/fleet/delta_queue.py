@@ -11,9 +11,9 @@ from engine.errors import QuireError
 
 
 class DeltaQueue:
-    """Deltas of one sequence that pile up are read as one: a late or slow reader gets few large ones.
+    """Waiting deltas of one sequence are read as one, so a late or slow reader gets few, large deltas.
 
-    One reader; used on one event loop. ``readers`` says when it goes on; by default at once.
+    For one reader, on one event loop. ``readers`` says when it continues; by default at once.
     """
 
     def __init__(self, readers: Turns | None = None) -> None:
@@ -41,7 +41,7 @@ class DeltaQueue:
         self._wake()
 
     async def get(self) -> Delta:
-        """All that waits of the sequence that has waited longest.
+        """All waiting deltas of the sequence that has waited longest, as one.
 
         Raises:
             QuireError: that of ``fail``.

@@ -1,4 +1,4 @@
-"""Moves requests away from replicas that leave, or that have been cordoned for a while: a few at a time."""
+"""Moves requests away, a few at a time, from replicas that are leaving or have been cordoned for a while."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ ends, and its requests must not pass for moved ones."""
 CHECK_EVERY_S = 0.1
 
 WORK_S = 0.25
-"""Prompt work of requests that move, in seconds of the other replicas: more waits until these have moved."""
+"""Maximum prompt work of moving requests, in seconds of the other replicas; further requests wait."""
 
 PATIENCE_S = 5.0
-"""A request that has got no token for this long since it moved does not hold up others."""
+"""A request that has received no token for this long after its move no longer holds up others."""
 
 
 @dataclass(slots=True, eq=False)
 class Drainer:
     """Runs on the ingress's event loop. ``running`` has the request of each attempt.
 
-    ``leaving`` returns since when each replica that has left the members does so, by the loop's
-    clock.
+    ``leaving`` returns, for each replica that has left the members, since when, by the loop's clock.
 
     A request moves only if a replica that neither leaves nor is cordoned can run it, and continue its output:
     neither cordon nor stop ends a request. All its tokens so far are computed again there, so requests move as
@@ -82,7 +81,7 @@ class Drainer:
         due = {replica for replica, since in self.leaving().items() if now - since >= LEAVE_AFTER_S}
         due |= self.fleet.cordon.longer_than(self._after_s)
         ledger = self.fleet.ledger
-        # The requests of a silent replica are its channel's matter.
+        # The channel of a silent replica takes care of its requests.
         due.intersection_update(ledger.routable())
         others = self.fleet.members - due - self.fleet.cordon.names()
         if not due or not ledger.routable(others):

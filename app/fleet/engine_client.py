@@ -39,10 +39,10 @@ from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 
 OPENING_S = 1.0
-"""How long the limits of the first replica wait for those of others that open their channels meanwhile."""
+"""How long the first replica's limits wait for those of others that are opening their channels."""
 
 EVENTS_PER_TURN = 64
-"""Streams that get what has come for them in one turn of the loop: in about 3 ms."""
+"""Streams that get their waiting tokens in one turn of the loop, which takes about 3 ms."""
 
 STOPPING = "the server is shutting down; send the request again"
 
@@ -64,12 +64,12 @@ class EngineClient:
     """Owned by one ingress replica; every method runs on that replica's event loop.
 
     ``handle`` is the Serve handle of the engine deployment. A request that finds no routable replica for
-    ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero`` the deployment may have no
-    replica, and a request then wakes one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
-    replicas of another one get no requests. If empty, any will do. With ``channel_thread`` the channels run in
-    a thread, Serve's if possible, so that a busy loop here silences none of them. Serve ends a replica that
-    does not stop within ``drain_timeout_s`` seconds. ``background`` learns of a part that fails.
-    ``start_failure`` says why replicas cannot start; see ``ReplicaWaiter``.
+    ``unavailable_after_s`` seconds ends with ``UnavailableError``. With ``to_zero``, the deployment may have no
+    replica, and a request then starts one. ``tokenizer`` is the digest of the tokenizer that made the prompts;
+    replicas with another one get no requests. If it is empty, any tokenizer is accepted. With
+    ``channel_thread``, the channels run in a thread, Serve's if possible, so that a busy loop here does not
+    silence them. Serve ends a replica that does not stop within ``drain_timeout_s`` seconds. ``background`` is
+    told when a part fails. ``start_failure`` says why replicas cannot start; see ``ReplicaWaiter``.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EngineClient:
         self._stopped = False
 
     def configure(self, unavailable_after_s: float) -> None:
-        """Another limit from now on, for requests that begin to wait; see the class."""
+        """Change the limit for requests that start to wait from now on; see the class."""
         self._unavailable_after_s = self._limits.expected_s = unavailable_after_s
         if self._running is not None:
             self._running.attempts.unavailable_after_s = unavailable_after_s
@@ -161,7 +161,7 @@ class EngineClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield each sequence's tokens in order, none lost or doubled; the last delta of all is ``final``.
 
-        Tokens that have come since the last delta was read are in one.
+        All tokens that have arrived since the last delta was read come in one delta.
 
         Closing or canceling the generator aborts the request on the engine.
 
@@ -169,7 +169,7 @@ class EngineClient:
             InvalidRequestError: before the first delta; the request can never run.
             UnavailableError: no replica could run it, or continue it, within the time limit, or none can start.
             GenerationError: the engine failed to compute it.
-            ClientLimitError: its sender has used what it may for now.
+            ClientLimitError: its sender has used up its current budget.
         """
         if self._stopped:
             raise UnavailableError(STOPPING)
@@ -365,7 +365,7 @@ class EngineClient:
         return claims
 
     def _resume(self, ended: Route, route: Route, hello: wire.Hello) -> None:
-        """The attempts that go on have another route now; the others move, though their replica lives."""
+        """Give the attempts that continue their new route; the others move, although their replica is alive."""
         running = self._parts.attempts.running
         resumed = frozenset(hello.resumed)
         lost = self._ledger.reopen(ended, route, hello.profile, hello.build, resumed)

@@ -11,13 +11,13 @@ from app.fleet.in_flight import InFlightRequest
 from app.routing.fleet import Fleet
 
 MAX_DEATHS = 2
-"""A request ends once so many engines have died under it."""
+"""A request ends once this many engines have died while running it."""
 
 MAX_FAILURES = 4
 """Attempts at one request that may fail although their replica lives on."""
 
 PROOF_TOKENS = 4
-"""A suspect that gets so many tokens beyond the point at which its engine died is cleared."""
+"""A suspect is cleared once it has this many tokens beyond the point at which its engine died."""
 
 YOUNG_TOKENS = 32
 """A request that got fewer tokens from the engine that died must first get as many again: what kills an engine
@@ -27,10 +27,10 @@ after a while does so at another token each time."""
 class Faults:
     """Runs on the ingress's event loop. ``notify`` is called when a suspect that waits may have its turn.
 
-    Any request may have killed the engine that died under it. Those that ran there become *suspects*: each runs
-    again, but on a replica without another suspect, the youngest first, until it has passed the point at which
-    the engine died. If an engine dies under a suspect, the suspect is to blame and ends. All others that ran
-    there are not: they move. So a request kills two engines at most, and takes no other request with it.
+    When an engine dies, any request that ran on it may be the cause. These become *suspects*: each runs again,
+    but on a replica without another suspect, the youngest first, until it has passed the point at which the
+    engine died. If an engine dies while running a suspect, the suspect is to blame and ends. The other requests
+    there are not to blame, and move. So a request kills two engines at most, and ends no other request.
 
     Ingresses share an engine's suspects: it runs one at a time, refuses others, and reports that one runs.
     """
@@ -90,7 +90,7 @@ class Faults:
         for other in self._waiting:
             if other is request:
                 break
-            # One whose model has no replica at present holds up no others.
+            # A suspect whose model has no replica at present does not hold up others.
             if ledger.routable(self._fleet.members, replace(other.requirement(), alone=False)):
                 return False
         for attempt in [attempt for attempt in self._placing if ledger.booking(attempt) is not None]:
@@ -126,5 +126,5 @@ class Faults:
 
 
 def _order(request: InFlightRequest) -> tuple[int, float]:
-    """What got few tokens before its engine died is the likeliest cause; of several, the last that came."""
+    """The likeliest cause is a request that got few tokens before its engine died; of several, the newest."""
     return request.death_age, -request.arrived

@@ -18,7 +18,7 @@ class UnavailableError(QuireError):
 
 
 class CannotStartError(UnavailableError):
-    """No engine replica runs, and those that Serve tried to start failed; ``why`` says of what, in one line."""
+    """No engine replica runs, and those that Serve tried to start failed; ``why`` says why, in one line."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"no engine replica of this model can start: {why}")
@@ -29,12 +29,12 @@ class GenerationError(QuireError):
 
 
 class EngineDeathsError(GenerationError):
-    """Engines died under the request, which must not be sent again."""
+    """Engines died while running the request, which must not be sent again."""
 
 
 @dataclass(slots=True, eq=False)
 class TextEnd:
-    """What the client's text says of a request that ends before the engine is done with it."""
+    """What the client's text says about a request that ends before the engine has finished it."""
 
     tokens: int | None = None  # in all sequences, if stop strings have ended them all
     on_sequence_end: Callable[[int], None] = lambda sequence: None
@@ -55,7 +55,7 @@ class GenerateRequest:
     namespace: CacheNamespace = field(default_factory=CacheNamespace)
     priority: int = 0  # lower runs first
     client: str = ""  # who gets a fair share of the engines
-    sender: str = ""  # who pays for what may be dear, by a name that a client cannot make up
+    sender: str = ""  # whose budget pays for expensive work; a name that a client cannot invent
     checked: FleetLimits | None = field(default=None, compare=False)
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False)
@@ -63,7 +63,7 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one sequence of a request; nothing changes it (``frozen`` would make a new one dear).
+    """New tokens of one sequence of a request. Nothing changes it; ``frozen`` would make construction slow.
 
     ``index`` is the offset of the first token in the sequence's output. Only a sequence's last delta has a
     ``finish_reason`` (``"stop"`` or ``"length"``). That delta may be empty, and with ``"stop"`` its last token

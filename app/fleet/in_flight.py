@@ -35,8 +35,9 @@ class InFlightRequest:
     """``outputs`` has the tokens that have arrived, for each sequence; ``deltas`` go to the client's generator.
 
     ``interrupt`` ends the current attempt: the request has ended, the attempt's channel is gone, or its replica
-    is being stopped. ``deaths`` counts engines that died under the request, ``failures`` attempts that failed
-    although their replica lived on, and a ``suspect`` may have killed an engine: see ``app.fleet.faults``.
+    is being stopped. ``deaths`` counts engines that died while running the request. ``failures`` counts
+    attempts that failed although their replica stayed alive. A ``suspect`` may have killed an engine: see
+    ``app.fleet.faults``.
     """
 
     request: GenerateRequest
@@ -99,7 +100,7 @@ class InFlightRequest:
         return None if tokens is None else tokens / self.request.params.n
 
     def end_sequence(self, sequence: int) -> None:
-        """The client wants no more of a sequence: whatever comes of it from now on is dropped."""
+        """The client needs no more of a sequence: drop whatever arrives of it from now on."""
         self.unwanted.add(sequence)
         self.finished[sequence] = True
 
@@ -135,11 +136,11 @@ class InFlightRequest:
         self.held = True
 
     def resumed(self, now: float) -> None:
-        """The current attempt goes on on another channel."""
+        """The current attempt continues on another channel."""
         self.held, self.resumed_at = False, now
 
     def claim(self, attempt: int) -> Claim:
-        """The place from which the current attempt is to go on."""
+        """The place from which the current attempt is to continue."""
         return Claim(
             attempt,
             tuple(
@@ -274,7 +275,7 @@ class InFlightRequest:
 
 
 def _error_of(message: str) -> QuireError:
-    """What an engine's ``message`` about a failed request means for its client."""
+    """The client's error for an engine's ``message`` about a failed request."""
     if message.startswith(FORM_FAILED):  # sent again, it would fail again
         return InvalidRequestError(message, "structured_output", "invalid_grammar")
     return GenerationError(message or "the engine failed to compute the request")

@@ -1,7 +1,7 @@
 """Overload control: new requests are refused while the wait would be too long even with all replicas.
 
 A refusal costs nothing and says when to try again. An admitted request that waits for a minute takes memory,
-and its client may have left before it runs. A short burst is admitted whole: requests are refused only after
+and its client may leave before it runs. A short burst is admitted in full: requests are refused only after
 the wait has exceeded the limit for as long as the limit itself.
 """
 
@@ -75,14 +75,14 @@ class OverloadControl:
         self._faults = FaultCounter("the expected wait could not be estimated; admitting all requests", logger)
 
     def configure(self, max_wait_s: float) -> None:
-        """Another limit from now on; see the class."""
+        """Change the limit; see the class."""
         self._max_wait_s = max_wait_s
 
     def refusal(self, share: Callable[[], float] = lambda: 1.0) -> Refusal | None:
         """The refusal for a new request; ``None`` admits it.
 
-        ``share`` returns how much of what waits is ahead of the request, between 0 and 1: engines serve clients
-        in fair shares.
+        ``share`` returns the part of the queue that is ahead of the request, between 0 and 1, because engines
+        serve clients in fair shares.
         """
         behind = self._lag.refusal()
         if behind is not None:

@@ -1,4 +1,4 @@
-"""Who goes on next on a busy event loop: a few in each turn, clients round robin, first come, first served."""
+"""Who continues next on a busy event loop: a few per turn, clients round robin, first come, first served."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 class Turns:
     """Wakes futures, at most ``per_turn`` in ``every`` turns of the event loop, on which it is used.
 
-    So the loop does everything else between two groups, however many wait. Clients are served round robin, so
-    one with many waiting requests delays no other; each client's are served first come, first served. ``clock``
-    is in monotonic seconds.
+    So the loop does all other work between two groups, however many wait. Clients are served round robin, so
+    one with many waiting requests delays no other; each client's requests are served first come, first served.
+    ``clock`` is in monotonic seconds.
     """
 
     def __init__(self, per_turn: int, clock: Callable[[], float] = time.monotonic, *, every: int = 1) -> None:

@@ -119,7 +119,7 @@ class Ledger:
             self._policy, self._choose = policy, CHOICES[policy]
 
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
-        """Run ``call``, which reads or changes the index's part of a replica, under the lock.
+        """Run ``step``, which reads or changes the index's part of a replica, under the lock.
 
         Returns ``None`` if it raises: the index then drops the replica until its next route. If dropping fails,
         too, that is a second fault, and the replica's blocks may be wrong.

@@ -237,8 +237,8 @@ def test_no_template_is_told(tmp_path: Path) -> None:
     ("template", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content.missing.more }}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these messages"),
+        ("{{ messages[0].content.missing.more }}", "rejects these messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "rejects these messages"),
     ],
 )
 def test_template_errors_and_escapes_are_a_users_error(tmp_path: Path, template: str, words: str) -> None:

@@ -206,6 +206,6 @@ def test_models_share_the_gpus(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
     placement.check_gpus(both({"engine_replicas": 1}, {"max_replicas": 2}), nodes)
     assert "may have 3 engine replicas" in caplog.text
-    with pytest.raises(ConfigError, match=r"begin with 2 of one \+ 1 of other, but the cluster has 2; lower"):
+    with pytest.raises(ConfigError, match=r"start with 2 of one \+ 1 of other, but the cluster has 2; lower"):
         placement.check_gpus(both({"engine_replicas": 2}, {"engine_replicas": 1}), nodes)
     assert placement.surge_percents(both({"engine_replicas": 1}, {"engine_replicas": 1}), nodes) == [0, 0]
