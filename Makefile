@@ -5,16 +5,16 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-# A machine with an NVIDIA driver gets torch's CUDA build; every other one the CPU build.
+# A machine with an NVIDIA driver gets torch's CUDA build; any other gets the CPU build.
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints-gpu.txt,constraints.txt)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Of the tests: one more than cores, as two of them mostly wait for their Ray. Each loads torch.
+# Test workers: one more than cores, because two of them mostly wait for Ray. Each loads torch.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# Dozens of Python processes load this code: each would compile it anew, and each worker rewrite all tests.
+# Dozens of Python processes load this code: each would compile it again, and each worker would rewrite all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
 ifeq ($(sort $(MAKECMDGOALS)),check test)
@@ -46,22 +46,22 @@ serve: $(READY)  ## Serve the built-in model on http://127.0.0.1:8000 (options: 
 test: $(READY)  ## Run all tests, in parallel, in a random order that ARGS="--randomly-seed=N" repeats.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-check: $(READY)  ## Lint and type-check; `make check test` does it beside the tests.
+check: $(READY)  ## Lint and type-check; `make check test` runs both at once.
 	@report=$$( { $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy; } 2>&1 ) && failed=0 || failed=$$?; \
 	printf '\ncheck: %s\n' "$$([ $$failed = 0 ] && echo passed || echo FAILED)"; printf '%s\n' "$$report"; exit $$failed
 
-faults: $(READY)  ## Plant faults in copies of the code: 95% must be caught by the unit tests of the file (ARGS="--only WORDS").
+faults: $(READY)  ## Plant faults in copies of the code; the file's unit tests must catch 95% of them (ARGS="--only WORDS").
 	$(BIN)/python -m tests.planted_faults $(ARGS)
 
-loadtest: $(READY)  ## 60 s of users of five kinds, up to 16 at once; report with plots: loadtests/reports/loadtest.html.
+loadtest: $(READY)  ## Run a minute of traffic with up to 16 users; writes loadtests/reports/loadtest.html, with plots.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)
 
-bench: $(READY)  ## Run every measuring command with its checks, about 46 minutes (some: make bench ARGS="--only kernels memory").
+bench: $(READY)  ## Run every benchmark with its checks, about 46 minutes (some: make bench ARGS="--only kernels memory").
 	$(BIN)/python -m loadtests.bench $(ARGS)
 
-clients: $(READY)  ## Run other people's clients, each in an environment of its own, against a server; writes docs/clients.md.
+clients: $(READY)  ## Run third-party clients, each in its own environment, against a server; writes docs/clients.md.
 	$(BIN)/python -m clients.run $(ARGS)
 
-clean:  ## Remove the environment, caches and reports (the model cache in your home stays).
+clean:  ## Remove the environment, caches and reports (keeps the model cache in your home directory).
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis loadtests/reports
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

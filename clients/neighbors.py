@@ -328,7 +328,7 @@ def served() -> Iterator[Neighbors]:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m clients.neighbors", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write every figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
+    parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure meets its bar")
     for name, default in (("--bodies", 10_000), ("--forms", 40), ("--prompts", 120), ("--rounds", 12)):
         parser.add_argument(name, type=int, default=default, help="(%(default)s)")
     options = parser.parse_args(arguments)

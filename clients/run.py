@@ -135,8 +135,10 @@ def page(rows: Sequence[tuple[Client, str]], model: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The exit status: 1 if a client failed."""
     parser = argparse.ArgumentParser(prog="python -m clients.run", description=__doc__)
-    parser.add_argument("--url", default="", help="a server that runs, instead of one of our own")
-    parser.add_argument("--model", default=MODEL, help="what it serves: a name that this machine knows, too")
+    parser.add_argument("--url", default="", help="a running server; by default, one is started")
+    parser.add_argument(
+        "--model", default=MODEL, help="the served model, by a name that this machine knows, too"
+    )
     parser.add_argument("--only", nargs="+", choices=[client.name for client in CLIENTS], help="these clients")
     options = parser.parse_args(arguments)
     chosen = [client for client in CLIENTS if not options.only or client.name in options.only]

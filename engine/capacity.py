@@ -177,13 +177,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, help=f"a folder, or a shape: {', '.join(SHAPES)}")
     memory = parser.add_mutually_exclusive_group(required=True)
-    memory.add_argument("--memory", help="of the KV pool of each device, for example 40GiB")
-    memory.add_argument("--device-memory", help="of each device, for weights and pool together")
-    parser.add_argument("--memory-fraction", type=float, default=0.9, help="of --device-memory to use (0.9)")
+    memory.add_argument("--memory", help="memory of each device's KV pool, for example 40GiB")
+    memory.add_argument("--device-memory", help="memory of each device, for weights and pool together")
+    parser.add_argument("--memory-fraction", type=float, default=0.9, help="share of --device-memory (0.9)")
     parser.add_argument("--tp", type=int, default=1, help="devices that share the model's heads (1)")
     parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16", help="of weights and KV")
     parser.add_argument(
-        "--weights", choices=["model", *_CODED_BYTES], default="model", help="matrices in fewer bits, on a CPU"
+        "--weights", choices=["model", *_CODED_BYTES], default="model", help="quantized matrices, on a CPU"
     )
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
     parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens (the model's own)")

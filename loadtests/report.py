@@ -82,7 +82,7 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", metavar="OUT", type=Path, help="also write every figure to this file")
-    parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure holds its bar")
+    parser.add_argument("--check", action="store_true", help="exit non-zero unless every figure meets its bar")
     for name, (default, meaning) in (options or {}).items():
         if default is False:
             parser.add_argument(name, action="store_true", help=meaning)

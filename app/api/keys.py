@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a new key, and a key file with it."""
     parser = argparse.ArgumentParser(prog="python -m app.api.keys", description="Make an API key.")
     commands = parser.add_subparsers(dest="command", required=True)
-    new = commands.add_parser("new", help="print a new key, and a key file with it")
+    new = commands.add_parser("new", help="print a new key, and the lines for the key file")
     new.add_argument("id", help="who gets the key; appears in logs and metrics, never the key itself")
     parsed = parser.parse_args(arguments)
     key = f"qk_{secrets.token_urlsafe(32)}"

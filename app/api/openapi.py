@@ -85,7 +85,7 @@ _STOP: Schema = {"type": "string", "maxLength": openai_types.MAX_STOP_CHARS}
 _TOKENS = _list({"type": "integer", "minimum": 0})
 _BAD_WORD: Schema = {"type": "string", "minLength": 1, "maxLength": output_options.MAX_BAD_WORD_CHARS}
 _PROMPT = _any(_STRING, _TOKENS, _list(_any(_STRING, _TOKENS), 1, openai_types.MAX_PROMPTS))
-_PRIORITY = _integer(-openai_types.MAX_PRIORITY, openai_types.MAX_PRIORITY, "Lower runs first.")
+_PRIORITY = _integer(-openai_types.MAX_PRIORITY, openai_types.MAX_PRIORITY, "Lower values run first.")
 
 PARAMETERS: dict[str, Schema] = {
     "model": _described(_STRING, "A served model, by default the first; any other is a 404."),
@@ -128,7 +128,9 @@ PARAMETERS: dict[str, Schema] = {
     "include_stop_str_in_output": _BOOLEAN,
     "skip_special_tokens": _BOOLEAN,
     "return_token_ids": _BOOLEAN,
-    "truncate_prompt_tokens": _integer(-1, description="Keep so many tokens at the end; -1: as many as fit."),
+    "truncate_prompt_tokens": _integer(
+        -1, description="Keep only this many tokens from the end; -1: as many as fit."
+    ),
     "add_generation_prompt": _BOOLEAN,
     "continue_final_message": _BOOLEAN,
     "chat_template_kwargs": {"type": "object", "maxProperties": output_options.MAX_TEMPLATE_OPTIONS},
@@ -136,9 +138,7 @@ PARAMETERS: dict[str, Schema] = {
     "tool_choice": _any({"enum": ["none", "auto", "required"]}, _OBJECT),
     "parallel_tool_calls": _BOOLEAN,
     "response_format": _described(_OBJECT, "`type`: text, json_object, or json_schema."),
-    "structured_outputs": _described(
-        _OBJECT, "One of `json`, `regex`, `choice`, `grammar`, and `json_object`."
-    ),
+    "structured_outputs": _described(_OBJECT, "One of `json`, `regex`, `choice`, `grammar`, or `json_object`."),
     "guided_json": _any(_OBJECT, _STRING, _BOOLEAN, description="A JSON schema."),
     "guided_regex": {"type": "string", "minLength": 1, "maxLength": MAX_CHARS["regex"]},
     "guided_choice": _list({"type": "string", "minLength": 1}, 1, MAX_CHOICES),
@@ -304,18 +304,20 @@ def _paths() -> dict[str, Any]:
     of_model = {"name": "model", "in": "query", "schema": _STRING}
     of_replica = {**of_model, "name": "replica", "required": True}
     of_grouping = {**of_model, "name": "by", "schema": {"enum": list(GroupBy), "default": GroupBy.STATE}}
-    reset = "Every engine, or those of one model, forgets its cached prefixes; with the option admin_routes."
+    reset = "Empty the prefix caches of all engines, or of one model's; requires the option admin_routes."
     anthropic: Any = {"error": "AnthropicError"}
     no_embeddings = _operation("404 with the reason: no model that is served is made for it.")
     no_embeddings["responses"].pop("200")
     chat_answer = _object("id", "object", "created", "model", "choices", "usage")
     return {
         "/": {
-            "get": _operation("What is served, an example to copy and a chat box, as a page.", text="text/html")
+            "get": _operation(
+                "A page with the served models, an example to copy and a chat box.", text="text/html"
+            )
         },
         "/docs": {"get": _operation("This document as a page.", text="text/html")},
         "/openapi.json": {"get": _operation("This document.", answer=_object("openapi", "paths"))},
-        "/health": {"get": _operation("Whether a request would find an engine.", answer=_object("status"))},
+        "/health": {"get": _operation("Whether an engine can take a request.", answer=_object("status"))},
         "/ping": {
             "get": _operation("The status of /health without a body."),
             "post": _operation("As GET."),
@@ -323,9 +325,7 @@ def _paths() -> dict[str, Any]:
         "/version": {"get": _operation("Quire's version.", answer=_object("version"))},
         "/metrics": {"get": _operation("Metrics in Prometheus's text format.", text="text/plain")},
         "/dashboard": {"get": _operation("The fleet, live, as a page.", text="text/html")},
-        "/dashboard/events": {
-            "get": _operation("What the live page shows, as server-sent events.", text=_EVENTS)
-        },
+        "/dashboard/events": {"get": _operation("The live page's data, as server-sent events.", text=_EVENTS)},
         "/dashboard/blocks": {
             "get": {
                 **_operation("The KV blocks of a replica.", answer=_object("each", "device", "host")),
@@ -334,7 +334,7 @@ def _paths() -> dict[str, Any]:
         },
         "/dashboard/prefixes": {
             "get": {
-                **_operation("Where prompts that begin alike went, and why.", answer=_object("prefixes")),
+                **_operation("Shared prefixes: where their prompts went, and why.", answer=_object("prefixes")),
                 "parameters": [of_model],
             }
         },
@@ -373,7 +373,7 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/messages/count_tokens": {
             "post": _operation(
-                "Count the tokens of such a request.",
+                "Count the tokens of a request in Anthropic's format.",
                 body="CountTokensRequest",
                 answer=_object("input_tokens"),
                 **anthropic,
@@ -383,13 +383,13 @@ def _paths() -> dict[str, Any]:
         "/v1/score": {"post": no_embeddings},
         "/tokenize": {
             "post": _operation(
-                "Text or messages to tokens.",
+                "Convert text or messages to tokens.",
                 body="TokenizeRequest",
                 answer=_object("count", "max_model_len", "tokens"),
             )
         },
         "/detokenize": {
-            "post": _operation("Tokens to text.", body="DetokenizeRequest", answer=_object("prompt"))
+            "post": _operation("Convert tokens to text.", body="DetokenizeRequest", answer=_object("prompt"))
         },
         "/admin/reset_prefix_cache": {
             "post": {**_operation(reset, answer=_OBJECT), "parameters": [of_model]},

@@ -1,4 +1,4 @@
-"""What requests must keep to: the limits of all replicas, which may differ."""
+"""The limits for requests: those of all replicas, which may differ."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class FleetLimits:
 
 
 class LimitsRecord:
-    """The limits of known replicas, and for ``expected_s`` of those that died: others will take their place.
+    """The limits of known replicas, and for ``expected_s`` of those that died: others will replace them.
 
-    The last ones stay when no replica is left. ``clock`` is in monotonic seconds.
+    When no replica is left, the last limits stay. ``clock`` is in monotonic seconds.
     """
 
     def __init__(self, expected_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""How far an ingress is behind with the requests that it has; while it is, it takes no more."""
+"""How far an ingress is behind; while it is behind, it accepts no new requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 class IngressLag:
     """One per ingress replica, used on its event loop.
 
-    The ingress is behind if for a while its loop has been late, or what engines have sent has waited
-    (``watch_frames``), by more than ``limit_s``: it then refuses all new requests. ``begin_wait_s`` returns the
-    longest that a request has waited here to begin; if that is too long, the ingress refuses requests of the
-    clients that wait so long. ``clock`` is in monotonic seconds.
+    The ingress is behind if, for a while, its loop has been late, or messages from engines have waited
+    (``watch_frames``), by more than ``limit_s``. It then refuses all new requests. ``begin_wait_s`` returns the
+    longest time that a request has waited here to start; if that is too long, the ingress refuses requests of
+    the clients whose requests wait that long. ``clock`` is in monotonic seconds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class IngressLag:
         self._refused = 0
 
     def watch_frames(self, waited_s: Callable[[], float]) -> None:
-        """Ask ``waited_s``, too, how long what some engines have sent has waited here."""
+        """Also watch ``waited_s``, which returns how long messages of some engines have waited here."""
         self._frames.append(waited_s)
 
     @property

@@ -1,4 +1,4 @@
-"""What happens to one request on its way through the fleet: for its line in the log, and for its trace."""
+"""What happens to one request on its way through the fleet, for its log line and its trace."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 CAUGHT_UP = 0.4
-"""An ingress has caught up within so much of the limit of its lag."""
+"""An ingress has caught up when its lag is below this share of the limit."""
 
 HOLD_S = 1.0
 """How long the lag must stay beyond the limit, or within ``CAUGHT_UP`` of it, to be more than a moment's."""
@@ -14,9 +14,9 @@ HOLD_S = 1.0
 class LoopLag:
     """Judged a few times a second by :meth:`look`; times are in seconds.
 
-    ``behind`` begins when every look for ``HOLD_S`` finds more than ``limit_s``. It ends when every look for
-    as long finds less than ``CAUGHT_UP`` of it. A single pause, such as that of a stopped process, changes
-    nothing.
+    ``behind`` becomes true when every look for ``HOLD_S`` finds more than ``limit_s``. It becomes false when
+    every look for as long finds less than ``CAUGHT_UP`` of it. A single pause, such as that of a stopped
+    process, changes nothing.
     """
 
     def __init__(self, limit_s: float) -> None:

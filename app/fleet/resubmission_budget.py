@@ -1,4 +1,4 @@
-"""How many requests one ingress may send again: a fault must not multiply the load that perhaps caused it."""
+"""How many requests one ingress may send again: a fault must not multiply the load that may have caused it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARE = 0.2
 """Resubmissions for each submission."""
 
 FLOOR = 64.0
-"""Resubmissions that are always possible within ``REFILL_S``, beside one of each live request."""
+"""Resubmissions that are always possible within ``REFILL_S``, in addition to one of each live request."""
 
 REFILL_S = 60.0
 

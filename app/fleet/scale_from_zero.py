@@ -1,4 +1,4 @@
-"""Waiting for a replica: a call in Serve's queue makes Serve start one; that none can start is told at once."""
+"""Waiting for a replica: a call in Serve's queue makes Serve start one; fails at once if none can start."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ReplicaWaiter:
     last of them to leave cancels the call.
 
     ``handle`` is a Serve handle of the engine deployment; ``None`` if that never scales to zero.
-    ``start_failure`` says why replicas cannot start, or returns an empty string. It is not asked
-    while there is ``any_replica``: requests then wait for something else. ``still_waiting`` is called every
-    second while requests wait, with the seconds since the first of them began to.
+    ``start_failure`` says why replicas cannot start, or returns an empty string. It is not called
+    while there is ``any_replica``, because requests then wait for something else. While requests wait,
+    ``still_waiting`` is called every second with the seconds since the first of them began to wait.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReplicaWaiter:
         self.failure = ""
         """Why replicas cannot start, found while the last requests waited."""
         self.defects = 0
-        """Wake-up calls that failed by a fault of the code."""
+        """Wake-up calls that failed because of a defect."""
         self._handle = handle
         self._background = background or Background()
         self._start_failure = start_failure
@@ -82,7 +82,7 @@ class ReplicaWaiter:
         return False
 
     async def changed_until(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Like ``wait_until``, but wake no deployment; with ``None`` there is no time limit."""
+        """Like ``wait_until``, but without waking the deployment; ``None`` means no time limit."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not ready():
