@@ -1,4 +1,4 @@
-"""Background tasks and threads: the end of one by an error is logged, and whoever depends on it is told."""
+"""Background tasks and threads: if one ends with an error, that is logged and its owner is told."""
 
 from __future__ import annotations
 

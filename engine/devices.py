@@ -18,7 +18,7 @@ _DRIVERS = tuple(Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg"))
 
 
 def usable_cores() -> int:
-    """Processors that this process may run on, or so many as a container's quota gives it the time of."""
+    """Number of processors that this process may use, within a container's CPU quota."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(int(min(cores, cpu_quota())), 1)

@@ -14,7 +14,7 @@ _FIRST_ROOM = 64  # tokens
 
 
 class LogitEdits:
-    """The edits of one sequence: a function of its options and tokens, so they may be made anew at any time.
+    """The edits of one sequence: a function of its options and tokens, so they may be rebuilt at any time.
 
     Each token is counted once: a step costs what it added, not the sequence's length.
 

@@ -21,7 +21,7 @@ _logger.propagate = False
 
 
 def audit_to(path: str | None, process: str) -> None:
-    """Append to ``path`` from now on; ``None``: nowhere. A file that was moved away is made anew.
+    """Append to ``path`` from now on; ``None``: nowhere. A file that was moved away is created again.
 
     Raises:
         ConfigError: it cannot be written.

@@ -87,7 +87,7 @@ class TextDelta:
 
     Where answers are parsed, ``text`` is content, and only one of it, ``reasoning``, and ``call`` is there.
     ``fingerprint`` is that of the model that generates the choice. Nothing changes it;
-    ``frozen`` would make a new one dear.
+    ``frozen`` would make construction expensive.
     """
 
     index: int

@@ -83,7 +83,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, send: Send) -> None:
-        async with self._beginning:  # whoever comes second waits until the headers are out
+        async with self._beginning:  # the second caller waits until the headers are sent
             if not self._begun:
                 self._begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})

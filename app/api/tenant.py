@@ -1,7 +1,7 @@
 """Who sends a request: the tenant, whose requests share cached prefixes, and the client, who gets a fair share.
 
-The tenant comes from the API key and a header that a gateway sets, never from the body. Whoever shares cached
-blocks can learn by timing which prompts others have sent; tenants must not. The client is the tenant. If
+The tenant comes from the API key and a header that a gateway sets, never from the body. A client that shares
+cached blocks can learn by timing which prompts others have sent; tenants must not. The client is the tenant. If
 nothing names tenants, it is what the request says of itself: the headers that bear a key, and ``user``. Where
 such a name must not be made up, the sender counts: the tenant, else the address.
 """
@@ -63,5 +63,5 @@ def sender_of(request: Request, header: str | None) -> str:
 
 
 def address_of(request: Request) -> str:
-    """The address of whoever connects: a gateway in front of this server, or the client."""
+    """The address that connects: a gateway in front of this server, or the client."""
     return request.headers.get(CLIENT_ADDRESS, request.client.host if request.client is not None else "")

@@ -154,7 +154,7 @@ class ChannelHub:
         """Remove an attempt that the engine has not accepted."""
         self._attempts.pop(attempt.engine_id, None)
         attempt.channel.attempts.pop(attempt.number, None)
-        attempt.done.cancel()  # nobody waits for it, and a suspect gives its place up
+        attempt.done.cancel()  # nobody waits for it, and a suspect gives up its place
         self._report_suspects()
 
     def leave(self, attempt: Attempt) -> None:

@@ -220,7 +220,7 @@ class IngressChannel:
                 logger.exception("a beat to %s failed", self.replica)
 
     async def _stay_alive(self, epoch: int) -> None:
-        """Send the beats of a channel that has ended, in the place of ``_watch``."""
+        """Send the beats of a channel that has ended, instead of ``_watch``."""
         while True:
             self._send_beat(epoch, 0)
             await asyncio.sleep(BEAT_S)
@@ -354,7 +354,7 @@ class IngressChannel:
         self._broken = _Broken(route, reason, fault, self._loop.create_future(), beats)
         try:
             self._events.on_broken(route)
-        except Exception:  # likewise
+        except Exception:  # the same
             self.defects += 1
             logger.exception("the end of the channel to %s failed", self.replica)
             self._lose()
@@ -405,7 +405,7 @@ class IngressChannel:
         self._events.on_frame_end(partial(self._on_handled, epoch))
 
     def _on_handled(self, epoch: int) -> None:
-        """A frame has been handled; perhaps in the thread of whoever did."""
+        """A frame has been handled; may run in the thread that handled it."""
         if epoch != self._epoch:
             return
         self._handled += 1

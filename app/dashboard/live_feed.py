@@ -19,7 +19,7 @@ SHARE = 0.01
 """Of a processor, which looking may take: a large fleet is looked at less often."""
 
 OVER_S = 15.0
-"""Rates and percentiles are of what came in the last seconds, so many."""
+"""Rates and percentiles cover this many seconds."""
 
 HISTORY = 600
 """Points that a new viewer gets."""

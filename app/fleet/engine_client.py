@@ -199,7 +199,7 @@ class EngineClient:
             in_flight.ended = True
             self._requests.discard(in_flight)
             booking = self._ledger.booking(in_flight.attempt)
-            if booking is not None:  # the attempt ends only after whoever has asked has gone on
+            if booking is not None:  # the attempt ends only after its caller has continued
                 in_flight.notes.book(booking)
             self._parts.faults.forget(in_flight)
             if not in_flight.complete:

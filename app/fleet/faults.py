@@ -53,8 +53,8 @@ class Faults:
             if request.deaths >= MAX_DEATHS:
                 request.fail(
                     EngineDeathsError(
-                        f"{request.deaths} engines died while they ran this request, which is taken for the "
-                        f"cause and not tried again; the last: {reason}"
+                        f"{request.deaths} engines died while they ran this request, so it is presumed to be "
+                        f"the cause and not tried again; the last: {reason}"
                     )
                 )
                 continue

@@ -70,7 +70,7 @@ class Turns:
             _, future = queue.popleft()
             if queue:
                 waiting[client] = queue  # behind the others
-            if not future.done():  # whoever waited for it may have left
+            if not future.done():  # its waiter may have left
                 future.set_result(None)
                 woken += 1
         if woken:

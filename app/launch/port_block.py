@@ -14,8 +14,8 @@ FIRST, LAST, SIZE = 10_000, 30_000, 200
 class PortBlock:
     """``SIZE`` consecutive ports that no other block of this host overlaps, until ``release``.
 
-    The first port is bound and serves nothing: whoever else draws this block finds it taken. A process that
-    ends in any way frees its block.
+    The first port is bound and serves nothing, so another server that draws this block finds it taken. A
+    process that ends in any way frees its block.
     """
 
     def __init__(self) -> None:

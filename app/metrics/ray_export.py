@@ -74,7 +74,7 @@ class RayExport:
 
     def _series(self, samples: Samples) -> Iterator[_Series]:
         for metric in TABLE:
-            # Whoever reaches Ray's port reads it without a key, so it does not say who uses the server.
+            # Anyone who can reach Ray's port can read it without a key, so it does not say who uses the server.
             if metric.source is self._source and not metric.by_key:
                 found = samples.get(metric.name, {})
                 yield _Series(

@@ -33,7 +33,7 @@ class StepModel:
         self._seen = 0
 
     def seconds(self, rows: float, kv_tokens: float) -> float:
-        """The duration of a step with so many rows that read so many KV tokens."""
+        """The duration of a step with ``rows`` rows that read ``kv_tokens`` tokens of KV."""
         return self.base + self.per_row * rows + self.per_kv_token * kv_tokens
 
     def learn(self, rows: int, kv_tokens: int, seconds: float) -> bool:
@@ -73,7 +73,7 @@ class StepModel:
             abs(new - old) <= 0.02 * old
             for new, old in zip((base, base + rows, base + kv), before, strict=True)
         ):
-            return False  # a change makes all replicas' terms anew
+            return False  # a change requires new terms for all replicas
         self.base, self.per_row, self.per_kv_token = base, rows / _SCALE[1], kv / _SCALE[2]
         return True
 

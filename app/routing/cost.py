@@ -136,7 +136,7 @@ def costs(
     """
     tokens, output, sequences = request.tokens, request.output, request.sequences
     step, block_size, reuse = calibration.steps, calibration.block_size, calibration.reuse.share
-    # What running sequences have left, on average, is half an output: so many steps are shared with them.
+    # Running sequences have half an output left on average, and share that many steps with the request.
     shared_steps = min(output, calibration.outputs.tokens / 2)
     own_step_s = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
     decode_s = output * (step.base + own_step_s)

@@ -94,7 +94,7 @@ class Ledger:
         self._profiles: set[ReplicaProfile] = set()
         """Of those."""
         self._outdated: list[ReplicaState] = []
-        """Those whose views are to be made anew."""
+        """Replicas whose views must be remade."""
         self._expected: set[int] = set()
         self._bookings: dict[int, Booking] = {}
         self._placed = 0
@@ -432,7 +432,7 @@ class Ledger:
         return decision
 
     def _views_of(self, replicas: Sequence[ReplicaState], now: float) -> list[ReplicaView]:
-        """Current views; a replica that has not reported, or no prefill rate, is taken for an average one."""
+        """Current views. A replica that has not reported, or has no prefill rate, counts as an average one."""
         views = [view for state in replicas if (view := state.view)]
         if len(views) < len(replicas):
             for state in replicas:
@@ -445,7 +445,7 @@ class Ledger:
         return views
 
     def _refresh(self, state: ReplicaState) -> None:
-        """Make a replica's view anew; there is none as long as its load or its prefill rate is unknown."""
+        """Remake a replica's view; there is none while its load or its prefill rate is unknown."""
         load = state.load
         if load is not None and load.prefill_rate:
             state.view = view_of(

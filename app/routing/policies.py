@@ -175,7 +175,7 @@ def rendezvous(key: int, seed: int) -> int:
 
 
 def _tie_tokens(prompt: int, uncached: int, block_size: int) -> float:
-    """Costs that differ by less than computing so many tokens are equal.
+    """The number of tokens whose cost separates equal costs from different ones.
 
     One block (if blocks are large, at most a short prompt), or 2% of the tokens to compute. 2% of the whole
     cost would ignore prefixes under load; 2% of the prompt would ignore the shortest queue if all replicas hold

@@ -12,7 +12,7 @@ RECENT = 128
 """Requests over which the error is looked at."""
 
 TOLERATED = 0.2
-"""Largest error, as a share of what was predicted or found, that is taken for events on their way."""
+"""Largest error, as a share of what was predicted or found, that is attributed to events on their way."""
 
 WARN_EVERY_S = 60.0
 

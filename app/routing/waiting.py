@@ -21,7 +21,7 @@ SAMPLED = 32
 
 
 class ExpectedWait(NamedTuple):
-    """``seconds`` on the replica where it is shortest, out of so many ``replicas`` that have reported."""
+    """``seconds`` on the replica where it is shortest; ``replicas`` is the number that have reported."""
 
     seconds: float
     replicas: int

@@ -123,7 +123,7 @@ class Top(App[None]):
         return self.models.get(self.model)
 
     def redraw(self) -> None:
-        """Write everything anew."""
+        """Redraw everything."""
         base = self.screen_stack[0]
         widgets = base.query(Static)
         if len(widgets) < 3 or not base.query(DataTable):  # not yet, or not any more
@@ -236,7 +236,7 @@ class ReplicaScreen(Screen[None]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Write the figures anew, and ask for the blocks."""
+        """Redraw the figures, and ask for the blocks."""
         if not self.query("#figures"):
             return
         shown = self.app.models.get(self.model)

@@ -65,7 +65,7 @@ class Server:
         self.url = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, "", ""))
 
     async def events(self) -> AsyncIterator[Fleet | History | Trouble]:
-        """All that the server says; a connection that ends, or does not come about, is made again."""
+        """All events of the server; reconnects when a connection ends or fails."""
         async with self._client() as http:
             while True:
                 began = asyncio.get_running_loop().time()

@@ -69,7 +69,7 @@ class RecordedSteps:
         """Logits as of :meth:`Decoder.forward`. They hold until the next call."""
         metadata = batch.metadata
         size = _Size(len(batch.token_ids), len(metadata.context_lens), len(batch.sample_rows))
-        # Whoever puts another forward in the decoder's place, as tests do that plant faults, gets every step.
+        # If another forward replaces the decoder's, as in tests that plant faults, it gets every step.
         if self._decoder.forward != self._forward or any(map(int.__gt__, size, self._most)):
             return self._plain(batch)
         samples = size.samples > 0

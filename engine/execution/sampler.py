@@ -70,7 +70,7 @@ class SampleRow:
             where fewer are allowed.
         logprobs: also return the log probability of a single draw.
         edit: how to change the logits first.
-        top: also return what is asked of each token chosen, and so many of the likeliest tokens.
+        top: also return details of each chosen token, and this many of the most likely tokens.
         allowed: the only tokens that may be chosen, as :class:`kernels.interface.RowEdit` has them.
     """
 

@@ -39,7 +39,7 @@ class TensorFiles:
         return str(self._file(name).get_slice(name).get_dtype())
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check the shape of a tensor by its file's header, before memory is taken for it."""
+        """Check the shape of a tensor from its file's header, before memory is allocated for it."""
         found = self._file(name).get_slice(name).get_shape()
         if tuple(found) != shape:
             raise ConfigError(

@@ -39,8 +39,8 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
             others += sequence.num_seqs
             position += 1
             continue
-        out_of_tokens = plan.budget_left <= 0  # nothing starts, but who lacks blocks is still counted
-        # Where tokens are scarce, many are looked at: what was found of their prefixes last must do.
+        out_of_tokens = plan.budget_left <= 0  # nothing starts, but lack of blocks is still counted
+        # If tokens are scarce, many are looked at, so the last known match of their prefixes must suffice.
         tokens = (
             out_of_tokens
             or not shares.limited
@@ -95,14 +95,14 @@ class _Room:
         self._exact = False
 
     def fits(self, sequence: Sequence, needed: int) -> bool:
-        """Whether a sequence that needs so many blocks can start. While nothing runs, the first one can."""
+        """Whether a sequence that needs ``needed`` blocks can start. If nothing runs, the first one can."""
         state, reserve = self._state, self._state.reserve
         if not state.running:
             return True
         left = state.pool.num_available - needed - self.withheld
         if state.num_seqs + sequence.num_seqs > state.max_num_seqs or left < 0:
             return False
-        if not self._plan.chunks:  # those that run are held beams
+        if not self._plan.chunks:  # all running sequences are held beams
             return True
         if sequence.order < state.running[-1].order:
             return reserve.blocks(running_before(state, sequence)) <= left

@@ -207,7 +207,9 @@ class CallCost:
         intercept, slope = line.solve()
         largest = _MAX_FIXED * typical
         fixed = min(max(intercept, 0.0) / slope, largest) if slope > 0 else largest
-        self._unit.enlarge((typical + self._fixed) / (typical + fixed))  # a typical call is as dear as before
+        self._unit.enlarge(
+            (typical + self._fixed) / (typical + fixed)
+        )  # a typical call costs as much as before
         self._fixed = fixed
 
     def _cost(self, units: float, unit: float | None) -> float | None:

@@ -124,7 +124,7 @@ class FairQueue:
         return ticket, later
 
     def begin(self, ticket: Ticket, prompt_tokens: int) -> None:
-        """A request runs for the first time, and computes so many tokens of its prompt."""
+        """A request runs for the first time, and computes ``prompt_tokens`` tokens of its prompt."""
         if ticket.begun:
             return
         ticket.begun = True

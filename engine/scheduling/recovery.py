@@ -37,7 +37,7 @@ class Rates:
 
     prefill: float = 0.0  # tokens a second, once a step has begun
     swap_out: float = 0.0  # blocks a second, once a copy has begun
-    swap_in: float = 0.0  # blocks a second, likewise
+    swap_in: float = 0.0  # the same
     out_call: float = 0.0  # seconds of a swap-out, in addition to those of its blocks
     in_call: float = 0.0  # seconds of a swap-in, in addition to those of its blocks
 

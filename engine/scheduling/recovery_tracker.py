@@ -29,7 +29,7 @@ class RecoveryTracker:
         self._stats: RecoveryStats | None = None  # until the next decision begins or ends
 
     def stats(self) -> RecoveryStats:
-        """Figures of the policy, made anew only after a decision began or ended."""
+        """Figures of the policy, recomputed only after a decision began or ended."""
         if self._stats is None:
             self._stats = self._policy.stats()
         return self._stats

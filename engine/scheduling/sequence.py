@@ -185,7 +185,7 @@ class SequenceGroup:
     forked: bool = False
     next_number: int = 1  # numbers are never used twice
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of a ranked group, for its results
-    stats: RequestStats | None = None  # likewise, once its first sequence has a token
+    stats: RequestStats | None = None  # the same, once its first sequence has a token
 
     def best(self) -> list[Hypothesis]:
         """The ``n`` finished sequences with the highest scores, best first; equal scores keep their order."""

@@ -20,7 +20,7 @@ MAX_DRAFTS = 15
 """Of a sequence in one step, unless the options say less: with its own row, 16."""
 
 MAX_ROWS = 64
-"""A step of so many rows is left alone, whatever it costs: guessing for all takes time, too."""
+"""A step with this many rows gets no drafts, because guessing takes time, too."""
 
 
 class Speculation:

@@ -86,7 +86,7 @@ class GrammarCompiler:
     def warm_up(self) -> None:
         """Load what the first grammar needs, in half a second: the tokenizer here, and one of the processes.
 
-        What cannot be loaded is told to whoever asks for it.
+        What cannot be loaded raises where it is needed.
         """
         with contextlib.suppress(InvalidRequestError, EngineDeadError, OSError):
             self._loaded()
@@ -142,7 +142,7 @@ class GrammarCompiler:
         return kept.within(budget)
 
     def forget(self, form: StructuredOutput) -> None:
-        """Compile ``form`` anew when it is next asked for: what a grammar has learned from outputs is full."""
+        """Compile ``form`` again when it is next needed, because the grammar's cache of outputs is full."""
         with self._lock:
             self._kept.pop(form, None)
 
