@@ -33,16 +33,16 @@ from engine.sizes import parse_bytes
 ENV_PREFIX = "QUIRE_"
 MAX_REPLICAS = 10_000
 MAX_SCALING_S = 500_000.0
-"""Maximum of the times in the scaling policy: Serve's controller must never find one out of range."""
+"""Maximum of the scaling policy's times: Serve's controller must never find one out of range."""
 
 CACHE_SECRET = "QUIRE_CACHE_SECRET"
-"""Names a secret of up to 64 bytes, the same for all ingresses: only they can tell a tenant's digest."""
+"""Variable with a secret of up to 64 bytes, the same for all ingresses; tenants' digests are keyed with it."""
 
 OTHER_VARIABLES = ("QUIRE_CACHE", "QUIRE_HAPROXY_", "QUIRE_KEYS", "QUIRE_URL", "QUIRE_LOAD_", "QUIRE_PEERS")
-"""Environment variables that other parts of Quire read begin so."""
+"""Prefixes of environment variables that other parts of Quire read."""
 
 CLIENT_KEY = "QUIRE_API_KEY"
-"""Has the key with which Quire's own clients ask a server; no option, though one is called like its plural."""
+"""Variable with the API key of Quire's own clients. It is not an option, although its name resembles one."""
 
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
@@ -72,16 +72,16 @@ RESTARTED: dict[str, tuple[Deployment, ...]] = {
     "engine": ("engine",),
     "scaling": ("engine",),
 }
-"""Deployments whose replicas a change restarts, by group of the option; a declaration may say otherwise."""
+"""Deployments whose replicas a change restarts, by the option's group; a declaration may override it."""
 
 OF_ONE_MODEL = ("model", "tool_parser", "reasoning_parser")
 """Options that an entry of ``models`` may set besides those of the groups engine and scaling."""
 
 ENGINE_DEPLOYMENT = "engine"
-"""The deployment of the engines; of several models each has its own, whose name begins with it."""
+"""Name of the engine deployment. With several models, each has its own, whose name begins with this one."""
 
 ARGS = "args"
-"""Key of ``user_config`` under which the application's builder hands engines what restarts none of them."""
+"""Key of ``user_config`` under which the application's builder passes engines the options that restart none."""
 
 
 def option(
@@ -497,7 +497,7 @@ class AppConfig(Group):
         )
 
     def user_config(self) -> dict[str, Any]:
-        """Tells the engine replicas, new and running ones, the options that they apply without a restart."""
+        """The ``user_config`` of engine replicas: the options that they apply without a restart."""
         values = {
             name: getattr(self.service, name)
             for name, option in OPTIONS.items()
@@ -506,7 +506,7 @@ class AppConfig(Group):
         return {ARGS: values}
 
     def fixed(self, deployment: Deployment) -> dict[str, Any]:
-        """The options whose change restarts the replicas of a deployment; of several models, those of each."""
+        """The options whose change restarts the replicas of a deployment; with several models, each one's."""
         values = {
             name: getattr(getattr(self, option.group), name)
             for name, option in OPTIONS.items()
@@ -540,7 +540,7 @@ class AppConfig(Group):
 
 
 class LiveOptions:
-    """The options that one replica has now: those of the start, with what its ``user_config`` changed."""
+    """One replica's current options: those at its start, as changed by its ``user_config``."""
 
     def __init__(self, initial: AppConfig, deployment: Deployment) -> None:
         self._initial = initial
@@ -548,12 +548,12 @@ class LiveOptions:
         self.current: AppConfig | None = None  # none before the first update
 
     def update(self, user_config: Mapping[str, Any]) -> AppConfig:
-        """Take in a ``user_config``. A wrong one is logged and changes nothing in a replica that runs.
+        """Apply a ``user_config``. In a running replica, an invalid one is logged and changes nothing.
 
-        Serve replaces a replica whose ``reconfigure`` raises: the service would be down for a typing error.
+        Serve replaces a replica whose ``reconfigure`` raises, so a typo would take the service down.
 
         Raises:
-            ConfigError: it is wrong at the start, so that the deployment fails and says why.
+            ConfigError: it is invalid at startup, so that the deployment fails and says why.
         """
         try:
             self.current = self._initial.with_live(user_config, self._deployment)
@@ -580,7 +580,7 @@ class Option:
 
     @property
     def of_one_model(self) -> bool:
-        """Whether each of several models may have a value of its own."""
+        """Whether each of several models may have its own value."""
         return self.group in ("engine", "scaling") or self.name in OF_ONE_MODEL
 
     @property
@@ -665,7 +665,7 @@ class ServedModel:
 
 
 def served_models(config: AppConfig) -> tuple[ServedModel, ...]:
-    """The models, at least one; the first is for requests that name none.
+    """The models, at least one; the first serves requests that name none.
 
     Raises:
         ConfigError: an entry of ``models`` is wrong; one line that names each option.
@@ -727,7 +727,7 @@ def _options_of(entry: model_entries.Entry, base: Mapping[str, Mapping[str, Any]
 
 
 def refuse_launch_options(args: Mapping[str, Any]) -> None:
-    """Launch options have no effect in ``args`` of a Serve config file.
+    """Reject launch options in ``args`` of a Serve config file, where they have no effect.
 
     Raises:
         ConfigError: ``args`` has one.

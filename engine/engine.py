@@ -200,7 +200,7 @@ class Engine:
         except Exception:
             self._failed_steps += 1
             logger.warning("a step of %d requests failed; rerunning it in parts", len(chunks), exc_info=True)
-        # Only here has the exception let go of the failed step's tensors.
+        # Only here has the exception released the failed step's tensors.
         outcomes, others = self._run_in_parts(chunks)
         return outcomes, {**failed, **others}
 
@@ -216,9 +216,9 @@ class Engine:
     def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:
         """Run a failed step by halves, and a chunk that runs out of memory by halves of its tokens.
 
-        All without drafts: no request may fail by a guess. Returns the outcomes of all chunks that sample (0
-        for a failed one), and the message of each failed request. If every chunk fails, a probe of the model
-        decides whether they or the engine are at fault.
+        Drafts are left out, because no request may fail because of a guess. Returns the outcomes of all chunks
+        that sample (0 for a failed one), and the message of each failed request. If every chunk fails, a probe
+        of the model decides whether the requests or the engine are at fault.
         """
         outcomes: dict[tuple[str, int], Outcome] = {}
         failed: dict[tuple[str, int], str] = {}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_AFTER_S = 5.0
-"""What only structured output needs is loaded this long after the rest, not to hold up the start, or later."""
+"""Structured output loads what it needs this long after the rest, or later, so as not to delay the start."""
 
 PREFAULT_PAUSE_S = 0.01
 """How long an idle engine waits for requests between two slices of the KV pool that it prefaults."""
@@ -123,7 +123,7 @@ class EngineThread:
 
     @property
     def limits(self) -> ModelLimits:
-        """What requests must keep to here."""
+        """The limits for requests here."""
         return self._running().limits
 
     @property
@@ -139,7 +139,7 @@ class EngineThread:
 
     @property
     def window(self) -> int | None:
-        """Tokens that any layer sees at most, if each has a sliding window."""
+        """The maximum number of tokens that any layer sees, if every layer has a sliding window."""
         return self._running().window
 
     def compile(self, form: StructuredOutput, client: str = "") -> Future[Grammar]:

@@ -31,7 +31,7 @@ class InvalidRequestError(QuireError, ValueError):
 
 
 class ClientLimitError(QuireError):
-    """A client has used what it may; becomes a 429. After ``retry_after_s`` seconds it may ask again."""
+    """A client has used up its budget; becomes a 429. It may try again after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class EngineDeadError(QuireError):
 
 
 class GrammarFault(QuireError):
-    """A grammar could not be had now, though there is nothing wrong with it; the request may be sent again."""
+    """A grammar could not be compiled now, through no fault of its own; the request may be sent again."""
 
 
 def shown(value: object) -> str:

@@ -48,8 +48,8 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """The whole of one request. What it says of tokens, text and finish is its first sequence's: the best one,
-    where they are ranked.
+    """The result of one request. Its tokens, text and finish reason are those of its first sequence: the best
+    one if they are ranked.
 
     A request that failed has an ``error``; its sequences that had not ended have the finish reason ``ERROR``
     and what they generated before.
@@ -76,7 +76,7 @@ class RequestResult:
 
 @dataclass(slots=True)
 class _Collected:
-    """What has come of one request's sequences, by number."""
+    """What has arrived of one request's sequences, by number."""
 
     request: Request
     text_of: Callable[[], OutputText] | None = None  # makes what looks for stop strings in a sequence
@@ -174,15 +174,15 @@ class LLM:
     ) -> list[RequestResult]:
         """Complete every prompt; results come in the order of ``prompts``.
 
-        A request whose computation fails ends with an ``error`` in its result, and the others go on: look at
+        A request whose computation fails ends with an ``error`` in its result, and the others continue: check
         ``error`` before using a result. A warning in the log says how many failed.
 
         Args:
             prompts: one text, texts, or lists or arrays of token ids. Texts are tokenized with special tokens,
                 as the model's tokenizer adds them.
             params: for all prompts, or one for each.
-            stop: texts that end a sequence; its text ends before, its tokens with the one that completed it.
-                With ``best_of`` the tokens so far decide the rank; not with beam search.
+            stop: texts that end a sequence. Its text ends before the stop text; its tokens include the one that
+                completed it. With ``best_of``, the tokens up to it decide the rank. Not with beam search.
             namespace: of the prefix cache.
             progress: show a bar; ``None`` shows one for more than eight prompts.
 

@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, what it must keep to, and what it gets."""
+"""A request to the engine, its limits, and its results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CacheNamespace:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request must keep to; sent from each engine replica to the ingress."""
+    """The limits for requests; sent from each engine replica to the ingress."""
 
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together
@@ -84,7 +84,7 @@ class Request:
 
 
 class RequestStats(NamedTuple):
-    """What an engine says of a request with its first token, and again of each sequence at its end.
+    """What an engine reports about a request with its first token, and about each sequence at its end.
 
     The times are ``None`` where they are not known, as of all sequences but the first: a request counts once.
     """

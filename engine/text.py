@@ -178,7 +178,7 @@ class _SentencePieceDetokenizer:
 class StopMatcher:
     """Finds stop strings in text that arrives in pieces, however it is split.
 
-    The match that completes first wins; of matches that end together, the longest. Text that may be the
+    The match that completes first counts; of matches that end together, the longest. Text that may be the
     beginning of a stop string is held back. With ``include`` the match is shown, too. Knuth-Morris-Pratt per
     string: constant time per character.
     """

@@ -1,4 +1,4 @@
-"""Whether a request may be worked on: its priority, and what is live beside it."""
+"""Whether a request is admitted, by its priority and by what is already in progress."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Admission:
         self._recent = recent
 
     def check_priority(self, priority: int, key: KeyLimits | None) -> None:
-        """Refuse a priority that is not for ``key``, or not for anybody.
+        """Refuse a priority that ``key``, or any client, may not use.
 
         Raises:
             InvalidRequestError: the request may not run so early.

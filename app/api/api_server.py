@@ -1,4 +1,4 @@
-"""What one ingress replica serves: its models, and what belongs to none of them."""
+"""What one ingress replica serves: its models, and what is common to them."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ async def _nobody(method: str, *arguments: object) -> list[Any]:
 class ApiServer:
     """One per ingress replica; runs on its event loop.
 
-    ``names`` are the models, of which the first is for requests that name none; :meth:`add` brings what serves
-    one. A model that cannot be served here, or not yet, is in ``broken``. ``options`` may be replaced at any
-    time; each request reads the current ones. ``instance`` names the server. ``gate`` knows the API keys; by
-    default there are none. ``others`` asks the other ingresses for their figures, ``ask_others`` for anything
-    else, and ``tracer`` exports what requests do; by default nobody does. ``name`` is this ingress's.
+    ``names`` are the models; the first serves requests that name none. :meth:`add` adds a model's service. A
+    model that cannot be served here, or not yet, is in ``broken``. ``options`` may be replaced at any time;
+    each request reads the current ones. ``instance`` names the server. ``gate`` knows the API keys; by default
+    there are none. ``others`` asks the other ingresses for their figures, and ``ask_others`` for anything else.
+    ``tracer`` exports traces; by default there are none. ``name`` is this ingress's.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ApiServer:
     def health(self, brief: bool = False, key: KeyLimits | None = None) -> Response:
         """Answer ``GET /health`` for the models that ``key`` may see.
 
-        ``brief`` is for those without a key, and so is what a key learns that may see none.
+        ``brief`` is for clients without a key, or with a key that may see none of the models.
         """
         seen = self.visible(key)
         brief = brief or not seen
@@ -205,7 +205,7 @@ class ApiServer:
         )
 
     def prefix_flow(self, model: str) -> list[PrefixGroup]:
-        """Where this ingress sent prompts of a model that begin alike; nothing if it does not serve it."""
+        """Shared prefixes of a model: where this ingress sent their prompts; empty if it does not serve it."""
         return self._services[model].prefix_flow() if model in self._services else []
 
     async def _block_map(self, model: str, replica: str, by: GroupBy) -> BlockMap:
@@ -260,7 +260,7 @@ class ApiServer:
             service.figures.refused[code] += 1
 
     def _check_wait(self, waited_s: float) -> None:
-        """Refuse a request of a client whose requests have waited so long to begin, if that is too long.
+        """Refuse a request of a client whose requests have waited too long to start.
 
         Raises:
             ApiError: 429.

@@ -35,15 +35,15 @@ class GenerationJob:
     chat: bool
     caller: Caller
     answer_parser: Callable[[], AnswerParser | None] = lambda: None
-    """Makes what reads the text of one choice; ``None``: all of it is content."""
+    """Makes the parser of one choice's text; with ``None``, all text is content."""
     markers: tuple[str, ...] = ()
     """Special tokens that count as text."""
     checked: FleetLimits | None = None
-    """By which it has been found valid."""
+    """The limits by which it has been found valid."""
     echoes: tuple[str, ...] = ()
     """The text of each prompt, if the choices begin with it."""
     journals: list[Journal] = field(default_factory=list)
-    """What happens to each prompt, from the moment that its choices are asked for."""
+    """What happens to each prompt, from the moment that its choices are requested."""
     repeats: int = 0
     """How many times the last events of a stream contain its whole output again."""
     continues: bool = False
@@ -61,7 +61,7 @@ class GenerationJob:
 
     @property
     def detailed(self) -> bool:
-        """Whether the response says something of single tokens."""
+        """Whether the response has details of single tokens."""
         params, output = self.options.params, self.options.output
         return params.logprobs is not None or params.prompt_logprobs is not None or output.token_ids
 
@@ -85,7 +85,7 @@ class TokenDetails:
 class TextDelta:
     """New text of choice ``index``, and totals so far: tokens of the choice, cached tokens of its prompt.
 
-    Where answers are parsed, ``text`` is content, and only one of it, ``reasoning``, and ``call`` is there.
+    If answers are parsed, ``text`` is content, and only one of ``text``, ``reasoning``, and ``call`` is set.
     ``fingerprint`` is that of the model that generates the choice. Nothing changes it;
     ``frozen`` would make construction expensive.
     """
@@ -113,7 +113,7 @@ def stream_choices(
         GenerationError, UnavailableError, InvalidRequestError: of one prompt; it ends the others, too.
     """
     params = job.options.params
-    # The engine ranks by tokens; where stop strings may cut them, the text decides which count.
+    # The engine ranks by tokens; if stop strings may cut them, the text decides which tokens count.
     make = _best_of_prompt if job.options.stop and params.best_of is not None else _of_prompt
     outputs = [make(job, prompt, source, decoder) for prompt in range(len(job.prompts))]
     return outputs[0] if len(outputs) == 1 else _merge(outputs)

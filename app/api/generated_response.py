@@ -1,4 +1,4 @@
-"""Responses that are generated: tokens of the engines become text, in the format of a reply."""
+"""Generated responses: the engines' tokens become text in the format of a reply."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class InThread(Protocol):
-    """Does work on a large request beside the event loop."""
+    """Runs work on a large request in a thread, off the event loop."""
 
     def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 

@@ -1,4 +1,4 @@
-"""What is live at one ingress, in all and of each client: no client alone fills it."""
+"""What is in progress at one ingress, in total and per client, so that no client can fill it alone."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class LiveRequests:
         return Permit(self, client, choices, overload, model)
 
     def share_ahead(self, client: str, choices: int, model: str = "") -> float:
-        """The part of what is live that a model's engines serve before the next request of a client.
+        """The share of live choices that a model's engines serve before the next request of a client.
 
-        They serve all clients alike, so of each other client as much is ahead as this one has, at most.
+        They serve clients in fair shares, so of each other client, at most as much as this one's own is ahead.
         """
         live = self._of_models[model]
         if not live:
@@ -91,7 +91,7 @@ class LiveRequests:
 
 
 class Permit:
-    """What one request holds; give it back once."""
+    """The permits of one request; release them once."""
 
     def __init__(
         self, live: LiveRequests, client: str, choices: int, overload: OverloadControl, model: str
@@ -104,7 +104,7 @@ class Permit:
         self._tokens = 0
 
     def add_tokens(self, tokens: int, options: IngressOptions) -> None:
-        """The request's prompts have so many tokens."""
+        """Count the tokens of the request's prompts."""
         self._live.add_tokens(self._client, tokens, options, self._overload)
         self._tokens = tokens
 

@@ -1,4 +1,4 @@
-"""The work behind the HTTP routes: prompts to token ids, and on to a response in the format of the route."""
+"""The work behind the HTTP routes: from prompts to token ids, and to a response in the route's format."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class OpenAIService:
     """One for each model of an ingress replica; runs on its event loop.
 
     ``options`` may be replaced at any time; each request reads the current ones. ``live`` counts the requests
-    of all models, and ``in_thread`` does work beside the loop. Before any engine has answered, requests wait
+    of all models, and ``in_thread`` runs work in a thread. Before any engine has answered, requests wait
     up to ``engine_wait_s`` seconds for one. ``overload`` may refuse requests before anything is done for them;
-    by default it refuses none. ``tracer``
-    exports what requests do; by default nobody does. ``recent`` has those of all models.
+    by default it refuses none. ``tracer`` exports traces; by default there are none. ``recent`` has the recent
+    requests of all models.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class OpenAIService:
         return replica in self.channel_states() or replica in self._engines.status().get("elsewhere", ())
 
     def prefix_flow(self) -> list[PrefixGroup]:
-        """Where this ingress sent prompts that begin alike."""
+        """Shared prefixes: where this ingress sent their prompts."""
         return self._engines.flow.groups(self._tokenizer.words_of)
 
     async def completions(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
@@ -246,7 +246,7 @@ class OpenAIService:
 
     @property
     def num_live(self) -> int:
-        """Choices that are live, each from its request's arrival to the end of the response."""
+        """Live choices, each from its request's arrival to the end of the response."""
         return self.admission.live.count
 
     def _record(self, caller: Caller, route: str, stream: bool) -> RequestRecord:

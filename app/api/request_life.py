@@ -1,4 +1,4 @@
-"""One request as the live page shows it: where it waited, who ran it and why, how it went on. No text of it."""
+"""One request as the live page shows it: where it waited, which engine ran it, and why. No text."""
 
 from __future__ import annotations
 

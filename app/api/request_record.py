@@ -1,4 +1,4 @@
-"""What is known of one request: measured as its tokens come, logged at its end, and charged to its key."""
+"""What is known about one request: measured as its tokens arrive, logged at its end, and charged to its key."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class RequestRecord:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Note how the work ends, around it."""
+        """A context for the work; notes how it ends."""
         with self.failing():
             yield
         self.outcome, self.status = "ok", 200
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Note an error in what precedes the work, around it."""
+        """A context for what precedes the work; notes an error."""
         try:
             yield
         except Exception as error:
@@ -75,7 +75,7 @@ class RequestRecord:
             raise
 
     def token(self, choice: int, num_tokens: int, finish_reason: str | None) -> None:
-        """A choice has so many tokens now, or has ended."""
+        """Note how many tokens a choice has now, or that it has ended."""
         now = time.monotonic()
         before = self.choices.get(choice)
         if before is None:

@@ -1,4 +1,4 @@
-"""Traces of requests in OpenTelemetry's format: what the ingress knows of one, when it ends, becomes its spans.
+"""Traces of requests in OpenTelemetry's format, made from what the ingress knows when a request ends.
 
 The engines' times come with the tokens, so one process exports a whole trace::
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 CLOSE_S = 2.0
-"""An ingress that stops waits no longer for the collector."""
+"""How long a stopping ingress waits for the collector."""
 
 
 class RequestTracer:

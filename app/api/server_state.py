@@ -1,4 +1,4 @@
-"""What the server says of itself: whether it can answer, and which models it has."""
+"""What the server reports about itself: whether it can answer, and which models it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from app.fleet.fleet_limits import FleetLimits
 
 BRIEF = ("status", "instance", "routable", "asleep")
-"""What is said to those without a key: nothing of the fleet, or of each model, but whether it can answer."""
+"""What clients without a key see: whether the server can answer, but nothing about the fleet or the models."""
 
 WORKING = ("ok", "overloaded", "asleep")
 
@@ -41,9 +41,9 @@ class ModelState:
         self._started = int(time.time())
 
     def health(self) -> dict[str, Any]:
-        """``status`` in a word: one of ``WORKING`` while a request would find an engine or wake one.
+        """Health of the model. ``status`` is one of ``WORKING`` while an engine can take a request or start.
 
-        Otherwise it is ``unavailable``. The rest is what the engine client says.
+        Otherwise it is ``unavailable``. The rest comes from the engine client.
         """
         status = self._engines.status()
         ready = self._engines.limits() is not None and bool(status.get("routable"))

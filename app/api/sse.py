@@ -1,4 +1,4 @@
-"""Responses that end when the client disconnects: server-sent events, or one body that takes long."""
+"""Responses that end when the client disconnects: server-sent events, or one body that takes time."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def error_event(fault: ApiFault) -> bytes:
 class EventStream:
     """An ASGI response that sends ``events`` as they come; each is one or more whole events.
 
-    An error before the first event becomes an HTTP error, a later one the event that ``error`` makes of it,
-    which ends the stream. When the client goes away, or the server cancels, ``events`` is closed before this
-    returns.
+    An error before the first event becomes an HTTP error. A later one becomes the event that ``error`` makes of
+    it, which ends the stream. When the client disconnects, or the server cancels, ``events`` is closed before
+    this returns.
     """
 
     def __init__(

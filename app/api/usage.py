@@ -1,4 +1,4 @@
-"""The tokens that a response has cost."""
+"""The token counts of a response."""
 
 from __future__ import annotations
 
