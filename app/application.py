@@ -38,7 +38,7 @@ class DeployError(ConfigError, RayServeException):  # type: ignore[misc]
 def build(args: dict[str, Any]) -> Application:
     """The application with the options in ``args``; ``app/config.py`` declares them.
 
-    Serve runs this before it replaces anything, so whatever can be checked is checked here.
+    Serve runs this before it replaces anything, so everything that can be checked is checked here.
 
     Raises:
         DeployError: one line that names each wrong option, or what the cluster lacks for it.
@@ -84,7 +84,7 @@ def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[st
 
 
 def check_router(options: AppConfig) -> None:
-    """Refuse a router that cannot be imported here: a failed deployment would say less.
+    """Reject a router that cannot be imported here; a failed deployment would be less clear.
 
     Raises:
         ConfigError: the router needs a library that is not installed.

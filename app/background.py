@@ -26,8 +26,8 @@ def start_task(
 ) -> asyncio.Task[None]:
     """Run ``work`` on the current loop; ``on_error`` gets one line that says why, if it raises.
 
-    The task has an empty context: Serve would take it for a part of the call that is running now, and cancel
-    it with that call.
+    The task has an empty context; otherwise Serve would treat it as part of the current call, and cancel it
+    with that call.
     """
     task = asyncio.get_running_loop().create_task(work, name=name, context=contextvars.Context())
 
@@ -44,7 +44,7 @@ def start_task(
 
 
 class Background:
-    """What runs for as long as its replica does. Once any of it has failed, the replica is unhealthy for good.
+    """Tasks and threads that run as long as their replica. Once one has failed, the replica stays unhealthy.
 
     May be used from several threads, each with a loop of its own.
     """

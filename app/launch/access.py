@@ -1,4 +1,4 @@
-"""Checks who will be able to use the server, before it starts."""
+"""Checks, before the server starts, who will be able to use it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Convert the built-in model's GGUF file to a folder of safetensors.
 
-A process of its own (``python -m app.launch.convert_gguf FILE FOLDER``), so that what the conversion allocates
-and prints is gone when it ends.
+It runs in a separate process (``python -m app.launch.convert_gguf FILE FOLDER``), so that the memory and the
+output of the conversion end with it.
 """
 
 from __future__ import annotations

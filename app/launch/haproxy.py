@@ -1,8 +1,8 @@
-"""Runs HAProxy for Serve with what Serve's settings cannot say; ``RAY_SERVE_HAPROXY_BINARY_PATH`` names it.
+"""Runs HAProxy for Serve with settings that Serve does not offer; ``RAY_SERVE_HAPROXY_BINARY_PATH`` names it.
 
-Serve writes a configuration and runs ``haproxy -db -f FILE ...`` at each change of replicas. This changes the
-file and becomes HAProxy. It runs at each change, so it loads little: the standard library and one light
-module of the engine.
+Serve writes a configuration and runs ``haproxy -db -f FILE ...`` at each change of replicas. This program
+changes the file and then executes HAProxy. It runs at each change, so it loads little: the standard library and
+one light module of the engine.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAXCONN = 16384
 """All connections, where the limit of open files allows it: each needs two, to the client and to an ingress."""
 
 THREADS, CORES_PER_THREAD = "RAY_SERVE_HAPROXY_NBTHREAD", 4
-"""Variable with HAProxy's number of threads; unless set, one for so many cores, and at most Serve's four. Many
-streams' events come together: one thread takes them in one go, where several wake up for a few each."""
+"""Variable with HAProxy's number of threads; by default, one for this many cores, and at most Serve's four.
+Events of many streams arrive together: one thread handles them at once, while several each wake for a few."""
 
 OTHER_FILES = 300
-"""Files beside those of connections: listeners, checks, logs."""
+"""Open files other than connections: listeners, checks, logs."""
 
 TLS = "QUIRE_HAPROXY_TLS"
 """Variable that names a PEM file with certificate, chain, and private key; without it: plain HTTP."""
@@ -93,8 +93,8 @@ def main() -> None:
 def with_servers(config: str, known: Mapping[str, list[str]]) -> tuple[str, dict[str, list[str]]]:
     """Serve's configuration with the ``known`` servers of each backend that it left without, and all servers.
 
-    While Serve builds an application, and after a build that failed, it knows of no ingress, though those of
-    the version before run on; should they all go down, Serve's fallback takes their place.
+    While Serve builds an application, and after a failed build, it knows of no ingress, although those of the
+    previous version keep running. If they all go down, Serve's fallback takes their place.
     """
     blocks = re.split(r"^(?=\S)", config, flags=re.MULTILINE)
     servers: dict[str, list[str]] = {}
@@ -186,7 +186,7 @@ def unavailable_response() -> str:
 
 
 def die_with_parent() -> None:
-    """Have HAProxy end when Serve's proxy actor does, however it ends: else it would keep the port for ever.
+    """Make HAProxy end when Serve's proxy actor does, however that ends; else it would keep the port forever.
 
     It closes its port at once, and ends with its last connection.
     """

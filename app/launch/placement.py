@@ -1,4 +1,4 @@
-"""Placement of engine replicas: what one asks of Ray, and whether a cluster has it."""
+"""Placement of engine replicas: what each requests from Ray, and whether the cluster has it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_SURGE_PERCENT = 20
 """As many as Serve replaces at a time."""
 
 ANY_CPU = 0.001
-"""What an engine of one of several models asks for: a node that has CPUs. A share of them would change with the
-number of models, and Serve restarts a replica that asks for anything else."""
+"""What an engine requests if there are several models: a node that has CPUs. A share of them would change with
+the number of models, and Serve restarts a replica whose request changes."""
 
 
 def cluster_nodes() -> list[dict[str, float]]:
@@ -64,9 +64,10 @@ def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
 def actor_options(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, Any]:
     """What one engine replica asks of Ray.
 
-    By default each actor asks for one CPU, so an ingress and two engines never start on two cores. Ours ask for
-    their share of the smallest node: with the ingress at 0 they always fit. On the only node they leave room
-    for one more, so that a deploy can start a new replica before it stops an old one. See also ``ANY_CPU``.
+    By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. Ours
+    request their share of the smallest node; with the ingress at 0, they always fit. On a single node they
+    leave room for one more, so that a deploy can start a new replica before it stops an old one. See also
+    ``ANY_CPU``.
     """
     options = model.options
     cpus = (

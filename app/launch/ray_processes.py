@@ -1,4 +1,4 @@
-"""What a server on one machine does without, or need not wait for; Ray and Serve have no options for that."""
+"""Leaves out, or does not wait for, what a server on one machine does not need; Ray has no options for that."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AGENTS = {
 """Arguments of Ray's node process, and the files in which it then looks for the agent's ports."""
 
 NO_AGENT, NO_PORT = "cat", "-1"
-"""What ends with Ray's node process, whose pipe it reads; and how Ray itself says that nobody listens."""
+"""A command that ends with Ray's node process, whose pipe it reads; and Ray's own sign that nothing listens."""
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ APP_NAME = "quire"
 IMPORT_PATH = "app.application:build"
 
 LONGEST_STREAM_S = 3600
-"""Each change of replicas reloads HAProxy, and a reload ends streams older than this, in seconds."""
+"""Each change of replicas reloads HAProxy, and a reload cuts streams older than this, in seconds."""
 
 SILENT_CLIENT_S = 60
-"""HAProxy cuts a client off that should send its request or read its answer, and does not for this long, in
-seconds. Waiting for an answer is no silence."""
+"""HAProxy disconnects a client that should send its request or read its answer but does neither for this many
+seconds. Waiting for an answer does not count."""
 
 PATIENCE = {
     # By default Ray kills a proxy that takes longer than 5 s to start; on a busy machine it does.
@@ -27,9 +27,9 @@ PATIENCE = {
 }
 
 ONE_LOOP = {
-    # By default Serve runs a deployment's code in a thread beside that of its HTTP and gRPC servers. The way of
-    # an event from one to the other costs an ingress more than all else that is done to it, and an engine a
-    # third (docs/channel.md), and what slow clients have not read gathers between them without a bound.
+    # By default, Serve runs a deployment's code in a separate thread from its HTTP and gRPC servers. Passing an
+    # event between the two costs an ingress more than everything else, and an engine a third (docs/channel.md),
+    # and events that slow clients have not read accumulate between them without a bound.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 """Environment of all replicas; one of their own would have Ray load twice in them."""

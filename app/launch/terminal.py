@@ -49,7 +49,7 @@ class ReplicaWatch:
 
 
 def replicas_line(options: ScalingOptions) -> str:
-    """How many engine replicas there are, may be, and what decides."""
+    """How many engine replicas there are, how many there may be, and what decides."""
     if not options.scales:
         return str(options.engine_replicas)
     if options.scaling_policy == "occupancy":
@@ -89,7 +89,7 @@ def announce(
     keys_required: bool,
     say: Say,
 ) -> None:
-    """Say where the server answers, with what, and how to try it; ``served`` are the models that have started.
+    """Print where the server answers, what it serves, and how to try it; ``served`` are the started models.
 
     ``dashboard`` is the address of Ray's; empty without one.
     """
@@ -129,7 +129,7 @@ def fit_lines(fit: Fit) -> list[str]:
     pool = fit.pool
     if pool is None:
         return [f"  weights and KV in {fit.dtype}"]
-    # What the weights are in, each engine logs: `weights=auto` depends on them.
+    # The format of the weights is not known here, because `weights=auto` depends on them; each engine logs it.
     blocks = f"{pool.num_blocks:,} blocks"
     lines = [f"  KV in {fit.dtype}, an estimated {pool.tokens:,} tokens ({blocks}) in each replica"]
     if pool.tokens < fit.context_length:

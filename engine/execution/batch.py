@@ -29,8 +29,8 @@ class Batch:
 def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
     """Lay out ``chunks`` one after the other; their blocks must already be in their sequences' block tables.
 
-    A draft is laid out as a sequence of its own that decodes one token and shares all blocks: attention then
-    needs no kind of chunk of its own, and a step of drafts is recorded and replayed as any decode step.
+    A draft is laid out like a separate sequence that decodes one token and shares all blocks. Attention then
+    needs no special kind of chunk, and a step with drafts is recorded and replayed like any decode step.
     """
     if chunks and all(chunk.length == 1 and chunk.samples and not chunk.drafts for chunk in chunks):
         return _decodes(chunks, block_size, device)
@@ -101,7 +101,7 @@ def _tables(chunks: Sequence[ScheduledChunk], num_blocks: NDArray[np.int64]) -> 
     tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
     for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
         tables[row, :needed] = chunk.sequence.block_table[:needed]
-    # Absent blocks lie outside every window: nothing reads what is named there.
+    # Absent blocks lie outside every window, so these entries are never read.
     return np.maximum(tables, 0, out=tables)
 
 

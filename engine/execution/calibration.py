@@ -62,7 +62,7 @@ def calibrate(
 ) -> Calibration:
     """Time ``prefill(tokens)`` for growing numbers of tokens up to ``most_tokens``; about half a second.
 
-    The best of a few calls counts: the very first one touches every weight for the first time, and threads
+    The best of a few calls counts, because the first one touches every weight for the first time, and threads
     that spin while they wait for a processor count as busy.
     """
     prefill(min(_TRIAL_TOKENS[0], most_tokens))
@@ -91,7 +91,7 @@ def steady_prefill_rate(
 
 
 def decode_row_cost(decode: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> float:
-    """What a row adds to a decode step over what the step costs without any; ``decode(rows)`` runs one.
+    """What one row adds to a decode step, as a share of the step's fixed cost; ``decode(rows)`` runs one step.
 
     The best of a few trials; the first calls, which may record or compile, do not count.
     """
@@ -108,8 +108,8 @@ def decode_row_cost(decode: Callable[[int], None], clock: Callable[[], float] = 
 def swap_costs(cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> tuple[CopyCost, CopyCost]:
     """What ``cache`` takes to copy to the host and back: of one block and of many, the best of a few trials.
 
-    On a CPU none of it is in the caches, as little as after a step, which reads all weights; and no two blocks
-    are adjacent on both sides, as little as in a pool that has been used for a while. At most 0.3 s.
+    On a CPU, the data is not in the caches, as after a step, which reads all weights. No two blocks are
+    adjacent on both sides, as in a pool that has been used for a while. Takes at most 0.3 s.
 
     To be called before any block is in use: it zeroes the first ones.
 
@@ -158,8 +158,8 @@ def _copy_cost(blocks: int, one: float, all_of_them: float) -> CopyCost:
 def processor_clock(num_threads: int) -> Callable[[], float]:
     """Seconds that ``num_threads`` busy threads would have taken on idle cores.
 
-    Replicas start together and load their models on the same cores: by the wall, each would find a machine
-    several times slower than the one it serves on.
+    Replicas start together and load their models on the same cores. In wall-clock time, each would measure a
+    machine several times slower than the one on which it will serve.
     """
     return lambda: time.process_time() / num_threads
 

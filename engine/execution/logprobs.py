@@ -1,4 +1,4 @@
-"""Log probabilities that the model itself gives tokens, and the tokens that it likes best.
+"""Log probabilities that the model gives tokens, and the most likely tokens.
 
 All are of the raw logits: neither the temperature nor the filters of a request change them. Nothing here
 depends on the other rows of a batch: maxima are exact, sums are explicit trees, the rest is done one by one.

@@ -144,7 +144,7 @@ class ModelRunner:
             )
 
     def limits(self) -> ModelLimits:
-        """What requests must keep to here."""
+        """The limits for requests here."""
         return ModelLimits(
             self.model.vocab_size, self.max_model_len, self.memory.num_blocks, self.memory.block_size
         )
@@ -153,10 +153,10 @@ class ModelRunner:
     def run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[Outcome]:
         """Compute ``chunks`` and choose for each that samples, in their order.
 
-        The outcome is a token, or for a sequence of a group the candidates that the group's next step needs;
-        of a chunk with drafts, one such choice of each row before which all drafts were right.
-        Running the same chunks again writes the same keys and values and chooses the same tokens, so a step
-        that failed half-way may be repeated in parts.
+        The outcome is a token, or for a sequence of a group, the candidates that the group's next step needs.
+        For a chunk with drafts, it is one such choice for each row before which all drafts were right. Running
+        the same chunks again writes the same keys and values and chooses the same tokens, so a step that failed
+        half-way may be repeated in parts.
         """
         with _one_torch_thread() if self._one_torch_thread else contextlib.nullcontext():
             return self._run(chunks)
@@ -180,9 +180,9 @@ class ModelRunner:
         return [*choices] if len(rows) == len(sampling) else _verified(sampling, choices)
 
     def advance_grammars(self, chunks: abc.Sequence[ScheduledChunk]) -> list[tuple[Sequence, str]]:
-        """Work out which tokens the grammars of sequences that sample allow next; before :meth:`run`.
+        """Compute which tokens the grammars of sampling sequences allow next; call before :meth:`run`.
 
-        Returns the sequences whose grammar cannot go on, and why; nothing that is chosen for them counts.
+        Returns the sequences whose grammar cannot continue, and why; tokens chosen for them do not count.
         """
         failed: list[tuple[Sequence, str]] = []
         for chunk in chunks:
@@ -276,10 +276,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Take each kind of step once: a GPU's kernels are compiled at first use, for seconds.
+        """Run each kind of step once, because a GPU's kernels are compiled at first use, which takes seconds.
 
-        A long prompt, and the first and last token of the longest sequence; for a start with an empty pool.
-        Then the output head for more rows than any kernel takes to be few: each of these steps samples one.
+        Runs a long prompt, and the first and last token of the longest sequence; the pool must be empty. Then
+        runs the output head for many rows, because each of these steps samples only one.
         """
         longest = min(self.max_model_len, self.memory.tokens)
         for tokens, start in ((min(longest, 256), 0), (1, 0), (1, longest - 1)):
@@ -382,7 +382,7 @@ def _first_rows(sampling: abc.Sequence[ScheduledChunk]) -> list[int]:
 
 
 def _verified(sampling: abc.Sequence[ScheduledChunk], choices: abc.Sequence[Choice]) -> list[Outcome]:
-    """Of each chunk the choices up to the first one that its next draft differs from."""
+    """The choices of each chunk, up to the first one that differs from its next draft."""
     following = iter(choices)
     outcomes: list[Outcome] = []
     for chunk in sampling:

@@ -29,11 +29,11 @@ class _Size(NamedTuple):
 class RecordedSteps:
     """Runs steps by replaying what the decoder does.
 
-    All steps make the same calls of the device. Only the contents of their input differ, and how many tokens,
-    requests and samples there are. So the input is copied to tensors that stay, and two recordings serve all
-    steps: one for those that sample and one for the others, which end with the last keys and values. Each is
-    made when it is first needed. The decoder remains the definition of a step, and a replay computes the same
-    bits. Kernels that cannot record run every step through the decoder.
+    All steps make the same calls to the device. Only the contents of their input differ, and the numbers of
+    tokens, requests and samples. So the input is copied to persistent tensors, and two recordings serve all
+    steps: one for those that sample, and one for the others, which end with the last layer's keys and values.
+    Each is made when it is first needed. The decoder remains the definition of a step, and a replay computes
+    the same bits. With kernels that cannot record, every step runs through the decoder.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Output held to a form: grammars compiled beside the engine, and a matcher for each sequence."""
+"""Structured output: grammars, compiled off the engine's thread, and a matcher for each sequence."""

@@ -1,4 +1,4 @@
-"""How much time following grammars may take, of each client."""
+"""How much time each client's grammars may take to follow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KEPT = 1024
 class FollowBudget:
     """The budget of one client, whatever its forms; only the engine's thread spends it.
 
-    A step waits while a grammar is followed, and so do all other sequences. Only those that take too long
-    themselves pay; and while the client owes time, it gets no new ones.
+    A step, and so every other sequence, waits while a grammar is followed. Only sequences that take too long
+    themselves fail. While a client owes time, its new requests with grammars are refused.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Tries a grammar in a process of its own, which may take too long, or too much memory, without harm.
+"""Tries a grammar in a separate process, which may safely take too long or too much memory.
 
 Compiling can take time and memory that grow exponentially with a grammar, in code that nothing can interrupt.
 So each new grammar is compiled here first. What passes is compiled again where it is used, at the same cost.
@@ -28,7 +28,7 @@ MEMORY_LIMIT = 512 << 20
 """Bytes that compiling a grammar may add to its process."""
 
 NICENESS = 5
-"""Added to the process's: beside steps of the engine, it gets a quarter of a core."""
+"""Added to the process's niceness: while the engine runs steps, it gets a quarter of a core."""
 
 WALL_LIMIT_S = 120.0
 """Time after which a process that has not answered is given up. On a busy machine it may get little of it."""
@@ -37,7 +37,7 @@ _GRAMMARS_FAULT = {
     -signal.SIGPROF: f"more than {CPU_LIMIT_S} s of processor time",
     **dict.fromkeys((-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS), "too much memory"),
 }
-"""How a process ends for which the grammar is to blame."""
+"""Exit statuses of the process for which the grammar is to blame."""
 
 
 class GrammarChecker:
@@ -150,7 +150,7 @@ def _fault(reason: str) -> GrammarFault:
 def main(folder: str, vocab_size: int, end_token_ids: list[int]) -> None:
     """Answer questions from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the server, which ends this
-    os.nice(NICENESS)  # a stranger's grammar may wait, streams may not
+    os.nice(NICENESS)  # an unknown client's grammar may wait; streams may not
     tokenizer = load_llg_tokenizer(folder, vocab_size, end_token_ids)
     _limit_memory()
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, away from the engine's thread, and keeps the last ones."""
+"""Compiles the grammars of requests off the engine's thread, and caches the last ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GrammarCompiler:
     """Compiles grammars for one model. Any thread may use it.
 
     Args:
-        checked: try each new grammar in a process of its own first, since a stranger may have written it.
+        checked: first try each new grammar in a separate process, because its author may be hostile.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GrammarCompiler:
         for checker in self._checkers:
             self._idle.put(checker)
         self.faults = 0
-        """Grammars that could not be compiled for no fault of their own."""
+        """Grammars that could not be compiled through no fault of their own."""
 
     def submit(self, form: StructuredOutput, client: str = "") -> Future[Grammar]:
         """Compile in a thread of its own, in which clients take turns; the result raises as :meth:`compile`.

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""What JSON may have between two tokens of its own. Bounded: some models would write nothing else."""
+"""The whitespace allowed between two JSON tokens; bounded, because some models would write nothing else."""
 
 MAX_REASON = 300
-"""Characters that an error quotes of what the library says."""
+"""Maximum number of characters of the library's message in an error."""
 
 _NOTHING = "no output can match it"
 

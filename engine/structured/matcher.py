@@ -37,8 +37,8 @@ class Matcher:
     def advance(self, tokens: Sequence[int], unwanted: Iterable[int]) -> str | None:
         """Follow ``tokens``, the next ones of the output, and fill :attr:`mask`; return what went wrong.
 
-        Where something did, the mask holds every token. Otherwise it leaves out ``unwanted`` tokens
-        unless nothing else may come next, and has end-of-sequence tokens exactly when the output may end.
+        If something did, the mask allows every token. Otherwise it excludes ``unwanted`` tokens
+        unless nothing else may come next, and allows end-of-sequence tokens exactly when the output may end.
         """
         matcher, began = self._matcher, thread_time()
         if tokens:

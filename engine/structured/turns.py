@@ -39,7 +39,7 @@ class Turns(Generic[T]):
             return item
 
     def close(self) -> list[T]:
-        """End it; what nobody has taken."""
+        """Close the queue; return the items that nobody has taken."""
         with self._changed:
             self._closed = True
             left = [item for items in self._waiting.values() for item in items]
