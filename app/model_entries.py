@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from engine.errors import ConfigError, shown
+from engine.errors import ConfigError, one_line, shown
 from engine.models.folders import at_home
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
@@ -79,7 +79,7 @@ def _read_text(text: str) -> Any:
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{source} is not YAML: {one_line(error)}") from None
     # A file may name the option, as serve_config.yaml does.
     return found["models"] if isinstance(found, Mapping) and list(found) == ["models"] else found
 

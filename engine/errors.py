@@ -50,6 +50,11 @@ class GrammarFault(QuireError):
     """A grammar could not be compiled now, through no fault of its own; the request may be sent again."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's message on one line; its class if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def shown(value: object) -> str:
     """A caller's value for an error message: short and on one line, whatever it is."""
     if isinstance(value, str):

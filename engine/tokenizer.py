@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,5 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {reason}") from error
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {one_line(error)}") from error
     return tokenizer

@@ -31,7 +31,7 @@ from loadtests.traces import Record, TraceError, read_records
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 TEMPLATE = Path(__file__).with_name("loadtest.html")
-MOST_RECORDS = 2_000_000
+MAX_RECORDS = 2_000_000
 """Of a trace; more would not fit the memory of a small machine."""
 TITLE = "load test"
 NAMES = (
@@ -118,7 +118,7 @@ def scrape(url: str) -> dict[str, float]:
 def trace_of(arguments: argparse.Namespace) -> list[Record]:
     """The trace; exits with what is wrong with it, or that the window has no request."""
     try:
-        records = read_records(Path(arguments.trace), MOST_RECORDS)
+        records = read_records(Path(arguments.trace), MAX_RECORDS)
     except TraceError as error:
         sys.exit(str(error))
     window = Window(arguments.start, arguments.seconds, arguments.rate)

@@ -34,7 +34,7 @@ from app.metrics.engine_figures import engine_samples
 from app.metrics.ray_export import EVERY_S, RayExport
 from app.metrics.samples import pack, unpack
 from app.metrics.table import Source
-from app.routing.prefix_flow import MOST_PLACEMENTS, PrefixFlow
+from app.routing.prefix_flow import MAX_PLACEMENTS, PrefixFlow
 from loadtests.client import Client, Outcome
 from loadtests.cluster import application, replica_pids
 from loadtests.report import Figure, finish, most, parse
@@ -204,7 +204,7 @@ def of_request(sample: float | None) -> float:
 def of_prefixes() -> float:
     """Seconds to find those of as many requests as are remembered, with 16 system prompts of 20 blocks."""
     flow = PrefixFlow()
-    for number in range(MOST_PLACEMENTS):
+    for number in range(MAX_PLACEMENTS):
         flow.add([number % 16 + 1] * 20 + [number + 100] * 10, "engine", "prefix", [5] * 480, 320)
     return processor_time(lambda: flow.groups(str), 20)
 
@@ -236,7 +236,7 @@ COUNTED = {
     "engine": "an engine's figures, each second",
     "sampled": "a request, with tracing at the default sample of 1%: more",
     "traced": "a request that is traced: more",
-    "prefixes": f"finding the prefixes of {MOST_PLACEMENTS:,} requests",
+    "prefixes": f"finding the prefixes of {MAX_PLACEMENTS:,} requests",
 }
 
 

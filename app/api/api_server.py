@@ -38,7 +38,7 @@ from app.routing.prefix_flow import PrefixGroup
 from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 
-MOST_ASKING = 4
+MAX_ASKING = 4
 """Most questions about requests that wait for the other ingresses at a time; further ones queue."""
 
 _IN_ANSWERS = re.compile(r"^(?:chatcmpl-|cmpl-|resp_|msg_)")
@@ -96,7 +96,7 @@ class ApiServer:
         self.tracer = tracer
         self.recent: RecentRequests[RequestRecord] = RecentRequests()
         self._ask_others = ask_others
-        self._asking = asyncio.Semaphore(MOST_ASKING)
+        self._asking = asyncio.Semaphore(MAX_ASKING)
         self._name = name
         self.broken = set(names)
         self._names = tuple(names)

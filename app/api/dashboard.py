@@ -19,13 +19,13 @@ from app.api.home import page_response
 from app.api.key_limits import KeyLimits
 from app.api.tenant import tenant_of
 from app.dashboard.block_maps import digits, shown_names
-from app.dashboard.live_feed import MOST_VIEWERS, STREAM_S, LiveFeed
+from app.dashboard.live_feed import MAX_VIEWERS, STREAM_S, LiveFeed
 from app.dashboard.prefix_flows import shown as shown_prefixes
-from app.dashboard.recent_requests import MOST_ENDED
+from app.dashboard.recent_requests import MAX_ENDED
 from engine.errors import shown
 from engine.kv.block_groups import GroupBy
 
-MOST_LIVES = 8
+MAX_LIVES = 8
 """Requests with one ID that an answer has at most, the last ones first."""
 
 _PAGE = Path(__file__).with_name("dashboard.html").read_text(encoding="utf-8")
@@ -39,17 +39,17 @@ async def events(request: Request) -> Response:
     feed: LiveFeed = request.app.state.get_server().live_feed
     limits: KeyLimits | None = request.state.key_limits
     key = "" if limits is None else limits.key.id
-    if feed.viewers >= MOST_VIEWERS:
+    if feed.viewers >= MAX_VIEWERS:
         raise ApiError(
             503,
-            f"{MOST_VIEWERS} pages are open at this ingress, and it serves no more; close one",
+            f"{MAX_VIEWERS} pages are open at this ingress, and it serves no more; close one",
             code="unavailable",
             kind="service_unavailable_error",
         )
     if not feed.has_place(key):
         raise ApiError(
             429,
-            f"the key {key!r} has {feed.of_keys[key]} of {MOST_VIEWERS} pages open at this ingress, where "
+            f"the key {key!r} has {feed.of_keys[key]} of {MAX_VIEWERS} pages open at this ingress, where "
             f"{feed.viewers} are open in all; a key may have only as many as it leaves free; close one",
             code="client_limit_exceeded",
             kind="rate_limit_error",
@@ -122,10 +122,10 @@ async def one_request(request: Request) -> Response:
         raise ApiError(
             404,
             f"no request {shown(asked)} is known here: it belongs to another key or server, or is too old; "
-            f"an ingress remembers the last {MOST_ENDED:,} that have ended",
+            f"an ingress remembers the last {MAX_ENDED:,} that have ended",
             "request_id",
         )
-    lives = [known.life for known in found[:MOST_LIVES]]
+    lives = [known.life for known in found[:MAX_LIVES]]
     return JSONResponse({"requests": lives}, headers={"cache-control": "no-store"})
 
 

@@ -25,7 +25,6 @@ import hmac
 import json
 import logging
 import os
-import re
 import secrets
 import sys
 from collections import Counter
@@ -36,7 +35,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, one_line
 
 ENVIRONMENT = "QUIRE_KEYS"
 """Names keys as ``id:sha256`` pairs, separated by commas."""
@@ -164,7 +163,7 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
             raise ConfigError(f"the key file {path} exceeds {MAX_FILE_BYTES} bytes")
         content = _parsed(path.read_text(encoding="utf-8"))
     except _UNREADABLE as error:
-        raise ConfigError(f"the key file {path} cannot be read: {_one_line(error)}") from error
+        raise ConfigError(f"the key file {path} cannot be read: {one_line(error)}") from error
     try:
         return _KeyList.model_validate(content).keys
     except ValidationError as error:
@@ -202,10 +201,6 @@ def _ring(keys: list[ApiKey]) -> KeyRing:
         if count > 1:
             raise ConfigError(f"two API keys have the same {name}, {value}")
     return KeyRing({key.sha256: key for key in keys})
-
-
-def _one_line(error: BaseException) -> str:
-    return re.sub(r"\s+", " ", str(error))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from app.api.request_record import RequestRecord
 from app.fleet.journal import AttemptNotes, Journal
 from app.routing.cost import TERMS
 
-MOST_PROMPTS, MOST_ATTEMPTS = 8, 16
+MAX_PROMPTS, MAX_ATTEMPTS = 8, 16
 """Prompts of a request, and attempts of a prompt, that an answer has at most: the first ones."""
 
 
@@ -23,8 +23,8 @@ def life_of(record: RequestRecord, ingress: str) -> dict[str, Any]:
 
     attempts = [
         _attempt(prompt, number, attempt, journal, began)
-        for prompt, journal in enumerate(record.journals[:MOST_PROMPTS])
-        for number, attempt in enumerate(journal.attempts[:MOST_ATTEMPTS], 1)
+        for prompt, journal in enumerate(record.journals[:MAX_PROMPTS])
+        for number, attempt in enumerate(journal.attempts[:MAX_ATTEMPTS], 1)
     ]
     live = record.ended is None
     return {

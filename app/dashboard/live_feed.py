@@ -24,7 +24,7 @@ OVER_S = 15.0
 HISTORY = 600
 """Points that a new viewer gets."""
 
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 """Of which those of one key may be as many as they leave free."""
 
 STREAM_S = 30.0
@@ -57,7 +57,7 @@ class LiveFeed:
 
     def has_place(self, key: str) -> bool:
         """Whether another viewer of ``key`` may come: a key may have as many as it leaves free."""
-        free = MOST_VIEWERS - self.viewers - 1
+        free = MAX_VIEWERS - self.viewers - 1
         return free >= (self.of_keys[key] + 1 if key else 0)
 
     async def events(

@@ -12,7 +12,7 @@ from app.routing.prefix_flow import PrefixGroup, merged, others
 
 EVERY_S = 1.0
 
-MOST_REPLICAS = 4
+MAX_SHOWN_REPLICAS = 4
 """Replicas that an answer has for each prefix, those with the most requests."""
 
 
@@ -58,7 +58,7 @@ def _row(group: PrefixGroup, words: bool) -> dict[str, Any]:
             "requests": count,
             "reasons": {reason: n for (name, reason), n in group.to.items() if name == replica},
         }
-        for replica, count in replicas.most_common(MOST_REPLICAS)
+        for replica, count in replicas.most_common(MAX_SHOWN_REPLICAS)
     ]
     return {
         "prefix": f"{group.key:016x}" if group.blocks else None,
@@ -68,5 +68,5 @@ def _row(group: PrefixGroup, words: bool) -> dict[str, Any]:
         "per_s": round(group.per_s, 3),
         "cached": round(group.cached / group.tokens, 3) if group.tokens else None,
         "to": to,
-        "more": max(len(replicas) - MOST_REPLICAS, 0),
+        "more": max(len(replicas) - MAX_SHOWN_REPLICAS, 0),
     }

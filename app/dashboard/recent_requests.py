@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-MOST_ENDED = 1024
+MAX_ENDED = 1024
 """Requests that are remembered after their end, with 2 KB for each of their parts."""
 
-MOST_PARTS = 4096
+MAX_PARTS = 4096
 """Parts of all remembered requests together."""
 
 
@@ -42,7 +42,7 @@ class RecentRequests(Generic[R]):
         del self._live[id(request)]
         self._ended.append(request)
         self._parts += request.parts
-        while len(self._ended) > MOST_ENDED or self._parts > MOST_PARTS:
+        while len(self._ended) > MAX_ENDED or self._parts > MAX_PARTS:
             self._parts -= self._ended.popleft().parts
 
     def find(self, request_id: str) -> list[R]:

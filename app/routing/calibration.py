@@ -15,7 +15,7 @@ from app.routing.replica import ReplicaHistory
 WINDOW = 128
 SAMPLED, REMEMBERED = 16, 16_384
 _REFIT_EVERY = 32
-_PRIOR_TOKENS, _MOST_TOKENS = 256, 10_000_000
+_PRIOR_TOKENS, _MAX_TOKENS = 256, 10_000_000
 _SCALE = (1.0, 64.0, 100_000.0)  # of (1, rows, KV tokens), so that the three weigh alike
 
 
@@ -88,7 +88,7 @@ class OutputLength:
     """
 
     def __init__(self) -> None:
-        known, longer = _PRIOR_TOKENS.bit_length(), _MOST_TOKENS.bit_length() - _PRIOR_TOKENS.bit_length()
+        known, longer = _PRIOR_TOKENS.bit_length(), _MAX_TOKENS.bit_length() - _PRIOR_TOKENS.bit_length()
         self._counts = [1] * (known + 1) + [0] * longer
         self._outgrown = [1.0] * known + [0.0] * (longer + 1)
         self._made = [float(_shortest(place + 1) - _shortest(place)) for place in range(known)]
@@ -102,7 +102,7 @@ class OutputLength:
 
     def learn(self, tokens: float, known: int = 0) -> None:
         """A sequence has ended by itself or at its limit with so many tokens; ``grow`` told of ``known``."""
-        tokens = max(min(max(tokens, 0.0), float(_MOST_TOKENS)), known)
+        tokens = max(min(max(tokens, 0.0), float(_MAX_TOKENS)), known)
         self._outgrow(known, int(tokens))
         place = min(int(tokens).bit_length(), len(self._counts) - 1)
         self._add(place, 0.0, tokens - _shortest(place))

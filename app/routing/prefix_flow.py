@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 WINDOW_S = 60.0
 
-MOST_PLACEMENTS = 2048
+MAX_PLACEMENTS = 2048
 """Placements that are remembered: above 34 a second, those of less than a minute. Each takes 1 KB at most."""
 
-MOST_KEYS = 64
+MAX_KEYS = 64
 """Blocks at the beginning of a prompt that are compared."""
 
 FIRST_TOKENS = 24
 """Tokens of a prompt that are kept to show how it begins."""
 
-LEAST_REQUESTS, LEAST_SHARE = 3, 0.02
+MIN_REQUESTS, MIN_SHARE = 3, 0.02
 """A prefix needs this many requests and this share of all; other requests count for a shorter one, or none."""
 
-MOST_PREFIXES = 16
+MAX_PREFIXES = 16
 """Prefixes that an answer has at most."""
 
 
@@ -68,7 +68,7 @@ class PrefixFlow:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._placements: deque[Placement] = deque(maxlen=MOST_PLACEMENTS)
+        self._placements: deque[Placement] = deque(maxlen=MAX_PLACEMENTS)
 
     def add(
         self,
@@ -84,7 +84,7 @@ class PrefixFlow:
         self._placements.append(
             Placement(
                 self._clock(),
-                array("Q", keys[:MOST_KEYS]),
+                array("Q", keys[:MAX_KEYS]),
                 replica,
                 reason,
                 len(prompt),
@@ -99,8 +99,8 @@ class PrefixFlow:
         """The groups, largest first; the last one has what belongs to no other."""
         now = self._clock()
         placements = [placement for placement in self._placements if placement.at > now - WINDOW_S]
-        seconds = now - placements[0].at if len(placements) == MOST_PLACEMENTS else WINDOW_S
-        least = max(LEAST_REQUESTS, int(LEAST_SHARE * len(placements)))
+        seconds = now - placements[0].at if len(placements) == MAX_PLACEMENTS else WINDOW_S
+        least = max(MIN_REQUESTS, int(MIN_SHARE * len(placements)))
         found: list[tuple[int, list[Placement]]] = []
         if len(placements) >= least:
             _divide(placements, 0, least, found)
@@ -108,8 +108,8 @@ class PrefixFlow:
             found.append((0, placements))
         listed = sorted((each for each in found if each[0]), key=lambda each: -len(each[1]))
         rest = [one for blocks, each in found if not blocks for one in each]
-        rest += [one for _, each in listed[MOST_PREFIXES:] for one in each]
-        parts = [*listed[:MOST_PREFIXES], (0, rest)]
+        rest += [one for _, each in listed[MAX_PREFIXES:] for one in each]
+        parts = [*listed[:MAX_PREFIXES], (0, rest)]
         return [_group(blocks, each, max(seconds, 1e-3), text_of) for blocks, each in parts]
 
 
@@ -161,8 +161,8 @@ def merged(flows: Sequence[Sequence[PrefixGroup]]) -> list[PrefixGroup]:
         before = found.get((group.blocks, group.key))
         found[group.blocks, group.key] = group if before is None else _sum(before, group)
     listed = sorted((group for group in found.values() if group.blocks), key=lambda group: -group.requests)
-    rest = [group for group in found.values() if not group.blocks] + listed[MOST_PREFIXES:]
-    return [*listed[:MOST_PREFIXES], others(rest)]
+    rest = [group for group in found.values() if not group.blocks] + listed[MAX_PREFIXES:]
+    return [*listed[:MAX_PREFIXES], others(rest)]
 
 
 def others(groups: Sequence[PrefixGroup]) -> PrefixGroup:

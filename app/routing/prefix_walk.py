@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from app.routing.block_masks import SHIFT
 
-MAX_LIKELY, MOST_LIKELY = 4096, 6
+MAX_LIKELY, MAX_ENDS = 4096, 6
 """First blocks of which is remembered where runs ended, and how many of these ends."""
 
 
@@ -68,7 +68,7 @@ class PrefixWalk:
         first, likely = keys[0], self._likely
         known = likely.get(first, ())
         ends = prefix_ends(keys, shards, exact, known)
-        found = [blocks for _, blocks in ends[-MOST_LIKELY:] if blocks < len(keys)]
+        found = [blocks for _, blocks in ends[-MAX_ENDS:] if blocks < len(keys)]
         if found and found != known:
             if len(likely) >= MAX_LIKELY:
                 likely.clear()

@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Footer, Static
 from app.top import lines
 from app.top.server import Fleet, History, Server, Trouble
 
-MOST_POINTS = 600
+MAX_POINTS = 600
 _OTHER_COLUMNS = 64  # of the table, beside the bar, with their padding
 
 Order = tuple[str, Callable[[Mapping[str, Any]], Any]]
@@ -113,7 +113,7 @@ class Top(App[None]):
         for name, shown in models.items():
             tokens = self._tokens.setdefault(name, [])
             tokens.append(shown["fleet"]["tokens_s"])
-            del tokens[:-MOST_POINTS]
+            del tokens[:-MAX_POINTS]
 
     # ---- what is seen
 

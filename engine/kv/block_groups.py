@@ -14,8 +14,8 @@ from engine.kv.block_pool import NO_BLOCK
 from engine.kv.prefix_node import PrefixNode
 
 NONE, SEVERAL = 0, 255
-MOST_NAMES = SEVERAL - 1
-MOST_VISITS = 1 << 16
+MAX_NAMES = SEVERAL - 1
+MAX_VISITS = 1 << 16
 """Nodes, or entries of block tables, that one call looks at: 20 ms at most. Cells beyond belong to none."""
 
 Name = TypeVar("Name", bound=Hashable)
@@ -39,7 +39,7 @@ def by_prefix(nodes: Sequence[PrefixNode | None], keys: Iterable[int]) -> tuple[
     known = {_number(numbers, key) for key in keys} - {NONE}
     groups: dict[PrefixNode, int] = {}
     ends: list[PrefixNode] = []
-    left = MOST_VISITS
+    left = MAX_VISITS
     for cell in nodes:
         path: list[PrefixNode] = []
         group, node = NONE, cell
@@ -82,7 +82,7 @@ def by_holder(
     """
     cells = bytearray(device + host)
     numbers: dict[Name, int] = {}
-    left = MOST_VISITS
+    left = MAX_VISITS
     for name, *tables in holders:
         left -= sum(map(len, tables))
         number = _number(numbers, name) if left >= 0 else NONE
@@ -96,6 +96,6 @@ def by_holder(
 
 def _number(numbers: dict[Name, int], name: Name) -> int:
     """The number of a name, a new one if it has none yet and there may be more."""
-    if name not in numbers and len(numbers) < MOST_NAMES:
+    if name not in numbers and len(numbers) < MAX_NAMES:
         numbers[name] = len(numbers) + 1
     return numbers.get(name, NONE)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
 
-MOST_CELLS = 4096
+MAX_CELLS = 4096
 
 
 class BlockState(IntEnum):
@@ -23,7 +23,7 @@ class BlockState(IntEnum):
 class BlockMap(NamedTuple):
     """One byte for every ``each`` blocks, the state of the first of them: a sample of a large pool.
 
-    Both maps together have at most ``MOST_CELLS`` bytes. If asked for, ``groups`` has a byte for each cell of
+    Both maps together have at most ``MAX_CELLS`` bytes. If asked for, ``groups`` has a byte for each cell of
     both, the device's first, that says to which of the ``names`` it belongs: see
     :mod:`engine.kv.block_groups`. Of names of requests, ``tenants`` are those that sent them.
     """
@@ -37,8 +37,8 @@ class BlockMap(NamedTuple):
 
 
 def block_map(pool: BlockPool, host: HostPool) -> BlockMap:
-    """Costs O(``MOST_CELLS``). Any thread may call it; the result may or may not include concurrent changes."""
-    each = -(-(pool.num_blocks + host.num_blocks) // (MOST_CELLS - 1))
+    """Costs O(``MAX_CELLS``). Any thread may call it; the result may or may not include concurrent changes."""
+    each = -(-(pool.num_blocks + host.num_blocks) // (MAX_CELLS - 1))
     device = (_state(count, keyed) for count, keyed in pool.sample(each))
     return BlockMap(each, bytes(device), bytes(_state(count, False) for count in host.sample(each)))
 

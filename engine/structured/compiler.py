@@ -13,7 +13,14 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import TYPE_CHECKING
 
-from engine.errors import ClientLimitError, ConfigError, EngineDeadError, GrammarFault, InvalidRequestError
+from engine.errors import (
+    ClientLimitError,
+    ConfigError,
+    EngineDeadError,
+    GrammarFault,
+    InvalidRequestError,
+    one_line,
+)
 from engine.structured.budget import FollowBudgets
 from engine.structured.checker import GrammarChecker
 from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
@@ -188,7 +195,7 @@ class GrammarCompiler:
             try:
                 return load_llg_tokenizer(self._folder, self._vocab_size, self._end_token_ids)
             except (ConfigError, ValueError, ImportError) as error:
-                reason = " ".join(str(error).split())
+                reason = one_line(error)
         raise InvalidRequestError(
             f"this model's output cannot be constrained to a form: {reason}; leave structured output out",
             "structured_output",

@@ -165,7 +165,7 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/routing/prefix_flow.py",
-        "deque(maxlen=MOST_PLACEMENTS)",
+        "deque(maxlen=MAX_PLACEMENTS)",
         "deque()",
         _FLOW,
         "what is remembered of prompts grows without end under load",
@@ -193,8 +193,8 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "app/dashboard/recent_requests.py",
-        "        while len(self._ended) > MOST_ENDED or self._parts > MOST_PARTS:",
-        "        while len(self._ended) > MOST_ENDED:",
+        "        while len(self._ended) > MAX_ENDED or self._parts > MAX_PARTS:",
+        "        while len(self._ended) > MAX_ENDED:",
         ("app/dashboard/test_recent_requests.py",),
         "requests of thousands of prompts are remembered by the thousand",
     ),
@@ -291,8 +291,8 @@ METRICS: list[Fault] = [
     ),
     Fault(
         "engine/kv/block_map.py",
-        "-(-(pool.num_blocks + host.num_blocks) // (MOST_CELLS - 1))",
-        "-(-pool.num_blocks // (MOST_CELLS - 1))",
+        "-(-(pool.num_blocks + host.num_blocks) // (MAX_CELLS - 1))",
+        "-(-pool.num_blocks // (MAX_CELLS - 1))",
         _MAP,
         "host blocks make a map larger than it may be",
     ),

@@ -234,15 +234,15 @@ def test_prefixes_of_others_are_hashes_for_administrators_and_nothing_for_others
 def test_a_key_cannot_take_the_places_of_others(
     fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MOST_VIEWERS // 2)
-    monkeypatch.setattr(fleet.api.live_feed, "of_keys", Counter(a=live_feed.MOST_VIEWERS // 2))
+    monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MAX_VIEWERS // 2)
+    monkeypatch.setattr(fleet.api.live_feed, "of_keys", Counter(a=live_feed.MAX_VIEWERS // 2))
     answers = {key: http.head("/dashboard/events", headers={"x-api-key": key}) for key in ("key", "admin")}
     assert {key: answer.status_code for key, answer in answers.items()} == {"key": 429, "admin": 200}
     assert answers["key"].headers["retry-after"] == "30"
 
 
 def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MOST_VIEWERS)
+    monkeypatch.setattr(fleet.api.live_feed, "viewers", live_feed.MAX_VIEWERS)
     answer = http.get("/dashboard/events")
     assert answer.status_code == 503
     assert "close one" in answer.json()["error"]["message"]
@@ -252,7 +252,7 @@ def test_viewers_are_limited(fleet: LocalServer, http: httpx.Client, monkeypatch
 def test_viewers_that_come_together_are_limited_too(
     fleet: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.dashboard.MOST_VIEWERS", 2)
+    monkeypatch.setattr("app.api.dashboard.MAX_VIEWERS", 2)
     wait_until(lambda: fleet.api.live_feed.viewers == 0)
 
     async def status(http: httpx.AsyncClient, everyone: asyncio.Barrier) -> int:

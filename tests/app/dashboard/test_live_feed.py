@@ -10,7 +10,7 @@ from typing import Any
 from engine_stats import SCALING, SCHEDULER, STATS
 from virtual_time import loop_time, run_virtually
 
-from app.dashboard.live_feed import EVERY_S, MOST_VIEWERS, STREAM_S, LiveFeed
+from app.dashboard.live_feed import EVERY_S, MAX_VIEWERS, STREAM_S, LiveFeed
 from app.metrics.engine_figures import engine_samples
 from app.metrics.samples import Process
 
@@ -118,7 +118,7 @@ def test_a_key_leaves_others_as_many_places_as_it_has() -> None:
     async def test() -> None:
         feed = Fleet().feed()
         streams = []
-        for key, most in (("a", MOST_VIEWERS // 2), ("b", MOST_VIEWERS // 4), ("", MOST_VIEWERS // 4)):
+        for key, most in (("a", MAX_VIEWERS // 2), ("b", MAX_VIEWERS // 4), ("", MAX_VIEWERS // 4)):
             for number in range(most):
                 assert feed.has_place(key), (key, number)
                 streams.append(feed.events(key))

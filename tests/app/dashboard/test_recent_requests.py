@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.dashboard.recent_requests import MOST_ENDED, MOST_PARTS, RecentRequests
+from app.dashboard.recent_requests import MAX_ENDED, MAX_PARTS, RecentRequests
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ def test_live_ones_stay_and_ended_ones_go_in_turn() -> None:
     recent: RecentRequests[Request] = RecentRequests()
     live = Request("live")
     recent.begin(live)
-    for number in range(MOST_ENDED + 1):
+    for number in range(MAX_ENDED + 1):
         ended = Request(str(number))
         recent.begin(ended)
         recent.end(ended)
@@ -40,7 +40,7 @@ def test_ids_need_not_be_unique_and_the_last_one_comes_first() -> None:
 
 def test_requests_of_many_prompts_take_the_place_of_many() -> None:
     recent: RecentRequests[Request] = RecentRequests()
-    large = [Request(str(number), MOST_PARTS // 2) for number in range(3)]
+    large = [Request(str(number), MAX_PARTS // 2) for number in range(3)]
     for request in large:
         recent.begin(request)
         recent.end(request)

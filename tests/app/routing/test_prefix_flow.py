@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.dashboard.prefix_flows import MOST_REPLICAS, PrefixFlows, shown
-from app.routing.prefix_flow import MOST_PLACEMENTS, MOST_PREFIXES, WINDOW_S, PrefixFlow, PrefixGroup, merged
+from app.dashboard.prefix_flows import MAX_SHOWN_REPLICAS, PrefixFlows, shown
+from app.routing.prefix_flow import MAX_PLACEMENTS, MAX_PREFIXES, WINDOW_S, PrefixFlow, PrefixGroup, merged
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
 
@@ -96,24 +96,24 @@ def test_only_the_last_minute_counts_and_of_many_requests_the_last_ones() -> Non
         add(flow, system(1))
     clock.now += WINDOW_S
     assert [group.requests for group in flow.groups(text)] == [0]
-    for number in range(MOST_PLACEMENTS + 100):
+    for number in range(MAX_PLACEMENTS + 100):
         clock.now += 0.001
         add(flow, system(number % 2))
     groups = flow.groups(text)
-    assert sum(group.requests for group in groups) == MOST_PLACEMENTS
+    assert sum(group.requests for group in groups) == MAX_PLACEMENTS
     assert sum(group.per_s for group in groups) > 990
 
 
 def test_a_hundred_replicas_and_many_prefixes_stay_small() -> None:
     flow = PrefixFlow(Clock())
-    for number in range(MOST_PLACEMENTS):
+    for number in range(MAX_PLACEMENTS):
         add(flow, [*system(number % 40, 80), number], f"r{number % 97}")
     groups = flow.groups(text)
-    assert len(groups) == MOST_PREFIXES + 1
+    assert len(groups) == MAX_PREFIXES + 1
     rows = shown(groups, "", everyones=True, words=True)
-    assert sum(row["requests"] for row in rows) == MOST_PLACEMENTS
-    assert {len(row["to"]) for row in rows} == {MOST_REPLICAS}
-    assert rows[-1]["more"] == 97 - MOST_REPLICAS
+    assert sum(row["requests"] for row in rows) == MAX_PLACEMENTS
+    assert {len(row["to"]) for row in rows} == {MAX_SHOWN_REPLICAS}
+    assert rows[-1]["more"] == 97 - MAX_SHOWN_REPLICAS
     assert groups[0].blocks == 64  # no more are compared
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv import block_groups
-from engine.kv.block_groups import MOST_NAMES, NONE, SEVERAL, by_holder, by_prefix
+from engine.kv.block_groups import MAX_NAMES, NONE, SEVERAL, by_holder, by_prefix
 from engine.kv.block_keys import block_keys
 from engine.kv.block_pool import NO_BLOCK, BlockPool
 from engine.kv.kv_events import KvEvents
@@ -74,7 +74,7 @@ def test_only_so_many_nodes_are_visited(monkeypatch: pytest.MonkeyPatch) -> None
     setting = Setting()
     setting.hold("abc")
     setting.hold("xyz")
-    monkeypatch.setattr(block_groups, "MOST_VISITS", 3)
+    monkeypatch.setattr(block_groups, "MAX_VISITS", 3)
     assert setting.seen() == "a a a - - -"
 
 
@@ -83,10 +83,10 @@ def test_there_are_only_so_many_names() -> None:
     for letter in range(300):
         setting.hold(chr(1000 + letter))
     cells, keys = by_prefix(setting.index.sample(1), [])
-    assert cells == bytes([*range(1, MOST_NAMES + 1), *[NONE] * (300 - MOST_NAMES)])
-    assert len(keys) == MOST_NAMES
+    assert cells == bytes([*range(1, MAX_NAMES + 1), *[NONE] * (300 - MAX_NAMES)])
+    assert len(keys) == MAX_NAMES
     names = by_holder(((at, (at,), ()) for at in range(300)), 1, 300, 0)
-    assert names == (cells, list(range(MOST_NAMES)))
+    assert names == (cells, list(range(MAX_NAMES)))
 
 
 def test_blocks_belong_to_who_holds_them_on_the_device_and_on_the_host() -> None:
@@ -95,7 +95,7 @@ def test_blocks_belong_to_who_holds_them_on_the_device_and_on_the_host() -> None
 
 
 def test_tables_beyond_the_limit_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_groups, "MOST_VISITS", 3)
+    monkeypatch.setattr(block_groups, "MAX_VISITS", 3)
     assert by_holder([("a", (0, 1), ()), ("b", (2, 3), ())], 1, 4, 0) == (bytes([1, 1, 0, 0]), ["a"])
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.block_map import MOST_CELLS, block_map
+from engine.kv.block_map import MAX_CELLS, block_map
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
 
@@ -24,17 +24,17 @@ def test_each_block_is_shown_where_it_is() -> None:
     assert block_map(pool, host)[:3] == (1, bytes([2, 3, 1, 0, 0, 0]), bytes([2, 3, 0]))
 
 
-@given(st.integers(1, 3 * MOST_CELLS), st.integers(0, 3 * MOST_CELLS))
+@given(st.integers(1, 3 * MAX_CELLS), st.integers(0, 3 * MAX_CELLS))
 def test_a_map_has_few_cells_whatever_the_pools(blocks: int, host_blocks: int) -> None:
     each, device, host = block_map(BlockPool(blocks, 16), HostPool(host_blocks))[:3]
     assert len(device) == -(-blocks // each)
     assert len(host) == -(-host_blocks // each)
-    assert len(device) + len(host) <= MOST_CELLS
+    assert len(device) + len(host) <= MAX_CELLS
 
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_cell_of_several_blocks_shows_the_first(first: int) -> None:
-    pool = BlockPool(3 * (MOST_CELLS - 1), 16)
+    pool = BlockPool(3 * (MAX_CELLS - 1), 16)
     table = pool.allocate(first + 1)
     assert table is not None
     pool.release(table[:first])
