@@ -40,15 +40,15 @@ _REPEATED_S = 2.0
 """A decision that changes nothing is published this often."""
 
 _DESCRIPTIONS = {
-    "quire_scaling_target": "Replicas that the policy asks for; in shadow mode, would ask for.",
-    "quire_scaling_running": "Replicas that run.",
+    "quire_scaling_target": "Replicas that the policy requests or, in shadow mode, would request.",
+    "quire_scaling_running": "Running replicas.",
     "quire_scaling_need_replicas": "Replicas that each kind of demand needs, without the reserve.",
     "quire_scaling_demand": "KV demand as a share of the running replicas' pools; can exceed 1.",
     "quire_scaling_reason": "1 for the reason of the last decision, 0 for earlier ones.",
-    "quire_scaling_held": "1 for what holds the target now, 0 for what did before.",
+    "quire_scaling_held": "1 for what holds the target now, 0 for earlier causes.",
     "quire_scaling_missing_reports": "Running replicas without a fresh report.",
-    "quire_scaling_faults": "Decisions, or messages about them, that failed.",
-    "quire_scaling_victims": "Stopped replicas, by whether these were predicted.",
+    "quire_scaling_faults": "Failed decisions, and failures to publish them.",
+    "quire_scaling_victims": "Stopped replicas, by whether they were predicted.",
 }
 
 

@@ -72,7 +72,7 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 21}, "logprobs", "21 but must be an integer between 0 and 20"),
     ({"logprobs": True}, "logprobs", "true but must be an integer"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "between 0 and 20"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole responses only"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "only whole responses"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "nothing to rank"),
     ({"presence_penalty": 2.1}, "presence_penalty", "at least -2 and at most 2"),

@@ -240,7 +240,7 @@ def test_only_the_end_of_a_prompt_is_kept(http: httpx.Client) -> None:
 def test_a_template_variable_cannot_stand_for_something_else(http: httpx.Client, name: str) -> None:
     response = http.post("/v1/chat/completions", json={**ASK, "chat_template_kwargs": {name: "x"}})
     assert response.status_code == 400
-    assert f"{name!r}, which is not for requests" in response.json()["error"]["message"]
+    assert f"{name!r}, which requests may not set" in response.json()["error"]["message"]
 
 
 def test_a_template_variable_may_not_name_a_special_token(http: httpx.Client) -> None:

@@ -41,7 +41,7 @@ def test_without_that_loop_they_have_a_thread_of_their_own(
     monkeypatch.setattr(channel_thread, "ray_runs", lambda: True)
     monkeypatch.delattr(SingletonThreadRouter, NAME)
     channels = ChannelThread(routers_loop())
-    assert "this Ray is another" in caplog.text
+    assert "this Ray differs" in caplog.text
     assert channels.thread is not threading.current_thread()
     assert channels.thread.is_alive()
     channels.stop()
