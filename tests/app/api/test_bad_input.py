@@ -154,7 +154,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str | None, list[str]]] = 
         for path, prompt in BOTH
         for asked, param, words in [
             ({"n": 3, "best_of": 2}, "best_of", ["2", "between 3 and 64"]),
-            ({"n": 1, "best_of": 2, "stream": True}, "best_of", ["best_of is 2", "known only at the end", "stream"]),
+            (
+                {"n": 1, "best_of": 2, "stream": True},
+                "best_of",
+                ["best_of is 2", "known only at the end", "stream"],
+            ),
             ({"use_beam_search": True, "stream": True}, "use_beam_search", ["known only at the end", "stream"]),
             ({"use_beam_search": True, "stop": "x", "stream": False}, "stop", ["use_beam_search"]),
             ({"use_beam_search": True, "temperature": 0.5, "stream": False}, "temperature", ["0.5", "0 or 1"]),

@@ -173,4 +173,4 @@ def test_what_no_decoder_is_made_for_is_not_found_with_the_reason(http: httpx.Cl
     error = http.post(path, json={"input": "a"})
     assert error.status_code == 404
     assert error.json()["error"]["code"] == "not_supported_by_model"
-    assert "decoders" in error.json()["error"]["message"]
+    assert "generate text" in error.json()["error"]["message"]
