@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.planted_faults.__main__ import ListError, check
 from tests.planted_faults.catalog import FAULTS
 from tests.planted_faults.estimate import Estimate
 from tests.planted_faults.fault import Fault
+from tests.planted_faults.tree import COPIED, ROOT, Times
 from tests.planted_faults.verdict import Verdict, passes, summary
 
 SOUND = Fault(
@@ -86,7 +89,26 @@ def test_what_tests_took_without_a_fault_tells_how_long_they_may_take_with_it() 
             {"a/test_b.py::test_c": 2.0, "a/test_b.py::test_d": 60.0},
         ]
     )
-    assert [estimate.seconds(one) for one in (SOUND, other, compiled)] == [53.0, 5.0, 45.0]
-    assert [estimate.limit_s(one) for one in (SOUND, other, compiled)] == [530.0, 50.0, 450.0]
-    assert estimate.remaining_s(100.0, [other, compiled], [SOUND]) == 106.0
+    assert [estimate.seconds(one) for one in (SOUND, other, compiled)] == [50.5, 2.5, 42.5]
+    assert [estimate.limit_s(one) for one in (SOUND, other, compiled)] == [505.0, 30.0, 425.0]
+    assert estimate.remaining_s(90.0, [other, compiled], [SOUND]) == 101.0
     assert estimate.remaining_s(100.0, [], [SOUND]) == 0.0
+
+
+def test_the_fastest_tests_of_the_fastest_file_come_first() -> None:
+    ids = ["tests/a.py::test_x[1]", "tests/b.py::test_y", "tests/a.py::test_z", "tests/a.py::test_new"]
+    session = SimpleNamespace(items=[SimpleNamespace(nodeid=nodeid) for nodeid in ids])
+    Times({"a.py::test_x": 3.0, "a.py::test_z": 1.0, "b.py::test_y": 2.0}).pytest_collection_finish(session)
+    assert [item.nodeid for item in session.items] == [ids[1], ids[3], ids[2], ids[0]]
+
+
+def test_what_the_tests_import_is_copied() -> None:
+    ours = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    imported = set()
+    for file in {test.partition("::")[0] for fault in FAULTS for test in fault.tests}:
+        for node in ast.walk(ast.parse((ROOT / "tests" / file).read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    assert imported & ours <= set(COPIED)

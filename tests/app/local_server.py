@@ -36,6 +36,7 @@ from engine.request import FinishReason, Request, TokenDelta
 MODEL = "smollm2-135m-instruct"
 CONTEXT = 512  # tokens
 POOL = 24 * 16  # tokens; less than the context, so that a request can be too long for it alone
+SLOW_S = 0.1  # of a step in which a test looks at a request that runs
 COUNT = {"prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
 
 
@@ -133,6 +134,24 @@ class LocalServer:
         changed = self.service.options.model_copy(update=options)
         monkeypatch.setattr(self.service, "options", changed)
         monkeypatch.setattr(self.api, "options", changed)
+
+    @contextmanager
+    def slow_steps(self) -> Iterator[None]:
+        """Until the block ends, steps take ``SLOW_S``: no request is over before a test looks at it."""
+        engine, over = self.client.engine._engine, threading.Event()
+        assert engine is not None
+        step = engine.step
+
+        def slow() -> list[TokenDelta]:
+            over.wait(SLOW_S)
+            return step()
+
+        engine.step = slow  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            over.set()
+            engine.step = step  # type: ignore[method-assign]
 
 
 @contextmanager

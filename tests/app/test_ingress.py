@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,7 @@ def test_a_seed_repeats_and_another_differs(http: httpx.Client) -> None:
 def test_a_stop_string_cuts_the_text_and_frees_the_engine(
     server: LocalServer, http: httpx.Client, stream: bool
 ) -> None:
+    wait_until(lambda: is_idle(server))
     aborted = len(server.client.aborted)
     body = {"messages": CAPITAL, "temperature": 0, "stop": ["zzz", "France is P"], "stream": stream}
     response = http.post("/v1/chat/completions", json=body)
@@ -165,8 +167,8 @@ def test_a_stop_string_cuts_the_text_and_frees_the_engine(
         reason = response.json()["choices"][0]["finish_reason"]
         assert response.json()["usage"]["completion_tokens"] == 6
     assert (text, reason) == ("The capital of ", "stop")
-    assert len(server.client.aborted) == aborted + 1
     wait_until(lambda: is_idle(server))
+    assert len(server.client.aborted) == aborted + 1
 
 
 def test_stop_token_ids_are_not_shown(server: LocalServer, http: httpx.Client) -> None:
@@ -186,14 +188,19 @@ def test_ignore_eos_and_min_tokens_go_on(http: httpx.Client) -> None:
 
 def test_a_client_that_leaves_frees_the_engine(server: LocalServer, http: httpx.Client) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
+    host, port = server.url.removeprefix("http://").split(":")
+    wait_until(lambda: is_idle(server))
     aborted = len(server.client.aborted)
-    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+    with server.slow_steps(), http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         chunks = response.iter_bytes()  # kept: without it the connection closes
         next(chunks)
         assert not is_idle(server)
     wait_until(lambda: is_idle(server))
-    with httpx.Client(base_url=server.url) as other, pytest.raises(httpx.ReadTimeout):
-        other.post("/v1/completions", json=body, timeout=0.3)
+    with server.slow_steps(), socket.create_connection((host, int(port))) as other:
+        content = json.dumps(body).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(content)
+        other.sendall(head + content)
+        wait_until(lambda: not is_idle(server))
     wait_until(lambda: is_idle(server))
     assert len(server.client.aborted) == aborted + 2
 
@@ -239,7 +246,8 @@ def test_every_end_of_a_response_gives_its_slots_back(server: LocalServer, http:
     http.post("/v1/completions", json={**COUNT, "stream": True})
     http.post("/v1/completions", json={**COUNT, "prompt": [10**9]})
     http.post("/v1/chat/completions", json={"messages": CAPITAL, "max_tokens": CONTEXT})
-    with http.stream("POST", "/v1/completions", json=stream) as response:
+    wait_until(lambda: server.service.num_live == 0)
+    with server.slow_steps(), http.stream("POST", "/v1/completions", json=stream) as response:
         chunks = response.iter_bytes()  # kept: without it the connection closes
         next(chunks)
         assert server.service.num_live == 1

@@ -16,6 +16,7 @@ import psutil
 import ray
 from paced_model import CONTEXT, SLOW_S, slow_steps
 from ray import serve
+from ray.exceptions import RayActorError
 
 from app.launch import serving
 from app.launch.port_block import PortBlock
@@ -104,6 +105,18 @@ class BreakableCluster(LocalCluster):
 
         wait_for(replaced, SOON_S, "the replica with the new pool is not alone")
         self.wait_routable(1)
+
+    def inspect(self) -> list[dict[str, Any]]:
+        """See ``LocalCluster.inspect``; asked again while this process has not heard that a replica is gone."""
+
+        def states() -> tuple[list[dict[str, Any]]] | None:
+            try:
+                return (super(BreakableCluster, self).inspect(),)
+            except RayActorError:
+                return None
+
+        (found,) = wait_for(states, SOON_S, "a replica that is gone is still asked")
+        return found
 
     def slow_steps(self, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """See ``paced_model.slow_steps``."""

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from engine.scheduling.sequence import ScheduledChunk
 
 CONTEXT = 4096
-STEP_S, ROW_S, SLOW_S = 0.005, 0.001, 0.5
-"""Of a step; of each row in it besides, as routing spreads streams only if they cost something; and if slow."""
+STEP_S, ROW_S, SLOW_S, HELD_S = 0.005, 0.001, 0.5, 1.5
+"""Of a step; of each row in it besides, as routing spreads streams only if they cost something; if slow; and if
+all but held up, though not for so long that the router would take the engine for stuck."""
+LOOK_S = 0.02
+"""After which a step that lasts sees that it should not any longer."""
 PACE = "paced"
 """In the model's folder: its steps take ``STEP_S`` and ``ROW_S`` for each row, or longer."""
 SLOW = "slow"
@@ -71,9 +74,9 @@ def keep_pace(folder: Path) -> None:
 
     def slow(engine: Engine, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:
         began = time.monotonic()
-        least_s = step_s(folder)
         made = run(engine, chunks)
-        time.sleep(max(began + least_s + ROW_S * len(chunks) - time.monotonic(), 0.0))
+        while (left := began + step_s(folder) + ROW_S * len(chunks) - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_S))
         return made
 
     Engine._run = slow  # type: ignore[method-assign]

@@ -125,12 +125,13 @@ def test_an_option_restarts_what_it_concerns(restartable: BreakableCluster, said
     engines, ingresses = settled(cluster)
     options: dict[str, Any] = {**cluster.options, "unavailable_after_s": 61, "log_level": "WARNING"}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
-    after = replicas(cluster)
+    after = settled(cluster)
     assert after[0] == engines
     assert not after[1] & ingresses
 
     options |= {"max_num_seqs": 128}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
-    assert not replicas(cluster)[0] & engines
-    assert replicas(cluster)[1] == after[1]
+    last = settled(cluster)
+    assert not last[0] & engines
+    assert last[1] == after[1]
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 from local_cluster import BUDGET, SOON_S, BreakableCluster, deploy_evenly, kill_all
+from paced_model import HELD_S
 from ray.util import placement_group, remove_placement_group
 from side_by_side import SEVERAL, texts_of_several
 
@@ -24,8 +25,7 @@ TOKENS = 64
 FRAMES = 2  # of an engine, after which its streams are under way
 FEW = 6
 VANISHING = 250  # clients, 32 at once; loadtests.faults has a thousand
-MOVED_S = 30.0  # until which the streams of a stuck engine go on elsewhere; about 11 where nothing else runs
-STEP_S = 0.1  # of an engine whose steps are counted
+STEP_S = 0.2  # of an engine whose steps are counted
 LONG_PROMPT = 15 * BUDGET  # tokens
 CROWD, CROWD_PROMPT = 8, 4 * BUDGET  # prompts of one request of many, and their tokens
 ROWS, SAMPLED, VOCABULARY = 8, 24, 49_152  # of a batch that samples, tokens of each
@@ -80,7 +80,7 @@ async def while_streaming(
 
     ``beside``: requests that are there already.
     """
-    with cluster.slow_steps() as go_on:
+    with cluster.slow_steps():
         streams = asyncio.ensure_future(
             complete_all(cluster.url, prompts(STREAMS)[:count], tokens, cluster.instance)
         )
@@ -88,9 +88,9 @@ async def while_streaming(
         await asyncio.wait((streams, under_way), return_when=asyncio.FIRST_COMPLETED)
         assert not streams.done(), [outcome.fault for outcome in streams.result()]
         await under_way
-        await asyncio.to_thread(act)
-        assert not streams.done(), "they ended too soon to be disturbed"
-        go_on()
+        with cluster.slow_steps(HELD_S):
+            await asyncio.to_thread(act)
+            assert not streams.done(), "they ended too soon to be disturbed"
         return await streams
 
 
@@ -226,7 +226,6 @@ def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undi
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.tell(victim["replica"], "stick_engine")))
     check_same(outcomes, undisturbed)
-    assert max(gap for outcome in outcomes for gap in outcome.gaps) < MOVED_S
     wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica whose engine is stuck")
     cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
@@ -237,7 +236,8 @@ def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: 
     try:
         outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"], signal.SIGSTOP)))
     finally:
-        cluster.kill(victim["pid"], signal.SIGCONT)
+        if not gone(victim["pid"]):  # Serve may have replaced it
+            cluster.kill(victim["pid"], signal.SIGCONT)
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=SOON_S)
     wait_for(cluster.idle, SOON_S, "the engine still computes for nobody")
@@ -336,6 +336,12 @@ def lone(cluster: BreakableCluster) -> Iterator[str]:
     cluster.cordon([], 0.0)
 
 
+async def running(cluster: BreakableCluster, count: int) -> None:
+    """Once so many requests have arrived."""
+    live = lambda: sum(state["live_requests"] for state in cluster.inspect()) == count  # noqa: E731
+    await asyncio.to_thread(wait_for, live, SOON_S, "not all requests have arrived")
+
+
 def prompt(first: int, length: int) -> list[int]:
     return [first, *range(1000, 1000 + length - 1)]
 
@@ -346,7 +352,10 @@ def test_a_large_top_k_of_one_row_is_no_cost_of_the_others(cluster: BreakableClu
     async def sample(*top_ks: int) -> None:
         async with Client(cluster.url, cluster.instance) as client:
             how = [{"prompt": prompt(k, 8), "top_k": k, "temperature": 1.0, "ignore_eos": True} for k in top_ks]
-            outcomes = await asyncio.gather(*(client.stream("/v1/completions", SAMPLED, **one) for one in how))
+            with cluster.slow_steps():  # until all are in one batch
+                answers = asyncio.gather(*(client.stream("/v1/completions", SAMPLED, **one) for one in how))
+                await running(cluster, ROWS)
+            outcomes = await answers
         assert [outcome.fault for outcome in outcomes] == [""] * ROWS
 
     spent = [cluster.tell(lone, "sampling_s")]
@@ -380,14 +389,10 @@ def test_a_step_without_memory_is_halved(cluster: BreakableCluster, lone: str) -
 def test_a_long_prompt_and_a_flood_of_one_client_delay_no_other(cluster: BreakableCluster, lone: str) -> None:
     """All on one engine."""
 
-    async def running(count: int) -> None:
-        live = lambda: sum(state["live_requests"] for state in cluster.inspect()) == count  # noqa: E731
-        await asyncio.to_thread(wait_for, live, SOON_S, "not all requests have arrived")
-
     async def beside_a_long_prompt(client: Client) -> tuple[Outcome, Outcome]:
-        with cluster.slow_steps(STEP_S) as go_on:
+        with cluster.slow_steps() as go_on:
             long = asyncio.ensure_future(client.complete(prompt(1, LONG_PROMPT), 2))
-            await running(1)
+            await running(cluster, 1)
             short = await client.complete(prompt(2, 16), 2)
             go_on()
             return short, await long
@@ -399,13 +404,13 @@ def test_a_long_prompt_and_a_flood_of_one_client_delay_no_other(cluster: Breakab
         return time.perf_counter()
 
     async def beside_a_flood(client: Client) -> tuple[float, list[Outcome]]:
-        with cluster.slow_steps(STEP_S) as go_on:
+        with cluster.slow_steps():
             many = [[prompt(10 + CROWD * half + n, CROWD_PROMPT) for n in range(CROWD)] for half in range(2)]
             flood = asyncio.gather(*(client.stream("/v1/completions", 2, prompt=texts) for texts in many))
-            await running(2 * CROWD)
-            answered = await asyncio.to_thread(of_another_tenant)
-            go_on()
-            return answered, await flood
+            await running(cluster, 2 * CROWD)
+            with cluster.slow_steps(STEP_S):
+                answered = await asyncio.to_thread(of_another_tenant)
+        return answered, await flood
 
     async def everything() -> None:
         async with Client(cluster.url, cluster.instance) as client:

@@ -193,7 +193,8 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
 ) -> None:
     prompt = list(range(2000, 2064))
     for _ in range(3):  # on whichever replica: one of two has it twice
-        http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status()
+        asked = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True}
+        http.post("/v1/completions", json=asked).raise_for_status()
 
     def figures() -> dict[str, float] | None:
         text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=10).text
@@ -219,21 +220,24 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
     wait_for(figures, 60, "the metrics are not there")  # Ray sends each in its own time
 
     def served() -> dict[str, dict[str, float]] | None:
-        """By name and replica, once both engines have sent theirs."""
+        """By name and replica, once both engines have sent theirs and the ingress has counted the ends."""
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(http.get("/metrics").raise_for_status().text):
             for sample in family.samples:
                 of = found.setdefault(sample.name, {})
                 replica = sample.labels.get("replica", "")
                 of[replica] = of.get(replica, 0.0) + sample.value
-        hits = found.get("quire_prefix_hit_tokens_total", {})
-        return found if len(hits) == 2 and sum(hits.values()) >= 48 else None
+        least = {
+            "quire_prefix_hit_tokens_total": 48,
+            "vllm:generation_tokens_total": 6,
+            "quire_request_output_tokens_sum": 6,
+            "quire_routing_decisions_total": 3,
+        }
+        enough = all(sum(found.get(name, {}).values()) >= value for name, value in least.items())
+        return found if enough and len(found["quire_prefix_hit_tokens_total"]) == 2 else None
 
     fleet = wait_for(served, 60, "the server does not say so")
-    assert sum(fleet["vllm:generation_tokens_total"].values()) >= 6
     assert len(fleet["quire_ended_requests_total"]) == 1  # there is one ingress
-    assert sum(fleet["quire_request_output_tokens_sum"].values()) >= 6
-    assert sum(fleet["quire_routing_decisions_total"].values()) >= 3
 
 
 def test_tools_responses_and_anthropics_messages_pass_the_proxy(

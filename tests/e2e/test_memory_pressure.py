@@ -97,13 +97,17 @@ def test_a_better_request_takes_the_blocks_that_the_sequences_of_another_share(
     async def both() -> tuple[Outcome, Outcome, Outcome]:
         async with Client(cluster.url, cluster.instance) as client:
             alone = await ask(client)
-            with cluster.slow_steps(STEP_S) as go_on:
+            with cluster.slow_steps():
                 worse = asyncio.ensure_future(ask(client))
                 run = lambda: cluster.inspect()[0]["running"] == 4  # noqa: E731
                 await asyncio.to_thread(wait_for, run, SOON_S, "the sequences do not run")
-                better = await client.complete(own, 16)
-                go_on()
-                return alone, await worse, better
+                better = asyncio.ensure_future(client.complete(own, 16))
+                come = lambda: cluster.inspect()[0]["live_requests"] == 2  # noqa: E731
+                await asyncio.to_thread(wait_for, come, SOON_S, "the better request does not arrive")
+                assert not worse.done(), "it ended too soon to be preempted"
+                with cluster.slow_steps(STEP_S):
+                    await better
+            return alone, await worse, await better
 
     alone, worse, better = asyncio.run(both())
     assert [outcome.fault for outcome in (alone, worse, better)] == [""] * 3

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import ray
+from local_cluster import SOON_S
 from ray import serve
 from ray.serve._private.router import AsyncioRouter
 from ray.serve.handle import DeploymentHandle
@@ -51,7 +52,7 @@ def test_burst_is_booked_evenly_and_pinned_calls_keep_their_replica(cluster: Loc
     async def burst() -> tuple[Counter[str], list[str]]:
         client = EngineClient(handle, unavailable_after_s=60.0)
         await client.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             while client.status()["routable"] < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         members = fleet.get_fleet(serving.APP_NAME).members

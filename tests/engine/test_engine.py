@@ -328,6 +328,24 @@ class Outputs:
         return deltas
 
 
+@contextmanager
+def held(outputs: Outputs) -> Iterator[None]:
+    """No step begins until the block ends, so that no request is over before the next one is submitted."""
+    engine, go_on = outputs.thread._engine, threading.Event()
+    assert engine is not None
+    step = engine.step
+
+    def wait_and_step() -> list[TokenDelta]:
+        go_on.wait()
+        return step()
+
+    engine.step = wait_and_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 @pytest.fixture
 def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
@@ -414,11 +432,12 @@ def test_the_thread_delivers_what_the_engine_makes(outputs: Outputs, make_engine
 
 
 def test_the_thread_aborts(outputs: Outputs) -> None:
-    outputs.thread.submit(make_request("a", PROMPT, max_tokens=100, ignore_eos=True))
-    outputs.thread.submit(make_request("b", PROMPT, max_tokens=4))
-    aborted_at = time.monotonic()
-    outputs.thread.abort("a")
-    outputs.thread.abort("unknown")
+    with held(outputs):
+        outputs.thread.submit(make_request("a", PROMPT, max_tokens=100, ignore_eos=True))
+        outputs.thread.submit(make_request("b", PROMPT, max_tokens=4))
+        aborted_at = time.monotonic()
+        outputs.thread.abort("a")
+        outputs.thread.abort("unknown")
     deltas = outputs.until_finished("a", "b")
     assert deltas["a"][-1].finish_reason is FinishReason.ABORT
     assert len(made(deltas["b"])) == 4
@@ -430,9 +449,10 @@ def test_wrong_requests_raise_in_the_caller(outputs: Outputs) -> None:
         outputs.thread.submit(make_request("a", [97]))
     with pytest.raises(InvalidRequestError, match="context length of 128"):
         outputs.thread.submit(make_request("a", PROMPT, max_tokens=118))
-    outputs.thread.submit(make_request("a", PROMPT, max_tokens=60))
-    with pytest.raises(InvalidRequestError, match="already running"):
-        outputs.thread.submit(make_request("a", PROMPT))
+    with held(outputs):
+        outputs.thread.submit(make_request("a", PROMPT, max_tokens=60))
+        with pytest.raises(InvalidRequestError, match="already running"):
+            outputs.thread.submit(make_request("a", PROMPT))
     assert len(made(outputs.until_finished("a")["a"])) == 60
     moved = Request("m", PROMPT, SamplingParams(max_tokens=3), generated_before=3)
     outputs.thread.submit(moved)

@@ -84,7 +84,7 @@ def plant(faults: Sequence[Fault], jobs: int) -> dict[Fault, Verdict]:
             tree = trees.get()
             began = time.monotonic()
             with tree.planted(fault):
-                verdict = Verdict.of(fault, tree.status(fault.tests, estimate.limit_s(fault)))
+                verdict = Verdict.of(fault, tree.status(fault.tests, estimate.limit_s(fault), estimate.times))
             output = tree.output()
             trees.put(tree)
             return fault, verdict, time.monotonic() - began, output

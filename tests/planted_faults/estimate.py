@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tests.planted_faults.fault import Fault
 
-START_S = 3.0
+START_S = 0.5
 """Of the process that runs the tests of a fault."""
 BUILD_S = 40.0
 """To compile the C++ kernels, which a fault in one of them changes."""
@@ -22,13 +22,13 @@ class Estimate:
     """Made of the seconds of each test function."""
 
     def __init__(self, times: Iterable[Mapping[str, float]]) -> None:
-        self._times = {name: seconds for part in times for name, seconds in part.items()}
+        self.times = {name: seconds for part in times for name, seconds in part.items()}
 
     def seconds(self, fault: Fault) -> float:
         """Of one process that tries ``fault``, if no test fails: then it ends sooner."""
         tests = sum(
             seconds
-            for name, seconds in self._times.items()
+            for name, seconds in self.times.items()
             if any(name == test or name.startswith(f"{test}::") for test in fault.tests)
         )
         return START_S + tests + (BUILD_S if fault.file.endswith((".cpp", ".h")) else 0.0)

@@ -10,15 +10,18 @@ import py_compile
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 from tests.planted_faults.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
     "app",
+    "clients",
     "engine",
     "kernels",
     "loadtests",
@@ -60,12 +63,15 @@ class Tree:
         finally:
             path.write_text(source)
 
-    def status(self, tests: Sequence[str], limit_s: float | None = None) -> int | None:
+    def status(
+        self, tests: Sequence[str], limit_s: float | None = None, times: Mapping[str, float] | None = None
+    ) -> int | None:
         """Exit status of pytest on ``tests``; negative: a signal's number; ``None``: it took over ``limit_s``.
 
-        Without ``limit_s`` each test has its usual limit instead.
+        Without ``limit_s`` each test has its usual limit instead. ``times`` are the seconds of each test
+        function of an earlier run: the fastest come first.
         """
-        arguments = (str(self._folder), list(tests), limit_s is None)
+        arguments = (str(self._folder), list(tests), limit_s is None, times or {})
         process = self._context.Process(target=run_tests, args=arguments)
         process.start()
         process.join(limit_s)
@@ -87,18 +93,39 @@ class Tree:
 
 
 class Times:
-    """A plugin of pytest: how long each test function takes."""
+    """A plugin of pytest: how long each test function takes; those that took least before come first."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[str, float]) -> None:
         self.seconds: dict[str, float] = {}
+        self._before = before
+        self._files: dict[str, float] = defaultdict(float)
+        for name, seconds in before.items():
+            self._files[name.partition("::")[0]] += seconds
 
-    def pytest_runtest_logreport(self, report: object) -> None:
-        name = report.nodeid.partition("[")[0].removeprefix("tests/")  # type: ignore[attr-defined]
-        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration  # type: ignore[attr-defined]
+    def pytest_collection_finish(self, session: Any) -> None:
+        """The first test that fails is the last one: file by file, as each may have fixtures of its own."""
+        session.items.sort(key=self._seconds_before)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = _function(report.nodeid)
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
+
+    def _seconds_before(self, item: Any) -> tuple[float, str, float]:
+        name = _function(item.nodeid)
+        file = name.partition("::")[0]
+        return self._files.get(file, 0.0), file, self._before.get(name, 0.0)
 
 
-def run_tests(folder: str, tests: list[str], limits: bool) -> None:
-    """In a process of its own: run pytest in ``folder``; exit with its status. ``limits``: each test has one."""
+def _function(nodeid: str) -> str:
+    """``file::test``, whatever its parameters."""
+    return nodeid.partition("[")[0].removeprefix("tests/")
+
+
+def run_tests(folder: str, tests: list[str], limits: bool, before: Mapping[str, float]) -> None:
+    """In a process of its own: run pytest in ``folder``; exit with its status.
+
+    ``limits``: each test has one. ``before``: the seconds that tests took.
+    """
     os.setsid()
     os.chdir(folder)
     sys.path[:] = [folder, *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
@@ -112,7 +139,7 @@ def run_tests(folder: str, tests: list[str], limits: bool) -> None:
     options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
     if not limits:
         options.append("--timeout=0")  # a test that fails for its slowness would pass for one that notices
-    times = Times()
+    times = Times(before)
     status = pytest.main([*options, *(f"tests/{test}" for test in tests)], plugins=[times])
     Path(TIMES).write_text(json.dumps(times.seconds))
     sys.stdout.flush()

@@ -113,6 +113,7 @@ def test_a_stop_string_ends_one_choice_and_leaves_the_others_alone(http: httpx.C
 def test_the_engine_stops_when_a_stop_string_has_ended_every_choice(
     server: LocalServer, http: httpx.Client
 ) -> None:
+    wait_until(lambda: is_idle(server))
     aborted = len(server.client.aborted)
     body = {
         "messages": CAPITAL,
@@ -125,13 +126,14 @@ def test_the_engine_stops_when_a_stop_string_has_ended_every_choice(
     response = http.post(CHAT, json=body)
     assert {choice["finish_reason"] for choice in choices(response)} == {"stop"}
     assert response.json()["usage"]["completion_tokens"] < 20
-    assert len(server.client.aborted) == aborted + 1
     wait_until(lambda: is_idle(server))
+    assert len(server.client.aborted) == aborted + 1
 
 
 def test_a_client_that_leaves_frees_every_choice(server: LocalServer, http: httpx.Client) -> None:
     body = {**SAMPLED, "n": 4, "max_tokens": 80, "ignore_eos": True, "stream": True}
-    with http.stream("POST", COMPLETIONS, json=body) as response:
+    wait_until(lambda: server.service.num_live == 0)
+    with server.slow_steps(), http.stream("POST", COMPLETIONS, json=body) as response:
         chunks = response.iter_bytes()
         next(chunks)
         assert server.service.num_live == 4

@@ -124,7 +124,7 @@ def test_a_replica_shows_which_prefix_and_which_request_each_block_belongs_to(
     body = {"prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
     sent = {"x-request-id": "held", "x-tenant": "a"}
     wanted = {"model": fleet.service.model, "replica": "quire#engine#a1b2"}
-    with http.stream("POST", "/v1/completions", json=body, headers=sent) as response:
+    with fleet.slow_steps(), http.stream("POST", "/v1/completions", json=body, headers=sent) as response:
         lines = response.iter_lines()  # whoever drops this iterator hangs up
         next(lines)
         seen = {
@@ -171,10 +171,10 @@ def test_a_request_is_shown_to_its_tenant_and_to_administrators(http: httpx.Clie
     body = {"prompt": [5] * 40, "max_tokens": 3, "ignore_eos": True}
     sent = {"x-api-key": "key", "x-request-id": "own/1"}
     http.post("/v1/completions", json=body, headers=sent).raise_for_status()
-    answers = {
-        key: http.get("/dashboard/requests/own/1", headers={"x-api-key": key})
-        for key in ("key", "other", "admin")
-    }
+    # Its end is told after its answer.
+    path, admin = "/dashboard/requests/own/1", {"x-api-key": "admin"}
+    wait_until(lambda: http.get(path, headers=admin).json()["requests"][0]["state"] == "ended")
+    answers = {key: http.get(path, headers={"x-api-key": key}) for key in ("key", "other", "admin")}
     assert {key: answer.status_code for key, answer in answers.items()} == {
         "key": 200,
         "other": 404,

@@ -28,10 +28,10 @@ def test_channels_share_the_thread_of_serves_routers_and_leave_it_running(
         assert channels.loop is loop
         assert channels.thread is routers
         channels.stop()
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(5)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(30)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        routers.join(5)
+        routers.join(30)
         loop.close()
 
 

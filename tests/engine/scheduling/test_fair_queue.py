@@ -25,7 +25,7 @@ def large_scheduler(**options: int) -> Scheduler:
     return make_scheduler(**sizes, max_model_len=16_384, check_invariants=False)
 
 
-def prompt(length: int, seed: int) -> list[int]:
+def prompt(length: int, seed: int | str) -> list[int]:
     return random.Random(seed).choices(range(40), k=length)
 
 
@@ -174,7 +174,11 @@ def test_clients_share_the_tokens_of_a_step() -> None:
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_clients_that_always_wait_get_equal_work(data: st.DataObject) -> None:
-    """Whatever the sizes of their requests, within what runs at once and two of the largest."""
+    """Whatever the sizes of their requests, within what runs at once and two of the largest.
+
+    With fewer than two slots for each, one may get up to half less besides: a slot whose request ends early in
+    a step stays empty until the next one.
+    """
     clients = ["a", "b", "c"][: data.draw(st.integers(2, 3))]
     sizes = {
         client: (data.draw(st.sampled_from([60, 400, 1500])), data.draw(st.sampled_from([1, 8, 60])))
@@ -190,7 +194,7 @@ def test_clients_that_always_wait_get_equal_work(data: st.DataObject) -> None:
             for _ in range(2 * slots - waiting):
                 made[client] += 1
                 name, (length, output) = f"{client}-{made[client]}", sizes[client]
-                text = prompt(length, hash((client, made[client])))
+                text = prompt(length, name)
                 steps.add(
                     make_request(name, text, output, arrival=1.0 + steps.number, client=client, ignore_eos=True)
                 )
@@ -200,8 +204,9 @@ def test_clients_that_always_wait_get_equal_work(data: st.DataObject) -> None:
         steps.step()
     largest = max(length + OUTPUT_WEIGHT * output for length, output in sizes.values())
     at_once = min(slots * largest, 512 * 16 * OUTPUT_WEIGHT)
-    spread = max(steps.work[each] for each in clients) - min(steps.work[each] for each in clients)
-    assert spread <= at_once + 2 * largest, (sizes, steps.work)
+    least, most = (pick(steps.work[each] for each in clients) for pick in (min, max))
+    missing = most / 2 if slots < 2 * len(clients) else 0.0
+    assert most - least <= at_once + 2 * largest + missing, (sizes, steps.work)
 
 
 def test_nobody_starves_however_many_new_clients_come() -> None:
