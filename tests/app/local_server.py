@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import secrets
+import random
 import socket
 import threading
 import time
@@ -63,7 +63,7 @@ class LocalClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         self.last = request
-        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        seed = random.getrandbits(63) if request.params.seed is None else request.params.seed
         params = dataclasses.replace(request.params, seed=seed)
         request_id = f"{request.request_id}-{next(self._numbers)}"
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -64,6 +65,9 @@ def plant(faults: Sequence[Fault], jobs: int) -> dict[Fault, Verdict]:
     Raises:
         ListError: tests fail without any fault.
     """
+    # As tests/conftest.py does, which comes too late for a torch that is loaded before: its threads would wait
+    # for each other in a loop, and those of one process for a core that another one has.
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.planted_faults.warm"])
     verdicts: dict[Fault, Verdict] = {}
