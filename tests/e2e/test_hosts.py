@@ -144,10 +144,10 @@ def test_idle_connections_lock_nobody_out(cluster: BreakableCluster) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 4 * IDLE + 1000:  # HAProxy allows one address a quarter
         pytest.skip("this machine allows too few open files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as connections:
+        connections.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for _ in range(IDLE):
             half = connections.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
             half.sendall(b"GET /health HTTP/1.1\r\nhost")
         assert cluster.health()["status"] == "ok"
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

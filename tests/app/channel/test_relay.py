@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -202,11 +203,14 @@ def test_a_large_frame_is_handled_in_parts() -> None:
     run_virtually(test())
 
 
+_names = itertools.count()
+
+
 class ThreadedHandle:
     """A handle whose replica answers in the thread that calls; ``beats`` are counted there."""
 
     def __init__(self) -> None:
-        self.deployment_id = SimpleNamespace(app_name=f"threaded-{id(self)}", name="engine")
+        self.deployment_id = SimpleNamespace(app_name=f"threaded-{next(_names)}", name="engine")
         self.fleet = fleet.get_fleet(self.deployment_id.app_name)
         self.hub = ChannelHub(wire.Hello(LIMITS), lambda name: None, idle_frame_s=0.01)
         self.beats = threading.Semaphore(0)
