@@ -28,7 +28,7 @@ def test_channels_share_the_thread_of_serves_routers_and_leave_it_running(
         assert channels.loop is loop
         assert channels.thread is routers
         channels.stop()
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(30)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         routers.join(30)
