@@ -247,7 +247,8 @@ def test_tools_responses_and_anthropics_messages_pass_the_proxy(
 
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     tool: Any = {"type": "function", "function": {"name": "light", "parameters": schema}}
-    asked: Any = {"model": MODEL, "messages": CAPITAL, "tools": [tool], "tool_choice": "required"}
+    tools: Any = {"tools": [tool], "tool_choice": "required"}
+    asked: Any = {"model": MODEL, "messages": CAPITAL, "seed": 1, **tools}
     choice = sdk.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
     (call,) = choice.message.tool_calls or []
     assert call.type == "function"
