@@ -104,7 +104,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": True}, "echo", "not supported"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "only do one"),
     ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "a string, a number"),
-    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "no name"),
+    ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "not a variable name"),
     ({"chat_template_kwargs": {"a": "x" * 1025}}, "chat_template_kwargs", "at most 1024"),
     ({"chat_template_kwargs": {f"a{i}": 1 for i in range(33)}}, "chat_template_kwargs", "at most 32"),
 ]
