@@ -15,6 +15,8 @@ from engine.execution.calibration import (
     CPU_TRIAL_TOKENS,
     DECODE_SHARE,
     GPU_BUDGET,
+    LONE_STEP,
+    MAX_BUDGET,
     OFFLINE_CPU_BUDGET,
     Calibration,
     calibrate,
@@ -64,9 +66,10 @@ class Engine:
         calibration = self._calibrate(offline)
         self.token_budget = calibration.token_budget
         self._prefill_rate = calibration.prefill_rate
-        max_num_seqs = min(config.max_num_seqs, self.token_budget)
+        max_num_seqs, lone_budget = min(config.max_num_seqs, self.token_budget), self.token_budget
         if config.token_budget is None and not offline and self.runner.device.type == "cpu":
             max_num_seqs = min(max_num_seqs, int(self.token_budget * DECODE_SHARE))
+            lone_budget = min(int(self.token_budget * LONE_STEP), MAX_BUDGET)
         pool = BlockPool(self.limits.num_blocks, self.limits.block_size)
         self.window: int | None = self.runner.model.largest_window
         self.kv_events = None
@@ -78,6 +81,7 @@ class Engine:
             index,
             max_num_seqs=max_num_seqs,
             token_budget=self.token_budget,
+            lone_budget=lone_budget,
             prefix_caching=config.prefix_caching,
             eos_token_ids=self.runner.eos_token_ids,
             model_key=self.runner.model_key,

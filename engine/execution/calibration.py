@@ -22,6 +22,10 @@ GPU_BUDGET = 2048
 OFFLINE_CPU_BUDGET = 512
 """Offline, no client waits for a single step; larger chunks prefill faster."""
 
+LONE_STEP = 1.75
+"""Token budgets that a prompt may take in one step while it is alone: each step that it saves is worth a few
+milliseconds. A newcomer waits for that step, and with its own has a first token within three budgets."""
+
 DECODE_SHARE = 0.75
 """Maximum share of a calibrated budget for decoding sequences, so that prompts always advance."""
 

@@ -54,6 +54,7 @@ class Scheduler:
         max_num_seqs: maximum number of running sequences; never above ``token_budget``, so that all of them can
             decode in each step.
         token_budget: maximum number of tokens in one step.
+        lone_budget: the same while there is only one sequence; by default ``token_budget``.
         model_key: the properties of the model that KV depends on (revision, dtype); part of the root of its
             prefix trees.
         priority_aging: seconds of waiting that offset one level of priority, within a client; ``None`` makes
@@ -72,6 +73,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         token_budget: int,
+        lone_budget: int | None = None,
         prefix_caching: bool,
         eos_token_ids: Collection[int],
         model_key: tuple[object, ...],
@@ -104,6 +106,7 @@ class Scheduler:
             look_ahead=look_ahead,
             max_overtakes=max_overtakes,
         )
+        self._lone_budget = token_budget if lone_budget is None else lone_budget
         self._workload = WorkloadStats()
         self._latency = LatencyStats(clock)
         self._outcomes = Outcomes(self.state, self._workload, self._latency)
@@ -143,7 +146,8 @@ class Scheduler:
         state = self.state
         state.settle_swaps()
         state.shares.reset()
-        plan = self._uncommitted = StepPlan(state.token_budget)
+        budget = self._lone_budget if len(state.sequences) == 1 else state.token_budget
+        plan = self._uncommitted = StepPlan(budget)
         if state.waiting:
             preempt_for_first(state, plan)
         _continue_running(state, plan)

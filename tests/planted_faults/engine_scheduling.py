@@ -277,6 +277,13 @@ SCHEDULING: list[Fault] = [
         "a long prompt takes all tokens of a step",
     ),
     Fault(
+        "engine/scheduling/scheduler.py",
+        "self._lone_budget if len(state.sequences) == 1 else state.token_budget",
+        "self._lone_budget",
+        _SCHEDULE,
+        "a newcomer gets no shorter steps beside a prompt that was alone",
+    ),
+    Fault(
         "engine/scheduling/prefill_shares.py",
         "            self._saved -= length",
         "            pass",

@@ -48,6 +48,17 @@ def test_decode_rows_get_their_token_before_prefill_takes_the_rest() -> None:
     ]
 
 
+def test_a_prompt_takes_longer_steps_only_while_it_is_alone() -> None:
+    scheduler = make_scheduler(32, 4, token_budget=6, lone_budget=10)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("long", tokens(50, 20), arrival=1.0))
+    assert shape(simulation.step(scheduler)) == [("long", 0, 10, False)]
+    scheduler.add(make_request("short", tokens(2), arrival=2.0, max_tokens=2))
+    assert shape(simulation.step(scheduler)) == [("long", 10, 4, False), ("short", 0, 2, True)]
+    assert shape(simulation.step(scheduler)) == [("long", 14, 5, False), ("short", 2, 1, True)]
+    assert shape(simulation.step(scheduler)) == [("long", 19, 10, False)]
+
+
 def test_max_num_seqs_and_never_more_than_the_budget_can_decode() -> None:
     for max_num_seqs, token_budget in [(2, 16), (16, 2)]:
         scheduler = make_scheduler(16, 4, max_num_seqs=max_num_seqs, token_budget=token_budget)
