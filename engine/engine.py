@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
+from engine.devices import usable_cores
 from engine.errors import EngineDeadError
 from engine.execution.calibration import (
     CPU_TRIAL_TOKENS,
@@ -95,6 +96,8 @@ class Engine:
         self.grammars = GrammarCompiler(
             self.runner.folder, self.limits.vocab_size, self.runner.eos_token_ids, checked=not offline
         )
+        self.fills_cores = self.runner.device.type == "cpu" and self.runner.num_threads >= usable_cores()
+        """Whether a step leaves no core to anything else."""
         self.load = LoadReporter(self.scheduler.state, prefill_rate=self._prefill_rate)
         self._steps = 0
         self._step_seconds = 0.0

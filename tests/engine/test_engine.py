@@ -355,6 +355,41 @@ def outputs(tiny_models: dict[str, Path]) -> Iterator[Outputs]:
     assert not outputs.thread.is_alive()
 
 
+class TimedInbox(queue.SimpleQueue[Any]):
+    """Notes how long its reader is ready to wait for each item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float | None] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self.timeouts.append(timeout)
+        return super().get(block, timeout)
+
+
+@pytest.mark.parametrize(("cores", "beside", "pauses"), [(1, False, 1), (1, True, 0), (2, False, 0)])
+def test_the_next_step_leaves_the_cores_to_the_first_token_of_a_lone_request(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, cores: int, beside: bool, pauses: int
+) -> None:
+    """The engine has one thread."""
+    monkeypatch.setattr("engine.engine.usable_cores", lambda: cores)
+    outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
+    inbox = outputs.thread._inbox = TimedInbox()
+    deliver, thread = outputs._deliver, outputs.thread
+
+    def on_outputs(made: StepOutputs) -> None:
+        deliver(made)
+        if beside and any(delta.request_id == "a" and delta.index == 0 for delta in made.deltas):
+            thread.submit(make_request("b", [5, 6], max_tokens=3, ignore_eos=True))  # while "a" has more to do
+
+    thread._on_outputs = on_outputs
+    thread.start()
+    thread.submit(make_request("a", [5, 6, 7], max_tokens=20, ignore_eos=True))
+    outputs.until_finished("a", *(["b"] if beside else []))
+    thread.stop()
+    assert inbox.timeouts.count(engine_thread.FIRST_TOKEN_S) == pauses
+
+
 def test_an_idle_engine_prefaults_its_pool_and_takes_requests_meanwhile(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

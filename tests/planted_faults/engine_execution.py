@@ -43,6 +43,13 @@ EXECUTION: list[Fault] = [
         "with drafts min_tokens ends late",
     ),
     Fault(
+        "engine/engine_thread.py",
+        "begun and engine.fills_cores and len(self._live) == 1",
+        "begun and engine.fills_cores",
+        ("engine/test_engine.py::test_the_next_step_leaves_the_cores_to_the_first_token_of_a_lone_request",),
+        "every first token delays the tokens of the other requests",
+    ),
+    Fault(
         "engine/engine.py",
         "            chunk.drafts = ()\n",
         "            pass\n",
