@@ -325,7 +325,10 @@ class ScalingOptions(Group):
         ge=0,
     )
     engine_cpus: float | None = option(
-        None, "CPUs that one engine requests from Ray. `auto`: its share of the smallest node", ge=0
+        None,
+        "CPUs that one engine requests from Ray. `auto`: on several nodes its share of the smallest; else it "
+        "reserves none",
+        ge=0,
     )
     threads: int | None = option(
         None, "CPU threads of one engine. `auto`: its share of the node's cores, at least 1", ge=1

@@ -23,8 +23,9 @@ MAX_SURGE_PERCENT = 20
 """As many as Serve replaces at a time."""
 
 ANY_CPU = 0.001
-"""What an engine requests if there are several models: a node that has CPUs. A share of them would change with
-the number of models, and Serve restarts a replica whose request changes."""
+"""What an engine requests on the only node, or if there are several models: a node that has CPUs. A share of
+them would change with the number of engines or models. Serve restarts a replica whose request changes, and
+waits forever if it finds no room for it beside the old ones."""
 
 
 def cluster_nodes() -> list[dict[str, float]]:
@@ -64,21 +65,16 @@ def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
 def actor_options(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, Any]:
     """What one engine replica asks of Ray.
 
-    By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. Ours
-    request their share of the smallest node; with the ingress at 0, they always fit. On a single node they
-    leave room for one more, so that a deploy can start a new replica before it stops an old one. See also
-    ``ANY_CPU``.
+    By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. On
+    several nodes, ours request their share of the smallest one; with the ingress at 0, they always fit and are
+    spread evenly. Otherwise see ``ANY_CPU``.
     """
     options = model.options
-    cpus = (
-        ANY_CPU if model.one_of_several and options.scaling.engine_cpus is None else options.scaling.engine_cpus
-    )
+    cpus = options.scaling.engine_cpus
+    if cpus is None and (model.one_of_several or len(_usable(options, nodes)) == 1):
+        cpus = ANY_CPU
     if cpus is None:
-        usable, replicas = _usable(options, nodes), replicas_on_a_node(options, nodes)
-        only = usable[0] if len(usable) == 1 else None
-        if only is not None and (not wants_gpu(options, nodes) or only["GPU"] >= replicas + 1):
-            replicas += 1
-        share = max(_cores(options, nodes), 1.0) / replicas
+        share = max(_cores(options, nodes), 1.0) / replicas_on_a_node(options, nodes)
         # Rounded down, or the last replica does not fit.
         cpus = int(share) if share >= 1 else math.floor(share * 1000) / 1000
     return {"num_cpus": cpus, **({"num_gpus": 1} if wants_gpu(options, nodes) else {})}
@@ -98,12 +94,15 @@ def threads_of_an_engine(model: ServedModel, nodes: Sequence[Resources]) -> int:
 def surge_percents(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> list[int]:
     """Engine replicas that a deploy may start before it stops old ones, in percent of all; 0: there is no room.
 
-    Without room Serve stops first, a fifth of the replicas at a time.
+    Without room Serve stops first, a fifth of the replicas at a time. Whoever asks for no CPUs to speak of has
+    room for one more on each node, as the build has checked for memory (``model_check.py``).
     """
     percents = []
     for model in models:
         most = model.options.scaling.upper_limit
         spare = _room(model, models, nodes) - most
+        if actor_options(model, nodes)["num_cpus"] <= ANY_CPU:
+            spare = min(spare, len(_usable(model.options, nodes)))
         percents.append(min(max(100 * spare // most, 1), MAX_SURGE_PERCENT) if spare > 0 else 0)
     return percents
 

@@ -65,8 +65,8 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/launch/placement.py",
-        "ANY_CPU if model.one_of_several and options.scaling.engine_cpus is None",
-        "ANY_CPU if False",
+        "cpus is None and (model.one_of_several or ",
+        "cpus is None and (False or ",
         _PLACEMENT,
         "another model restarts the engines of all",
     ),
@@ -184,10 +184,17 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/launch/placement.py",
-        "            replicas += 1\n",
+        " or len(_usable(options, nodes)) == 1):",
+        "):",
+        _PLACEMENT,
+        "on the only node another number of engines never gets its CPUs",
+    ),
+    Fault(
+        "app/launch/placement.py",
+        "            spare = min(spare, len(_usable(model.options, nodes)))\n",
         "            pass\n",
         _PLACEMENT,
-        "no room is left for a successor on the only node",
+        "a deploy starts more engines at once than there is memory for",
     ),
     Fault(
         "app/launch/placement.py",

@@ -70,8 +70,9 @@ def test_a_gpu_for_each_replica() -> None:
 
 def test_where_replicas_follow_demand_there_is_room_for_all_that_may_be() -> None:
     given = one(max_replicas=4)
-    assert placement.actor_options(given, [{"CPU": 8.0}]) == {"num_cpus": 1}
-    placement.check_cpus([given], [{"CPU": 8.0}])
+    assert placement.actor_options(given, [{"CPU": 8.0}] * 2) == {"num_cpus": 4}
+    for nodes in ([{"CPU": 8.0}], [{"CPU": 8.0}] * 2):
+        placement.check_cpus([given], nodes)
     with pytest.raises(ConfigError, match=r"for 2 of 4 engine replicas .* lower max_replicas or engine_cpus"):
         placement.check_cpus(served(max_replicas=4, engine_cpus=4), [{"CPU": 8.0}])
 
@@ -92,7 +93,7 @@ def test_gpus_that_demand_may_want_can_join_later(caplog: pytest.LogCaptureFixtu
 def test_replicas_of_nodes_that_have_yet_to_join_share_none_of_these() -> None:
     given = one(max_replicas=8)
     assert placement.replicas_on_a_node(given.options, [GPU_NODE]) == 1
-    assert placement.actor_options(given, [GPU_NODE]) == {"num_cpus": 16, "num_gpus": 1}
+    assert placement.actor_options(given, [GPU_NODE, GPU_NODE]) == {"num_cpus": 16, "num_gpus": 1}
     assert placement.replicas_on_a_node(given.options, [{"CPU": 16.0, "GPU": 4.0}]) == 4
     assert placement.replicas_on_a_node(given.options, [{"CPU": 16.0}]) == 8
 
@@ -121,6 +122,14 @@ def test_on_one_node_there_is_room_for_a_successor() -> None:
         assert placement.surge_percents([given], nodes)[0] > 0
 
 
+@pytest.mark.parametrize("node", [{"CPU": 2.0}, {"CPU": 16.0, "GPU": 4.0}])
+def test_on_one_node_another_number_of_engines_finds_room_and_restarts_none(node: dict[str, float]) -> None:
+    """With a share of the CPUs each, Serve waits for ever to have both numbers of engines at once."""
+    asked = [placement.actor_options(one(engine_replicas=number), [node]) for number in (1, 2, 3)]
+    assert asked[0] == asked[1] == asked[2]
+    assert asked[0]["num_cpus"] * 5 <= node["CPU"]
+
+
 def test_threads_follow_what_is_asked_for() -> None:
     nodes = [{"CPU": 16.0}]
     assert placement.threads_of_an_engine(one(engine_replicas=4, engine_cpus=2), nodes) == 2
@@ -138,6 +147,8 @@ def test_threads_follow_what_is_asked_for() -> None:
         ({"engine_replicas": 2}, [GPU_NODE, GPU_NODE, GPU_NODE], 1),
         ({"engine_replicas": 2}, [{"CPU": 8.0}, {"CPU": 8.0}], 0),  # one on each, which a third would disturb
         ({"engine_replicas": 1}, [{"CPU": 8.0}, {"CPU": 8.0}], 1),
+        ({"engine_replicas": 1}, [{"CPU": 8.0}], 1),
+        ({"engine_replicas": 20}, [{"CPU": 64.0}], 1),  # there is memory for as many
         ({"engine_replicas": 2, "engine_cpus": 4}, [{"CPU": 8.0}], 0),
         ({"engine_replicas": 2, "engine_cpus": 4}, [{"CPU": 12.0}], 1),
         ({"engine_replicas": 20, "engine_cpus": 1}, [{"CPU": 64.0}], 4),  # as many as Serve replaces at a time
@@ -178,7 +189,7 @@ def test_models_share_the_cores_of_a_node() -> None:
 
 def test_what_an_engine_asks_for_does_not_depend_on_other_models() -> None:
     """Serve would restart it."""
-    nodes = [{"CPU": 16.0}]
+    nodes = [{"CPU": 16.0}, {"CPU": 16.0}]
     alone = served(models={"one": {}})[0]
     beside = both({}, {"engine_replicas": 7})[0]
     assert (
