@@ -1,8 +1,9 @@
 """A model's chat template: messages to the text that the model was trained on.
 
 The template comes with the model, so it is untrusted: it runs in Jinja's sandbox, which gives it no access to
-Python's internals. What it may call and how whitespace is trimmed is what ``transformers`` offers templates, so
-that both write the same text; without importing it, which takes seconds and loads torch.
+Python's internals, with bounds of time and size. What it may call and how whitespace is trimmed is what
+``transformers`` offers templates, so that both write the same text; without importing it, which takes seconds
+and loads torch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from app.api.bounded_template import BoundedEnvironment, check_text
 from engine.template_errors import TEMPLATE_ERRORS
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -29,6 +30,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Follows the last message where it is to be continued, to find its end in the text."""
+
+RENDER_CPU_S = 1.0
+"""Processor time for one rendering; the longest prompts take a tenth of it."""
 
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
@@ -52,20 +56,26 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        cpu_s: float = RENDER_CPU_S,
+        gives_way: bool = False,
     ) -> str:
         """The text of a conversation, by default up to the beginning of the assistant's turn.
 
         ``messages`` and ``tools`` are plain JSON values; a message's keys whose value is ``None`` are left out.
         With ``continue_final_message`` the text ends with the content of the last message. ``variables`` are
-        the template's own; none may have a name of ``OWN_VARIABLES`` or of a special token.
+        the template's own; none may have a name of ``OWN_VARIABLES`` or of a special token. With ``gives_way``
+        it pauses now and then for other threads.
 
         Raises:
+            TemplateTimeoutError: it has taken ``cpu_s`` of processor time; one of ``TEMPLATE_ERRORS``.
             TEMPLATE_ERRORS: the template is broken, refuses these messages, or does not expect such values.
         """
         turns = [_turn(message) for message in messages]
         if continue_final_message:
             turns[-1]["content"] = f"{turns[-1].get('content', '')}{_CONTINUED}"
-        text = self._compiled.render(
+        template = self._compiled
+        self._environment.clock.start(cpu_s, gives_way)
+        text = template.render(
             **self._special_tokens,
             **(variables or {}),
             messages=turns,
@@ -82,14 +92,18 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        environment = ImmutableSandboxedEnvironment(
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _environment(self) -> BoundedEnvironment:
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals.update(
             raise_exception=_raise, strftime_now=_now, dict=_Dictionary(), namespace=_Names
         )
-        return environment.from_string(self.source)
+        return environment
 
 
 def _before_mark(text: str) -> str:
@@ -160,6 +174,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes characters of HTML, which models were not trained on."""
+    check_text(value, indent)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

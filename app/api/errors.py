@@ -158,18 +158,6 @@ def too_many_bodies(most: int, others: int, own: int) -> ApiError:
     )
 
 
-def template_untried() -> ApiError:
-    """503 for chats while the machine is too busy for the trial of the model's chat template to end."""
-    return ApiError(
-        503,
-        "this model's chat template is still being tested because the machine is busy; try again in "
-        f"{RETRY_AFTER_SECONDS} s",
-        code="unavailable",
-        kind="service_unavailable_error",
-        retry_after_s=RETRY_AFTER_SECONDS,
-    )
-
-
 def model_not_found(name: str, served: Sequence[str]) -> ApiError:
     """404 for a model that this server does not have; ``served`` are those that the client may use."""
     names = ", ".join(map(repr, served))

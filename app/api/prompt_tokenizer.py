@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
-import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -14,9 +11,10 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from app.api.bounded_template import TemplateTimeoutError
 from app.api.chat_messages import ChatMessage
-from app.api.chat_template import OWN_VARIABLES, ChatTemplate
-from app.api.errors import show, template_untried
+from app.api.chat_template import OWN_VARIABLES, RENDER_CPU_S, ChatTemplate
+from app.api.errors import show
 from app.api.output_options import DEFAULT_TEMPLATE, TemplateOptions
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.tokenizer_parts import TokenizerParts
@@ -38,11 +36,11 @@ MESSAGE_CHARS = 50
 
 _TRIAL = "A system message."
 
-TRIAL_S = 10.0
-"""How long chats wait for the trial of the model's template after its start; it takes milliseconds."""
+INLINE_CPU_S = 0.005
+"""Processor time for a rendering on the event loop; one that takes longer begins again in a thread."""
 
-TRIAL_CPU_S = 1.0
-"""A trial that has taken more processor time does not come to an end; with less, the machine is busy."""
+THREAD_CPU_S = 0.1
+"""The same in the threads that tokenize; one that takes longer begins again in a thread for such alone."""
 
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
@@ -88,6 +86,7 @@ class PromptTokenizer:
         self._reserved = set(self.template).union(*(token.content for _, token in specials))
         self.prefix_tokens = PrefixTokenCache(self._encode, self._special_token)
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-template")
         self.decoder = TextDecoder(self._backend)
 
     def warm_up(self) -> None:
@@ -104,18 +103,15 @@ class PromptTokenizer:
 
     @cached_property
     def _trial(self) -> Future[bool]:
-        """In a thread, as the template comes with the model and may run for ever."""
-        self._trial_until = time.monotonic() + TRIAL_S
-        self._trial_clock: Callable[[], float] = lambda: 0.0
-        return self._executor.submit(self._writes_system_messages)
+        """In a thread, as the template comes with the model and may take its whole time."""
+        return self._slow.submit(self._writes_system_messages)
 
     def _writes_system_messages(self) -> bool:
         if self._template is None:
             return False
-        self._trial_clock = thread_clock()
         turns = [{"role": "system", "content": _TRIAL}, {"role": "user", "content": "Hello"}]
         try:
-            return _TRIAL in self._template.render(turns)
+            return _TRIAL in self._template.render(turns, cpu_s=RENDER_CPU_S, gives_way=True)
         except TEMPLATE_ERRORS:
             return False
 
@@ -162,8 +158,8 @@ class PromptTokenizer:
         tools are ordinary text, so no message can end its turn or begin another.
 
         Raises:
-            InvalidRequestError: the model has no chat template, or its template refuses the messages, or they
-                name special tokens and use up the private-use characters.
+            InvalidRequestError: the model has no chat template, or its template refuses the messages or takes
+                more than ``RENDER_CPU_S``, or they name special tokens and use up the private-use characters.
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
@@ -181,27 +177,17 @@ class PromptTokenizer:
             texts += [value for _, value in options.variables if isinstance(value, str)]
             work += sum(map(len, texts)) - length
         self._check_variables(options)
-        await self._tried()
-        return await self._run(
-            work, lambda: self._encode_messages(messages, use.tools, owner, options, max_tokens)
-        )
-
-    async def _tried(self) -> None:
-        """Return once the template has ended with two short messages; then it may run in the event loop."""
-        if self._trial.done():
-            return
-        left = self._trial_until - time.monotonic()
-        if left > 0:
-            await asyncio.wait([asyncio.wrap_future(self._trial)], timeout=left)
-        if self._trial.done():
-            return
-        if self._trial_clock() > TRIAL_CPU_S:
-            raise InvalidRequestError(
-                "this model's chat template does not terminate; use /v1/completions",
-                "messages",
-                "chat_template_error",
-            )
-        raise template_untried()
+        encode = partial(self._encode_messages, messages, use.tools, owner, options, max_tokens)
+        cpu_s = INLINE_CPU_S if work <= INLINE_CHARS else THREAD_CPU_S
+        try:
+            return await self._run(work, partial(encode, cpu_s, gives_way=work > INLINE_CHARS))
+        except TemplateTimeoutError:
+            pass
+        try:
+            begin_again = partial(encode, RENDER_CPU_S, gives_way=True)
+            return await asyncio.get_running_loop().run_in_executor(self._slow, begin_again)
+        except TemplateTimeoutError as error:
+            raise _refused(error) from error
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each of ``words``, and of each after a space, where they differ."""
@@ -264,12 +250,15 @@ class PromptTokenizer:
         owner: Hashable,
         options: TemplateOptions,
         max_tokens: int,
+        cpu_s: float,
+        gives_way: bool,
     ) -> list[int]:
+        render = partial(self._render, options=options, cpu_s=cpu_s, gives_way=gives_way)
         texts = [text for message in messages for text in message.texts]
         texts += [text for tool in tools for text in tool.texts]
         named = self._special_name
         if named is None or not any(map(named.search, texts)):
-            text, first = self._render(messages, tools, options)
+            text, first = render(messages, tools)
             self._check_length(len(text), max_tokens, "messages")
             return self.prefix_tokens.encode(text, first, owner)
         placeholders = self._placeholders(texts)
@@ -278,7 +267,7 @@ class PromptTokenizer:
             return _masked(named, text, placeholders)
 
         masked = [message.changed(mask) for message in messages]
-        text, _ = self._render(masked, [tool.changed(mask) for tool in tools], options)
+        text, _ = render(masked, [tool.changed(mask) for tool in tools])
         self._check_length(len(text), max_tokens, "messages")
         return self._encode_masked(text, placeholders)
 
@@ -315,21 +304,33 @@ class PromptTokenizer:
         return ids
 
     def _render(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: TemplateOptions
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        options: TemplateOptions,
+        cpu_s: float = RENDER_CPU_S,
+        gives_way: bool = False,
     ) -> tuple[str, str]:
         """The prompt, and the content of its first turn."""
+        apply = partial(self._applied, options=options, cpu_s=cpu_s, gives_way=gives_way)
         if self._family.template_knows_tools:
             short_ids = self._family.tool_parser == "mistral"
-            return self._applied(turns(messages, short_ids=short_ids), options, tools)
+            return apply(turns(messages, short_ids=short_ids), tools)
         try:
-            return self._applied(plain_turns(messages, tools, "system"), options)
+            return apply(plain_turns(messages, tools, "system"))
         except InvalidRequestError:  # some templates refuse system messages
             if not tools:
                 raise
-            return self._applied(plain_turns(messages, tools, "user"), options)
+            return apply(plain_turns(messages, tools, "user"))
 
     def _applied(
-        self, turns: list[dict[str, Any]], options: TemplateOptions, tools: Sequence[Tool] = ()
+        self,
+        turns: list[dict[str, Any]],
+        tools: Sequence[Tool] = (),
+        *,
+        options: TemplateOptions,
+        cpu_s: float,
+        gives_way: bool,
     ) -> tuple[str, str]:
         described = [tool.to_dict() for tool in tools] or None
         assert self._template is not None
@@ -340,14 +341,22 @@ class PromptTokenizer:
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 variables=dict(options.variables),
+                cpu_s=cpu_s,
+                gives_way=gives_way,
             )
+        except TemplateTimeoutError:
+            raise
         except TEMPLATE_ERRORS as error:
-            raise InvalidRequestError(
-                f"the model's chat template rejects these messages: {str(error) or type(error).__name__}",
-                "messages",
-                "chat_template_error",
-            ) from error
+            raise _refused(error) from error
         return text, turns[0]["content"]
+
+
+def _refused(error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the model's chat template rejects these messages: {str(error) or type(error).__name__}",
+        "messages",
+        "chat_template_error",
+    )
 
 
 def _whole(backend: str) -> Tokenizer:
@@ -367,15 +376,3 @@ def _masked(named: re.Pattern[str], text: str, placeholders: dict[str, str]) -> 
     while named.search(text):
         text = named.sub(lambda match: placeholders[match.group()[0]] + match.group()[1:], text)
     return text
-
-
-def thread_clock() -> Callable[[], float]:
-    """Processor time of the calling thread in s from now on, for any thread to read while this one lives."""
-    if sys.platform != "linux":  # the time on the wall, which a busy machine adds to
-        return partial(_since, time.monotonic, time.monotonic())
-    clock = time.pthread_getcpuclockid(threading.get_ident())
-    return partial(_since, partial(time.clock_gettime, clock), time.thread_time())
-
-
-def _since(clock: Callable[[], float], began: float) -> float:
-    return clock() - began

@@ -10,6 +10,8 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from app.api import bounded_template
+from app.api.bounded_template import TemplateTimeoutError
 from app.api.chat_template import ChatTemplate
 from engine.template_errors import TEMPLATE_ERRORS
 
@@ -195,3 +197,83 @@ def test_variables_of_its_own() -> None:
     template = ChatTemplate("{{ enable_thinking }}{{ other is defined }}{{ add_generation_prompt }}", {})
     assert template.render(PLAIN, variables={"enable_thinking": False}) == "FalseFalseTrue"
     assert template.render(PLAIN, add_generation_prompt=False) == "FalseFalse"
+
+
+LOOP = "{% for i in range(99999) %}"
+X = "{% set x = 'a' * 10**6 %}"
+
+
+def repeated(change: str, first: str) -> str:
+    """A change of ``n.x``, many times."""
+    return (
+        f"{{% set n = namespace(x={first}) %}}{{% for i in range(99) %}}{{% set n.x {change} %}}{{% endfor %}}"
+    )
+
+
+ENDLESS = {
+    "loops in loops": LOOP * 3 + "{% endfor %}" * 3,
+    "a loop that passes over all": LOOP + "{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "calls that branch": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}",
+    "a recursive loop": "{% for x in range(99) recursive %}{{ loop(range(9)) if loop.depth < 99 }}{% endfor %}",
+    "filters of long lists": LOOP + "{% set x = range(9999) | sort | join %}{% endfor %}",
+    "called for each item": LOOP + "{{ messages | map('tojson') | join }}" * 9 + "{% endfor %}",
+}
+
+HUGE = {
+    "a text times a number": "{{ 'ab' * 10**9 }}",
+    "a number times a text": "{{ 10**9 * 'ab' }}",
+    "a list times a number": "{{ ([messages] * 10**6) | length }}",
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "a product": repeated("= n.x * n.x", "9"),
+    "long division": "{{ ('f' * 9999) | int(base=16) // 3 }}",
+    "a text that doubles": repeated("= n.x + n.x", "'ab'"),
+    "a list that doubles": repeated("= n.x + n.x", "[1]"),
+    "a text joined to itself": repeated("= n.x ~ n.x", "'ab'"),
+    "a block that doubles": repeated("%}{{ n.x }}{{ n.x }}{% endset", "'ab'"),
+    "a macro that doubles": "{% macro f(n) %}{% if n %}{% set x = f(n - 1) %}{{ x }}{{ x }}{% else %}ab"
+    "{% endif %}{% endmacro %}{{ f(99) }}",
+    "long pieces": X + "{% for i in range(999) %}{{ x }}{% endfor %}",
+    "a range": "{{ range(10**9) | list }}",
+    "join": X + "{{ ([x] * 10000) | join }}",
+    "join of an iterator": X + "{{ range(999) | map('replace', 1, x) | join(x) }}",
+    "the method join": "{{ ('a' * 10**6).join(range(999) | map('string') | list) }}",
+    "the method join of an iterator": X + "{{ ''.join(range(999) | map('replace', 1, x)) }}",
+    "replace": "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}",
+    "the method replace": "{{ ('a' * 10**6).replace('', 'b' * 10**6) }}",
+    "a width": "{{ 'a'.ljust(10**9) }}",
+    "zeros": "{{ 'a'.zfill(10**9) }}",
+    "a centered text": "{{ 'a' | center(10**9) }}",
+    "tabs": "{{ 'a\t'.expandtabs(tabsize=10**9) }}",
+    "an indent": "{{ ('a\n' * 10**6) | indent(9999) }}",
+    "a format with a width": "{{ '%999999999d' % 1 }}",
+    "a format with a given width": "{{ '%*d' | format(10**9, 1) }}",
+    "the method format": "{{ '{:999999999}'.format(1) }}",
+    "the method format with a given width": "{{ '{:{n}}'.format(1, n=10**9) }}",
+    "a format of long texts": "{{ ('%s' * 999) % ([('a' * 10**6)] * 999) }}",
+    "a list in itself": repeated("= [n.x, n.x]", "[1]") + "{{ n.x }}",
+    "its JSON": repeated("= [n.x, n.x]", "[1]") + "{{ n.x | tojson }}",
+    "an indent of JSON": "{{ messages | tojson(indent=10**9) }}",
+    "bytes of a number": "{{ (1).to_bytes(10**9) }}",
+    "batches": "{{ [1] | batch(10**9, 0) | list }}",
+    "slices": "{{ [1] | slice(10**9) | list }}",
+    "digits": "{{ 1 | round(10**9, 'ceil') }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_a_rendering_without_an_end_is_ended(name: str, gives_way: bool) -> None:
+    template = ChatTemplate(ENDLESS[name], {})
+    with pytest.raises(TemplateTimeoutError, match=r"in 0\.01 s of CPU time"):
+        template.render(PLAIN, cpu_s=0.01, gives_way=gives_way)
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(PLAIN) == "system"  # the thread goes on
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_nothing_huge_is_begun(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_template, "MAX_ITEMS", 2**14)
+    monkeypatch.setattr(bounded_template, "MAX_CHARS", 2**22)
+    with pytest.raises((TemplateError, OverflowError)) as refused:
+        ChatTemplate(HUGE[name], {}).render(PLAIN)
+    assert not isinstance(refused.value, TemplateTimeoutError)
+    assert any(word in str(refused.value) for word in ("more than", "above", "width", "too big"))

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.api import prompt_tokenizer
 from app.api.chat_messages import ChatMessage, ToolCall
-from app.api.errors import ApiError
 from app.api.output_options import TemplateOptions
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
@@ -70,46 +67,68 @@ def small_model(
         ("{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}{{ messages }}", False),
         ("{% if %}", False),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", False),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", False),
         ("{{" + "(" * 3000 + "1" + ")" * 3000 + "}}", False),
         (None, False),
     ],
 )
 def test_whether_a_template_takes_system_messages_is_tried(
-    tmp_path: Path, template: str | None, takes: bool
+    tmp_path: Path, template: str | None, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prompt_tokenizer, "RENDER_CPU_S", 0.05)
     tokenizer = small_model(tmp_path, template)
     tokenizer.warm_up()
     assert tokenizer._trial.result(timeout=60) is takes
     assert tokenizer.takes_system_messages is takes
 
 
-def test_a_template_that_does_not_end_never_runs_in_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+ENDLESS = """{% for m in messages %}{{ m.content }}{% if m.content == 'ab' %}
+{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("long", [0, INLINE_CHARS])
+def test_a_template_that_hangs_on_some_messages_fails_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int
 ) -> None:
-    monkeypatch.setattr(prompt_tokenizer, "TRIAL_S", 0.0)
-    tokenizer = small_model(tmp_path, "{{ messages[0].content }}")
-    trial: Future[bool] = Future()
-    monkeypatch.setattr(tokenizer._executor, "submit", lambda _: trial)
-    assert not tokenizer.takes_system_messages
-    with pytest.raises(ApiError, match="try again in 1 s") as busy:  # it has hardly run
-        chat_ids(tokenizer, [ChatMessage("user", "ab")])
-    assert (busy.value.fault.status, busy.value.fault.retry_after_s) == (503, 1)
-    tokenizer._trial_clock = lambda: 1.1
-    with pytest.raises(InvalidRequestError, match="does not terminate") as refused:
-        chat_ids(tokenizer, [ChatMessage("user", "ab")])
-    assert refused.value.code == "chat_template_error"
-    assert text_ids(tokenizer, "ab") == [0, 2, 3]
-    trial.set_result(False)
+    monkeypatch.setattr(prompt_tokenizer, "THREAD_CPU_S", 0.01)
+    monkeypatch.setattr(prompt_tokenizer, "RENDER_CPU_S", 0.02)
+    tokenizer = small_model(tmp_path, ENDLESS)
+    assert tokenizer._template is not None
+    loop = asyncio.new_event_loop()
+    render, seen = tokenizer._template.render, list[tuple[str, float, bool]]()
+
+    def noted(*args: Any, **options: Any) -> str:
+        thread = threading.current_thread().name.split("_")[0]
+        seen.append((thread, options["cpu_s"], options["gives_way"]))
+        if thread == "slow-template":
+            loop.call_soon_threadsafe(begun_again.set)
+        return render(*args, **options)
+
+    monkeypatch.setattr(tokenizer._template, "render", noted)
+
+    begun_again = asyncio.Event()
+
+    async def both() -> None:
+        more = ChatMessage("user", "c" * long)
+        hangs = asyncio.create_task(tokenizer.encode_chat([ChatMessage("user", "ab"), more], 8192))
+        await begun_again.wait()
+        assert await tokenizer.encode_chat([ChatMessage("user", "ba")], 8192) == [3, 2]
+        with pytest.raises(
+            InvalidRequestError, match=r"did not finish in 0\.02 s of CPU time"
+        ) as refused:
+            await hangs
+        assert (refused.value.code, refused.value.param) == ("chat_template_error", "messages")
+
+    loop.run_until_complete(both())
+    loop.close()
+    first = ("tokenizer", 0.01, True) if long else ("MainThread", 0.005, False)
+    assert seen == [first, ("slow-template", 0.02, True), ("MainThread", 0.005, False)]
+
+
+def test_a_rendering_that_is_slow_but_ends_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_tokenizer, "INLINE_CPU_S", 0.0)
+    tokenizer = small_model(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
     assert chat_ids(tokenizer, [ChatMessage("user", "ab")]) == [2, 3]
-
-
-def test_the_clock_of_a_thread_counts_its_processor_time_alone() -> None:
-    with ThreadPoolExecutor(1) as threads:
-        clock = threads.submit(prompt_tokenizer.thread_clock).result()
-        before = clock()
-        sum(range(10**5))  # elsewhere
-        threads.submit(sum, range(10**5)).result()
-        assert 0.0 <= before < clock() <= threads.submit(time.thread_time).result()
 
 
 def test_chat_ids_equal_the_models_own_template(tokenizer: PromptTokenizer, reference: Any) -> None:
@@ -195,7 +214,7 @@ def test_whatever_a_template_writes_is_tokenized_off_the_event_loop_and_within_t
     monkeypatch.setattr(
         tokenizer,
         "_render",
-        lambda *given: (threads.append(threading.current_thread().name), render(*given))[1],
+        lambda *given, **how: (threads.append(threading.current_thread().name), render(*given, **how))[1],
     )
 
     def tokens(length: int) -> int:
