@@ -99,7 +99,7 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / heads
     num_kv_heads: int | None = None  # None: as many as heads
     max_position: int = 32768
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
@@ -153,7 +153,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         norms_round_once=True,
         max_position=2048,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
     ),
 }
 """By the name of the architecture in ``config.json``."""
@@ -172,7 +172,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_position_embeddings: int  # longest context, in tokens
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     activation: Activation = Activation.SILU
     tie_word_embeddings: bool = False
@@ -301,7 +301,7 @@ def parse_model_config(
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", most=MAX_WIDTH),
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.positive("rms_norm_eps", family.rms_norm_eps, 1.0),
+        norm_eps=fields.positive("rms_norm_eps", family.norm_eps, 1.0),
         rope=rope,
         activation=activation,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tie_word_embeddings),

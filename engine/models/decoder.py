@@ -62,7 +62,7 @@ class DecoderLayer:
             self.qk_norm = QKNorm(
                 weights.norm(f"{attention}.q_norm.weight", q_size),
                 weights.norm(f"{attention}.k_norm.weight", k_size),
-                config.rms_norm_eps,
+                config.norm_eps,
             )
         self.out = weights.linear(q_dim, [(f"{attention}.o_proj", hidden)], config.out_bias)
         inner = config.intermediate_size
@@ -150,7 +150,7 @@ class Decoder:
         self, token_ids: Tensor, kv_pool: Tensor, metadata: AttentionMetadata, sample_rows: Tensor
     ) -> Tensor:
         """The part of :meth:`forward` before the output head: ``[S, hidden_size]``, normed."""
-        kernels, eps, activation = self.kernels, self.config.rms_norm_eps, self.config.activation
+        kernels, eps, activation = self.kernels, self.config.norm_eps, self.config.activation
         residual = kernels.embed(token_ids, self.embedding, self.embedding_scale)
         first = self.layers[0].before_attention
         x = residual if first is None else kernels.rms_norm(residual, first, eps)
@@ -194,7 +194,7 @@ class Decoder:
         """``residual += x`` in place; returns its norm, or the residual itself where there is no norm."""
         if norm is None:
             return self.kernels.add(x, residual)
-        return self.kernels.add_rms_norm(x, residual, norm, self.config.rms_norm_eps)
+        return self.kernels.add_rms_norm(x, residual, norm, self.config.norm_eps)
 
 
 class _Weights:

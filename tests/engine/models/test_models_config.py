@@ -59,7 +59,7 @@ def test_agrees_with_transformers_about_its_own_defaults(family: str) -> None:
     config = parse_model_config({**theirs.to_dict(), "architectures": [f"{family}ForCausalLM"]})
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or 12)
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.norm_eps == theirs.rms_norm_eps
     kinds = getattr(theirs, "layer_types", None) or []
     windows = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     assert config.windows == (windows if any(windows) else ())
@@ -179,10 +179,10 @@ def test_olmo2_as_released() -> None:
         torch_dtype="float32",
         vocab_size=100352,
     )
-    assert (config.head_dim, config.rms_norm_eps, config.rope.theta) == (128, 1e-6, 500_000.0)
+    assert (config.head_dim, config.norm_eps, config.rope.theta) == (128, 1e-6, 500_000.0)
     assert config.qk_norm_sizes == (4096, 4096)
     silent = parse("Olmo2", max_position_embeddings=None)
-    assert (silent.rms_norm_eps, silent.max_position_embeddings, silent.num_kv_heads) == (1e-5, 2048, 8)
+    assert (silent.norm_eps, silent.max_position_embeddings, silent.num_kv_heads) == (1e-5, 2048, 8)
     assert not silent.tie_word_embeddings
 
 
@@ -195,7 +195,7 @@ def test_agrees_with_transformers_where_the_file_is_silent(family: str) -> None:
     config = parse(family, **sizes, max_position_embeddings=None)
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.max_position_embeddings == theirs.max_position_embeddings
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.norm_eps == theirs.rms_norm_eps
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
 
