@@ -52,11 +52,13 @@ class Figure:
             return True
         return bool(self.value <= self.bar if self.at_most else self.value >= self.bar)
 
+    def verdict(self) -> str:
+        """The bar, and whether it holds; empty without a bar."""
+        bar = f"  bar {'<=' if self.at_most else '>='} {self.bar:g}  {'ok' if self.holds else 'FAILED'}"
+        return "" if self.bar is None else bar
+
     def line(self) -> str:
-        """Name, figure, bar, verdict."""
-        bar = "" if self.bar is None else f"  bar {'<=' if self.at_most else '>='} {self.bar:g}"
-        verdict = "" if self.bar is None else ("  ok" if self.holds else "  FAILED")
-        return f"{self.name}: {self.value:.4g}{self.unit}{bar}{verdict}"
+        return f"{self.name}: {self.value:.4g}{self.unit}{self.verdict()}"
 
 
 def most(name: str, value: float, bar: float = 0, unit: str = "") -> Figure:
@@ -138,11 +140,11 @@ def in_processes(call: Callable[[Run], Result], runs: Sequence[Run], workers: in
 
 
 def print_figures(header: str, figures: Sequence[Figure]) -> None:
-    """All of them as a table, and where they were measured."""
-    rows = [(header, "figure"), *((one.name, f"{one.value:.4g}{one.unit}") for one in figures)]
+    """All of them as a table, with bars and verdicts, and where they were measured."""
+    rows = [(header, "figure", ""), *((f.name, f"{f.value:.4g}{f.unit}", f.verdict()) for f in figures)]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    for name, value in (rows[0], ("-" * first, "-" * second), *rows[1:]):
-        print(f"{name:<{first}}  {value:>{second}}")
+    for name, value, verdict in (rows[0], ("-" * first, "-" * second, ""), *rows[1:]):
+        print(f"{name:<{first}}  {value:>{second}}{verdict}")
     print(f"[{where()}]")
 
 
@@ -210,15 +212,13 @@ def _plain(value: Any) -> Any:
 def finish(
     command: str, figures: Sequence[Figure], arguments: argparse.Namespace, title: str = "", **extra: Any
 ) -> None:
-    """Print a table with a title, write the JSON file, say which bars hold; exit 1 if ``--check`` fails."""
+    """Print a table with a title, else the bars; write the JSON file; exit 1 if ``--check`` fails."""
     if title:
         print_figures(title, figures)
-    print(f"\n{command} on {where()}")
+    else:
+        print(f"\n{command} on {where()}", *(one.line() for one in figures if one.bar is not None), sep="\n")
     if arguments.json is not None:
         save(command, figures, arguments.json, **extra)
         print(f"wrote {arguments.json}")
-    for figure in figures:
-        if figure.bar is not None:
-            print(figure.line())
     if arguments.check and not all(figure.holds for figure in figures):
         sys.exit(1)

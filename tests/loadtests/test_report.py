@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtests.report import Figure, parse, save
+from loadtests.report import Figure, finish, most, parse, save
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,12 @@ def test_options_are_of_the_type_of_their_defaults(capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             parse("some", None, options, ["--rounds", wrong])
         assert f"--rounds: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("title", ["", "load"])
+def test_each_figure_is_printed_once_with_its_bar(title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = [Figure("rate", 12.0, " tokens/s", 10.0), most("failures", 3)]
+    finish("load", figures, parse("load", None, argv=[]), title)
+    shown = capsys.readouterr().out
+    assert [shown.count(words) for words in ("12 tokens/s", "bar >= 10  ok", "bar <= 0  FAILED")] == [1, 1, 1]
+    assert shown.count("commit") == 1
