@@ -44,6 +44,11 @@ def expected_wait(
         if state.load is not None and state.replica in members:
             load = replace(state.load, num_blocked=state.load.num_lacking)
             view = view_of(state, load, state.reported_at, calibration, output)
+            if load.num_blocks and not load.num_lacking:
+                block = calibration.block_size
+                blocks = prefill // block + 1 + load.running  # each running one is left a block to grow into
+                if blocks * block > view.free_tokens + view.evictable_tokens:  # so one has to end first
+                    view = replace(view, free_slots=min(view.free_slots, 0))
             waits.append(view.wait_s(now) + view.admission_s(prefill - view.free_tokens, sequences=1))
     return ExpectedWait(min(waits), len(waits)) if waits else None
 

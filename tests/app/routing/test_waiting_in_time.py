@@ -173,3 +173,25 @@ def test_the_expected_wait_is_the_real_one(regime: str) -> None:
 
 def test_where_there_is_room_nobody_waits() -> None:
     assert max(wait.expected for wait in flood(5, asks(20), blocks=64)) < 0.1
+
+
+def test_where_only_the_reserve_for_growth_is_free_the_first_waits_for_an_end() -> None:
+    waits = []
+    for steps in (8, 10, 12, 14, 16):
+        line, random = Line(ReplicaConfig(COST, 16, BLOCK, BUDGET)), Random(1)
+        for _ in range(4):
+            line.ask(asks(20)(random), foreign=False)
+            for _ in range(3):
+                line.step()
+        for _ in range(steps):
+            line.step()
+        load = line.replica.load()
+        assert load.waiting == 0
+        assert load.free >= 2, "a prompt of 20 tokens would fit, but for the growth of four"
+        line.ask(asks(20)(random), foreign=False)
+        while line.replica.scheduler.has_work():
+            line.step()
+        waits.append(line.waits()[-1])
+    expected, real = (sum(wait) / len(waits) for wait in zip(*waits, strict=True))
+    assert real > 0.1
+    assert 1 / FACTOR < expected / real < FACTOR
