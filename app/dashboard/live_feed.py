@@ -15,6 +15,9 @@ from app.metrics.samples import Process
 
 EVERY_S = 1.0
 
+FIRST_S = 0.2
+"""Between the first two looks, of which the first shows nothing: a rate takes two."""
+
 SHARE = 0.01
 """Of a processor, which looking may take: a large fleet is looked at less often."""
 
@@ -91,14 +94,15 @@ class LiveFeed:
     async def _run(self) -> None:
         try:
             while self.viewers:
+                first = not self._moments
                 took_s = await self._look()
-                await asyncio.sleep(max(EVERY_S, took_s / SHARE))
+                await asyncio.sleep(max(FIRST_S if first else EVERY_S, took_s / SHARE))
         finally:
             self._moments.clear()
             self._last = None
 
     async def _look(self) -> float:
-        """Make one event; returns for how many seconds it kept the loop."""
+        """Make one event, but for the first look; returns for how many seconds it kept the loop."""
         processes = await self._processes()
         at, states = self._clock(), self._states()
         now = {
@@ -106,6 +110,8 @@ class LiveFeed:
             for model in states
         }
         self._moments.append((at, now))
+        if len(self._moments) == 1:
+            return self._clock() - at
         while len(self._moments) > 2 and self._moments[1][0] <= at - OVER_S:
             self._moments.popleft()
         _, before = self._moments[0]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from ray.exceptions import RayTaskError
-
-from app.channel.failures import first_line, is_defect
+from app.channel.failures import is_defect, reason_of
 from app.fleet.generation import UnavailableError
 from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
@@ -37,21 +34,7 @@ async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[i
         # In an empty context: Serve must not take the call for a child of the request that asks.
         return await asyncio.get_running_loop().create_task(ask(), context=contextvars.Context())
     except Exception as error:  # the page shows the reason; a defect is in the log with its traceback
-        if isinstance(error, TimeoutError):
-            why = f"no answer within {WITHIN_S:g} s"
-        elif _is_of_another_version(error):
-            why = "it runs a different version of Quire than this ingress"
-        else:
-            why = first_line(error)
-            if is_defect(error):
-                logger.exception("the block map of replica %s failed", replica)
+        if is_defect(error):
+            logger.exception("the block map of replica %s failed", replica)
+        why = reason_of(error, WITHIN_S)
         raise UnavailableError(f"replica {replica} did not report what its blocks hold: {why}") from error
-
-
-def _is_of_another_version(error: Exception) -> bool:
-    """Whether the replica's method takes other arguments, as it may while a deploy replaces replicas."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return (
-        isinstance(cause, TypeError)
-        and re.search(r"\bblock_map\(\) (takes|got|missing)", str(cause)) is not None
-    )

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from app.channel.failures import first_line
+from app.channel.failures import reason_of
 
 RESET_WITHIN_S = 30.0
 """Timeout of the call; an engine answers between two steps."""
@@ -47,8 +47,6 @@ async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheRe
         error = asyncio.CancelledError("Serve cancelled the call") if task.cancelled() else task.exception()
         if error is None:
             freed[replica] = task.result()
-        elif isinstance(error, TimeoutError):
-            failures[replica] = f"no answer within {RESET_WITHIN_S:g} s"
         else:
-            failures[replica] = first_line(error) or type(error).__name__
+            failures[replica] = reason_of(error, RESET_WITHIN_S)
     return CacheReset(freed, failures)

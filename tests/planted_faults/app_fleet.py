@@ -22,6 +22,20 @@ _LAG = ("app/fleet/test_loop_lag.py",)
 
 FLEET: list[Fault] = [
     Fault(
+        "app/channel/failures.py",
+        "    if is_of_another_version(error):\n        return False\n",
+        "",
+        ("app/fleet/test_engine_client_sequences.py",),
+        "a deploy fills the log with tracebacks",
+    ),
+    Fault(
+        "app/dashboard/live_feed.py",
+        "        if len(self._moments) == 1:\n            return self._clock() - at\n",
+        "",
+        ("app/dashboard/test_live_feed.py",),
+        "a page that is opened shows no tokens/s at first",
+    ),
+    Fault(
         "app/fleet/in_flight.py",
         "        self.finished[sequence] = True\n",
         "",

@@ -98,6 +98,13 @@ ROUTING: list[Fault] = [
         "a cordon that is repeated begins anew each time",
     ),
     Fault(
+        "app/routing/waiting.py",
+        " + 1 + load.running  #",
+        " + 1  #",
+        ("app/routing/test_waiting_in_time.py",),
+        "nobody is expected to wait where all that is free is kept for running sequences",
+    ),
+    Fault(
         "app/routing/cost.py",
         "                admission = view.admission_s(excess, sequences)",
         "                pass",

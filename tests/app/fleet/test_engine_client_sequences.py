@@ -13,6 +13,7 @@ from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 from ray.exceptions import RayTaskError
 
 from app.channel import wire
+from app.channel.failures import is_defect
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
 from app.fleet.in_flight import EXPECTED_TOKENS, InFlightRequest
@@ -496,6 +497,16 @@ def test_the_chosen_replica_says_what_its_blocks_hold() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("call", ["channel", "generate", "beat", "reset_prefix_cache", "block_map"])
+def test_a_replica_that_takes_other_arguments_is_no_defect(call: str) -> None:
+    for words in ("takes 2 positional arguments", "got an unexpected keyword", "missing 1 required"):
+        error = TypeError(f"EngineReplica.{call}() {words}")
+        assert not is_defect(error)
+        assert not is_defect(RayTaskError(call, "", error))
+    assert is_defect(TypeError(f"{call} failed"))
+    assert is_defect(TypeError("EngineThread.submit() takes 2 positional arguments"))
+
+
 def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defect(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -513,7 +524,14 @@ def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defe
             except TypeError as error:
                 raise RayTaskError("block_map", "", error) from error
 
+        def reset(**named: object) -> object:
+            error = TypeError("EngineReplica.reset_prefix_cache() got an unexpected keyword argument 'target'")
+            raise RayTaskError("reset_prefix_cache", "", error)
+
         handle, client = await started(1)
+        handle.reset_prefix_cache.remote = reset
+        outcome = await client.reset_prefix_cache()
+        assert outcome.failures == {"replica-0": "it runs a different version of Quire than this ingress"}
         handle.block_map.remote = remote
         with pytest.raises(UnavailableError, match="different version of Quire than this ingress"):
             await client.block_map("replica-0")
