@@ -11,7 +11,7 @@ from app.api.key_limits import KeyLimits
 class Caller:
     """``tenant`` partitions the prefix cache, ``client`` gets a fair share, and ``sender`` has a budget.
 
-    See ``app/api/tenant.py``. ``request_id`` need not be unique; without keys no ``limits``.
+    See ``app/api/tenant.py``. ``request_id`` need not be unique. Without keys there are no ``limits``.
     """
 
     tenant: str

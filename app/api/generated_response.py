@@ -45,8 +45,9 @@ class ResponseMaker:
         self._in_thread = in_thread
 
     async def checked(self, job: GenerationJob, limits: FleetLimits, most_logprobs: int) -> GenerationJob:
-        """The job, found to be valid by ``limits``, and with no more output than its key and ``most_logprobs``
-        in one response allow.
+        """The job, checked against ``limits``, with its output cut to what its key and ``most_logprobs`` allow.
+
+        ``most_logprobs`` is for the whole response.
 
         Raises:
             InvalidRequestError: the engines would refuse it.

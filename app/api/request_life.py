@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from app.api.request_record import RequestRecord
@@ -17,10 +18,7 @@ def life_of(record: RequestRecord, ingress: str) -> dict[str, Any]:
     """Plain data; times are seconds since the request's arrival, ``None`` until then."""
     now = time.monotonic()
     began = record.started
-
-    def since(moment: float | None) -> float | None:
-        return None if moment is None else round(moment - began, 4)
-
+    since = partial(_since, record.started)
     attempts = [
         _attempt(prompt, number, attempt, journal, began)
         for prompt, journal in enumerate(record.journals[:MAX_PROMPTS])
@@ -52,6 +50,10 @@ def life_of(record: RequestRecord, ingress: str) -> dict[str, Any]:
     }
 
 
+def _since(began: float, moment: float | None) -> float | None:
+    return None if moment is None else round(moment - began, 4)
+
+
 def _state(record: RequestRecord) -> str:
     if record.first_token is not None:
         return "decode"
@@ -62,9 +64,7 @@ def _state(record: RequestRecord) -> str:
 
 
 def _attempt(prompt: int, number: int, attempt: AttemptNotes, journal: Journal, began: float) -> dict[str, Any]:
-    def since(moment: float | None) -> float | None:
-        return None if moment is None else round(moment - began, 4)
-
+    since = partial(_since, began)
     # As in the trace: the engine's queue begins with the request, or, if it moved, with the attempt.
     queued = attempt.began if attempt.tokens_before else journal.arrived
     first_step = None if attempt.queue_s is None else queued + attempt.queue_s
