@@ -289,12 +289,15 @@ def _check_join(values: Iterable[Any], separator: Any = "", attribute: Any = Non
 
 
 def _check_replace(text: Any, old: Any, new: Any, count: int | None = -1) -> None:
-    text, old, new = (one if isinstance(one, bytes) else _str(one) for one in (text, old, new))
-    if len(new) > len(old):
-        places = text.count(old)
+    if len(_text(new)) > len(_text(old)):
+        places: int = _text(text).count(_text(old))
         if count is not None and count >= 0:
             places = min(places, count)
-        _check_chars(len(text) + places * len(new))
+        _check_chars(len(_text(text)) + places * len(_text(new)))
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, bytes) else _str(value)
 
 
 def _check_method(method: BuiltinMethodType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -308,7 +311,8 @@ def _check_method(method: BuiltinMethodType, args: tuple[Any, ...], kwargs: Mapp
         elif name == "translate":
             raise TemplateError("it calls translate, which templates may not")
         elif name == "expandtabs":
-            _check_chars(len(this) + this.count("\t" if isinstance(this, str) else b"\t") * _greatest(given, 8))
+            tab = "\t" if isinstance(this, str) else b"\t"
+            _check_chars(len(this) + _text(this).count(tab) * _greatest(given, 8))
         elif name in ("center", "ljust", "rjust", "zfill"):
             _check_number(_greatest(given, 0))
     elif isinstance(this, int):

@@ -101,9 +101,12 @@ def test_blocks_that_are_out_are_waited_for() -> None:
         fleet.report(fleet.routes[0], load)
         return wait_of(fleet).seconds
 
-    assert wait(free=100, evictable=0) == 0.0
-    assert wait(free=0, evictable=100) == 0.0
+    # A prompt of 100 blocks needs one more for its first token, and each running sequence keeps one to grow.
+    assert wait(free=105, evictable=0) == 0.0
+    assert wait(free=0, evictable=105) == 0.0
+    assert wait(free=104, evictable=0) > 0.0
     assert wait(free=0, evictable=50) > 0.0
-    assert wait(free=0, evictable=0) > wait(free=0, evictable=50)
+    assert wait(free=0, evictable=0) == wait(free=0, evictable=50)  # one end frees enough for either
+    assert wait(free=0, evictable=0, own=600 * BLOCK) > wait(free=0, evictable=50, own=600 * BLOCK)
     assert wait(free=50, evictable=0, waiting_tokens=100 * BLOCK) > wait(free=50, evictable=0) + 0.1
-    assert wait(free=0, evictable=50, own=50 * BLOCK) == 0.0
+    assert wait(free=0, evictable=55, own=50 * BLOCK) == 0.0
