@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import logging
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from app import config, logs
+from app import config, garbage, logs
 from app.api.api_server import ApiServer, KnownLife
 from app.api.audit_log import audit_to
 from app.api.authentication import Gate
@@ -35,10 +34,6 @@ from engine.errors import ConfigError
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that parses or tokenizes may hold the interpreter lock; Python's default is 5 ms."""
-
-GC_THRESHOLDS = 20_000, 10, 10
-"""When Python looks for cycles of garbage: by default after 700 new objects, and a streamed token makes a few.
-That took half of all processor time, since each look at everything passes over every live stream."""
 
 LATER_S = 5.0
 """How long the start of an ingress waits for further models once one can answer."""
@@ -89,11 +84,9 @@ class IngressReplica:
                 self._add(model, ModelFolder.read(model.options.service.model))
         self._export = RayExport(Source.INGRESS)
         self._tasks: list[asyncio.Task[None]] = []
-        # What is here now stays: otherwise a large body in pieces makes the garbage collector look at all of it
-        # again and again, for hundreds of milliseconds.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
+        # Otherwise a large body in pieces makes the garbage collector look at all that is here again and again,
+        # for hundreds of milliseconds.
+        garbage.keep_all()
 
     @contextlib.contextmanager
     def _may_fail(self, model: ServedModel) -> Iterator[None]:

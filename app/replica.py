@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from app import config, logs
+from app import config, garbage, logs
 from app.background import Background
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
@@ -82,10 +82,7 @@ class EngineReplica:
         self._reporter = self._background.start("metrics", self._report())
         self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)
         self._watching = self._background.start("watchdog", self._watchdog.run())
-        # torch and all else that is here now stays, so garbage goes first. To look at it again would stop every
-        # stream for 0.14 s.
-        gc.collect()
-        gc.freeze()
+        garbage.keep_all()  # torch is large: to look at all of it again would stop every stream for 0.14 s
         self._frozen_objects = gc.get_freeze_count()  # to count them takes 25 ms
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from app.fleet.generation import Delta
 from app.fleet.turns import Turns
 from engine.errors import QuireError
+from engine.token_logprobs import TokenLogprobs
 
 
 class DeltaQueue:
@@ -18,7 +18,7 @@ class DeltaQueue:
 
     def __init__(self, readers: Turns | None = None) -> None:
         self._readers = readers
-        self._waiting: dict[int, list[Delta]] = {}  # by sequence
+        self._waiting: dict[int, _Pile] = {}  # by sequence
         self._error: QuireError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the reader's
         self._reader: asyncio.Future[None] | None = None
@@ -26,11 +26,11 @@ class DeltaQueue:
 
     def put(self, delta: Delta) -> None:
         """Append a delta of its sequence; a final one is read after all others."""
-        earlier = self._waiting.get(delta.sequence)
-        if earlier is None:
-            self._waiting[delta.sequence] = [delta]
+        pile = self._waiting.get(delta.sequence)
+        if pile is None:
+            self._waiting[delta.sequence] = _Pile(delta)
         else:
-            earlier.append(delta)
+            pile.add(delta)
             if delta.final:
                 self._waiting[delta.sequence] = self._waiting.pop(delta.sequence)
         self._wake()
@@ -54,7 +54,7 @@ class DeltaQueue:
             self._reader = self._loop.create_future()
             self._woken = False
             await self._reader
-        return _joined(self._waiting.pop(next(iter(self._waiting))))
+        return self._waiting.pop(next(iter(self._waiting))).joined()
 
     def _wake(self) -> None:
         if self._woken:
@@ -67,19 +67,46 @@ class DeltaQueue:
             self._reader.set_result(None)
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
-    last = deltas[-1]
-    logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
-    return Delta(
-        tuple(token for delta in deltas for token in delta.token_ids),
-        last.finish_reason,
-        last.cached_tokens,
-        deltas[0].index,
-        last.sequence,
-        last.final,
-        last.fingerprint,
-        logprobs if any(delta.logprobs is not None for delta in deltas) else None,
-        next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
-    )
+class _Pile:
+    """Deltas of one sequence, joined as they come.
+
+    Kept apart until they are read, those of some thousand late streams make the garbage collector stop all of
+    them for 0.1 s.
+    """
+
+    __slots__ = ("_first", "_last", "_logprobs", "_prompt_logprobs", "_tokens")
+
+    def __init__(self, first: Delta) -> None:
+        self._first = self._last = first
+        self._tokens: list[int] | None = None  # of all, once there are several
+        self._logprobs: list[TokenLogprobs] | None = None  # likewise, if a later one has some
+        self._prompt_logprobs = first.prompt_logprobs
+
+    def add(self, delta: Delta) -> None:
+        if self._tokens is None:
+            self._tokens = list(self._first.token_ids)
+        self._tokens += delta.token_ids
+        if delta.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = list(self._first.logprobs or ())
+            self._logprobs += delta.logprobs
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = delta.prompt_logprobs
+        self._last = delta
+
+    def joined(self) -> Delta:
+        """One delta in the place of all."""
+        first, last = self._first, self._last
+        if self._tokens is None:
+            return first
+        return Delta(
+            tuple(self._tokens),
+            last.finish_reason,
+            last.cached_tokens,
+            first.index,
+            last.sequence,
+            last.final,
+            last.fingerprint,
+            first.logprobs if self._logprobs is None else tuple(self._logprobs),
+            self._prompt_logprobs,
+        )

@@ -87,6 +87,7 @@ class Run:
         streams, what = self._streams, f"{self._count} streams, {self._name}"
         made = sum(one.tokens for one in streams)
         gap = quantile([b - a for one in streams for a, b in pairwise(one.times)], 0.99)
+        longest = max(b - a for one in streams for a, b in pairwise(one.times) if b <= self._looks[-1][0])
         rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(self._looks)]
         seconds, tokens, events, used = (b - a for a, b in zip(self._looks[0], self._looks[-1], strict=True))
         limits = (1.0, 60.0) if self._name == "carried" else (None, None)
@@ -97,6 +98,7 @@ class Run:
             Figure(f"{what}: tokens/s while all stream", tokens / seconds),
             Figure(f"{what}: events for each token", sum(one.events for one in streams) / max(made, 1)),
             Figure(f"{what}: gap between events, p99", gap, " s", limits[0], at_most=True),
+            Figure(f"{what}: longest gap while all stream", longest, " s"),
             Figure(f"{what}: ingress, each event", 1e6 * used / max(events, 1), " µs", limits[1], at_most=True),
             Figure(f"{what}: of {NEW} new requests refused", self._refused),
         ]
@@ -133,12 +135,11 @@ class Run:
             holder = await asyncio.create_subprocess_exec("sh", "-c", HOLD, str(self._pid))
         try:
             asked = asyncio.create_task(self._disturb())
-            await asyncio.sleep(1.0)
-            while len(self._looks) < 2 or not any(one.ended.done() for one in self._streams):
+            for look in range(1 + max(int((self._tokens * TOKEN_EVERY_S - 1.2) / WINDOW_S), 1)):  # then all end
+                await asyncio.sleep(WINDOW_S if look else 1.0)
                 tokens, events = (sum(getattr(one, of) for one in self._streams) for of in ("tokens", "events"))
                 used = sum(self._process.cpu_times()[:2])
                 self._looks.append((time.perf_counter(), tokens, events, used))
-                await asyncio.sleep(WINDOW_S)
             await asked
             await asyncio.wait_for(asyncio.gather(*(one.ended for one in self._streams)), LIMIT_S)
         finally:

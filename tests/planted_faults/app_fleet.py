@@ -100,10 +100,24 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/delta_queue.py",
-        "        deltas[0].index,",
-        "        last.index,",
+        "            first.index,",
+        "            last.index,",
         _QUEUE,
         "joined tokens have the offset of the last one",
+    ),
+    Fault(
+        "app/fleet/delta_queue.py",
+        "list(self._first.logprobs or ())",
+        "[]",
+        _QUEUE,
+        "joined log probabilities lack those of the first tokens",
+    ),
+    Fault(
+        "app/fleet/delta_queue.py",
+        "        if self._prompt_logprobs is None:\n",
+        "        if True:\n",
+        _QUEUE,
+        "log probabilities of a prompt are lost where later tokens join the first",
     ),
     Fault(
         "app/fleet/delta_queue.py",
