@@ -40,7 +40,7 @@ PREFAULT_PAUSE_S = 0.01
 
 FIRST_TOKEN_S = 0.002
 """How long an engine that computes on all cores leaves them alone after the first token of its only request. A
-dozen wake-ups carry that token to the client; beside the next step they take three times as long."""
+dozen wake-ups carry that token to the client; beside the next step they take more than twice as long."""
 
 _Result = TypeVar("_Result")
 
