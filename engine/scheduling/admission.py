@@ -15,6 +15,8 @@ from engine.scheduling.swapping import swap_in
 
 _MAX_DEFERRED = 32  # waiting sequences passed over in one step because the step computes their next block
 _MAX_WITHOUT_TOKENS = 256  # waiting sequences passed over in one step in search of shorter ones
+_MAX_MATCHED = 4_096  # blocks found anew in one step before it looks at no more sequences: about 1.5 ms
+_MAX_COUNTED = 16_384  # blocks of hits looked up between two starts: about 1 ms; one hit may have more
 
 
 def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
@@ -29,11 +31,13 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
     lacking = 0  # sequences that lack slots or blocks
     others = 0  # sequences that wait for something else
     room = _Room(state, plan)
-    referenced_in_hit: dict[PrefixNode, int] = {}
+    hits = Hits()
     passed: list[Sequence] = []
     if not shares.begun:
         begin_prefills(state, plan.budget_left, 0)
     while position < len(waiting) and state.num_seqs < state.max_num_seqs:
+        if hits.matched > _MAX_MATCHED:  # the next step goes on from what was found
+            return 0, lacking
         sequence = waiting[position]
         if not _may_start(sequence):
             others += sequence.num_seqs
@@ -47,7 +51,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
             or shares.allowed(sequence, _prefill_tokens(state, sequence)) > 0
         )
         if tokens:
-            needed = blocks_needed(state, sequence, referenced_in_hit)
+            needed = blocks_needed(state, sequence, hits)
             if is_next_block_scheduled(state, sequence, plan):
                 deferred += 1
                 if deferred > _MAX_DEFERRED:
@@ -67,7 +71,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
                 if tokens:
                     _start(state, position, plan, allowed)
                     room.started(sequence)
-                    referenced_in_hit.clear()
+                    hits.clear()
                     for other in passed:
                         other.overtakes += 1
                     continue
@@ -192,28 +196,50 @@ def preempt_held_beams(state: SchedulerState, plan: StepPlan) -> None:
         preempt(state, len(running) - 1, plan)
 
 
-def blocks_needed(
-    state: SchedulerState, sequence: Sequence, referenced_in_hit: dict[PrefixNode, int] | None = None
-) -> int:
+class Hits:
+    """The prefixes that one step found for waiting sequences, and how much work that was."""
+
+    def __init__(self) -> None:
+        self.matched = 0  # blocks found anew
+        self.counted = 0  # blocks looked up in ``referenced``, which hold until something starts
+        self.referenced: dict[PrefixNode, int] = {}  # blocks of a hit that are referenced
+
+    def clear(self) -> None:
+        """A sequence has started, so other blocks are referenced now."""
+        self.counted = 0
+        self.referenced.clear()
+
+
+def blocks_needed(state: SchedulerState, sequence: Sequence, hits: Hits | None = None) -> int:
     """Blocks that admission takes out of the available ones, for all tokens and one more.
 
-    The prefix is matched at each try: what was cached in the last step may be gone, or have grown.
-    ``referenced_in_hit`` remembers how many blocks of a hit are referenced, for sequences with the same hit, as
-    long as nothing changes.
+    The prefix is matched at each try: what was cached in the last step may be gone, or have grown. With
+    ``hits``, only the first hits of a step are looked up if they are long. All blocks of the others count as
+    needed, which may be too many but never too few.
     """
     needed = _blocks_in_all(state, sequence)
     if not state.prefix_caching:
         return needed
-    tokens = sequence.token_ids
-    node = sequence.node = state.index.match(sequence.root, tokens, sequence.longest_hit, sequence.node)
+    tokens, known = sequence.token_ids, sequence.node
+    depth = known.depth if known is not None and known.alive else 0
+    node = sequence.node = state.index.match(sequence.root, tokens, sequence.longest_hit, known)
     if node is None:
         return needed
-    count = None if referenced_in_hit is None else referenced_in_hit.get(node)
+    if hits is None:
+        return max(needed - _num_referenced(state, node), 1)
+    hits.matched += max(node.depth - depth, 0)
+    count = hits.referenced.get(node)
     if count is None:
-        count = sum(map(bool, map(state.pool.references, state.index.blocks(node))))
-        if referenced_in_hit is not None:
-            referenced_in_hit[node] = count
+        if hits.counted and hits.counted + node.depth > _MAX_COUNTED:
+            return needed
+        hits.counted += node.depth
+        count = hits.referenced[node] = _num_referenced(state, node)
     return max(needed - count, 1)
+
+
+def _num_referenced(state: SchedulerState, node: PrefixNode) -> int:
+    """Blocks of a hit that are referenced."""
+    return sum(map(bool, map(state.pool.references, state.index.blocks(node))))
 
 
 def is_next_block_scheduled(state: SchedulerState, sequence: Sequence, plan: StepPlan) -> bool:

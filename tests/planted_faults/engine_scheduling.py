@@ -25,6 +25,20 @@ _SPECULATION = ("engine/scheduling/test_speculation.py", "engine/test_speculatio
 
 SCHEDULING: list[Fault] = [
     Fault(
+        "engine/scheduling/admission.py",
+        "        if hits.matched > _MAX_MATCHED:",
+        "        if False:",
+        ("engine/scheduling/test_admission.py",),
+        "many long prompts that come at once stop all that run while their prefixes are matched",
+    ),
+    Fault(
+        "engine/scheduling/admission.py",
+        "        if hits.counted and hits.counted + node.depth > _MAX_COUNTED:",
+        "        if False:",
+        ("engine/scheduling/test_admission.py",),
+        "long prompts that wait cost milliseconds in each step",
+    ),
+    Fault(
         "engine/scheduling/prompt_lookup.py",
         "if found and tokens[found - MATCHED : found] == tokens[place + 1 - MATCHED : place + 1]:",
         "if found:",

@@ -6,6 +6,9 @@ import pytest
 from kv_simulation import KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import run_until_preempted, shape, tokens
 
+from engine.scheduling import admission
+from engine.scheduling.admission import Hits, blocks_needed
+
 
 @pytest.mark.parametrize(
     ("length", "cached"), [(1, 0), (3, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (11, 8), (12, 8), (13, 12)]
@@ -202,3 +205,39 @@ def test_nothing_passes_a_preempted_request_into_blocks_that_it_needs() -> None:
     simulation.drain(scheduler)
     assert list(simulation.ended) == ["old", "small", "young"]
     assert small.num_preemptions == 0
+
+
+def test_a_step_matches_a_bounded_number_of_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_MAX_MATCHED", 4)
+    scheduler = make_scheduler(64, 4)
+    simulation = KVSimulation(4)
+    scheduler.add(make_request("first", tokens(33), max_tokens=1))
+    simulation.drain(scheduler)
+    for name in "abc":
+        scheduler.add(make_request(name, [*tokens(32), ord(name) % 40], arrival=float(ord(name)), max_tokens=4))
+    assert shape(simulation.step(scheduler)) == [("a", 32, 1, True)]  # it has matched 8 blocks
+    assert shape(simulation.step(scheduler)) == [("a", 33, 1, True), ("b", 32, 1, True)]
+    assert shape(simulation.step(scheduler))[2:] == [("c", 32, 1, True)]
+    simulation.drain(scheduler)
+
+
+def test_a_step_looks_up_a_bounded_number_of_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_MAX_COUNTED", 10)
+    scheduler = make_scheduler(64, 4)
+    simulation = KVSimulation(4)
+    for first in (0, 20):
+        scheduler.add(make_request(f"runs {first}", tokens(33, first), max_tokens=20))
+    while scheduler.state.waiting or scheduler.state.running[-1].remaining > 1:
+        simulation.step(scheduler)
+    one, same, other = (
+        add(scheduler, make_request(f"waits {i}", [*tokens(32, first), 1, 2]))
+        for i, first in enumerate((0, 0, 20))
+    )
+    hits = Hits()
+    # 35 tokens are 9 blocks, of which 8 are cached and referenced.
+    assert [blocks_needed(scheduler.state, sequence, hits) for sequence in (one, same, other)] == [1, 1, 9]
+    assert (hits.matched, hits.counted) == (24, 8)
+    hits.clear()
+    assert blocks_needed(scheduler.state, other, hits) == 1
+    assert hits.matched == 24
+    simulation.drain(scheduler)
