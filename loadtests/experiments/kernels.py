@@ -74,8 +74,8 @@ class Measured:
         peer = f"torch {self.peer}".rstrip()
         return [
             Figure(f"{self.name}: {peer} over ours", self.theirs / self.ours, "x", self.bar),
-            Figure(f"{self.name}: a second", rate / scale, unit),
-            Figure(f"{self.name}: of the limit", rate / self.limit),
+            Figure(f"{self.name}: rate", rate / scale, unit),
+            Figure(f"{self.name}: share of the limit", rate / self.limit),
             Figure(f"{self.name}: limit", self.limit / scale, unit),
         ]
 

@@ -113,7 +113,7 @@ class RoutingFaults(Fleet):
         reached = seconds_to_share(samples, new, self.share)
         return [
             most(f"{what}: requests that failed", sum(not outcome.complete for outcome in outcomes)),
-            most(f"{what}: {self.share:g} of an even share, and no less later", reached, self.share_s, " s"),
+            most(f"{what}: until {self.share:g} of an even share, for good", reached, self.share_s, " s"),
         ]
 
     def one_of_many_killed(self) -> list[Figure]:
@@ -147,10 +147,10 @@ class RoutingFaults(Fleet):
         blocks = sum(state["digest"][2] for state in ingresses[0]["index"].values() if state["digest"])
         what = "two ingresses"
         return [
-            most(f"{what}: replicas of which they know differently", differing_indexes(ingresses, replicas)),
+            most(f"{what}: replicas on which their indexes differ", differing_indexes(ingresses, replicas)),
             Figure(f"{what}: blocks known", blocks, "", 1),
             Figure(f"{what}: that route", sum(sum(state["routed"].values()) > 0 for state in ingresses), "", 2),
-            most(f"{what}: each hears of the other's streams", heard, HEARD_S, " s"),
+            most(f"{what}: until each knows of the other's streams", heard, HEARD_S, " s"),
             most(f"{what}: streams that failed", sum(not one.complete for one in streams)),
             *self.nothing_left(what),
         ]
@@ -163,8 +163,8 @@ class RoutingFaults(Fleet):
         differing = differing_indexes(self.ingresses(), fresh["index"])
         what = "ingress killed: the next one"
         return [
-            most(f"{what}, first channel to all in step", seconds_to_step(fresh["index"]), 1.0, " s"),
-            most(f"{what}, replicas of which it knows differently", differing),
+            most(f"{what}, first channel to all in sync", seconds_to_step(fresh["index"]), 1.0, " s"),
+            most(f"{what}, replicas on which its index differs", differing),
         ]
 
     def _fresh(self, before: set[str]) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ RECOVERY_NOISE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """How a machine differs from what the recovery policy was told at the start: factors on seconds."""
+    """How a machine differs from the recovery policy's calibration: factors on seconds."""
 
     name: str
     prefill: float = 1.0
@@ -110,7 +110,7 @@ class Truth:
 
 
 TRUTHS = (
-    Truth("as told"),
+    Truth("as calibrated"),
     Truth("copies 8x slower", copy=8.0),
     Truth("copies 64x slower", copy=64.0),
     Truth("prompts 3x slower", prefill=3.0),
