@@ -35,6 +35,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
     passed: list[Sequence] = []
     if not shares.begun:
         begin_prefills(state, plan.budget_left, 0)
+    full = False  # slots or blocks have run out, so no newcomer can start
     while position < len(waiting) and state.num_seqs < state.max_num_seqs:
         if hits.matched > _MAX_MATCHED:  # the next step goes on from what was found
             return 0, lacking
@@ -55,16 +56,17 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
             if is_next_block_scheduled(state, sequence, plan):
                 deferred += 1
                 if deferred > _MAX_DEFERRED:
-                    return 0, lacking
+                    break
                 others += sequence.num_seqs
             elif not room.fits(sequence, needed):
                 misses += 1
                 if misses > state.look_ahead or sequence.overtakes >= state.max_overtakes:
-                    return state.num_waiting - others - lacking, state.num_waiting - others
+                    full = True
+                    break
                 lacking += sequence.num_seqs
                 passed.append(sequence)
             elif out_of_tokens:
-                return 0, lacking
+                break
             else:
                 allowed = shares.allowed(sequence, _prefill_tokens(state, sequence))
                 tokens = allowed > 0
@@ -78,14 +80,17 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
         if not tokens:
             without_tokens += 1
             if without_tokens > _MAX_WITHOUT_TOKENS or sequence.overtakes >= state.max_overtakes:
-                return 0, lacking
+                break
             others += sequence.num_seqs
         if sequence.state is not SequenceState.WAITING:
             room.withheld += _blocks_in_all(state, sequence)
         position += 1
-    if position == len(waiting):
+    else:
+        full = position < len(waiting)  # of sequence slots
+    if not full:
         return 0, lacking
-    return state.num_waiting - others - lacking, state.num_waiting - others
+    rest = state.num_waiting - others
+    return rest - lacking, rest
 
 
 class _Room:
