@@ -351,6 +351,8 @@ static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range 
             run(tile, h, head);
             ahead = head.fetch;
         }
+        // A half-filled tile leaves lines that were not fetched, but the next item relies on its whole first tile.
+        if (tile + TILE >= positions.end) ahead.some(4 * dim * call.num_kv_heads);
         current = other;
         end(tile);
     }
