@@ -37,8 +37,8 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
         begin_prefills(state, plan.budget_left, 0)
     full = False  # slots or blocks have run out, so no newcomer can start
     while position < len(waiting) and state.num_seqs < state.max_num_seqs:
-        if hits.matched > _MAX_MATCHED:  # the next step goes on from what was found
-            return 0, lacking
+        if hits.matched > _MAX_MATCHED:  # the next step continues from what was found
+            break
         sequence = waiting[position]
         if not _may_start(sequence):
             others += sequence.num_seqs
