@@ -29,7 +29,7 @@ class Chart(NamedTuple):
 
 
 _ENGINES = r"(\([a-z]\) .+ out) (ours|ours in int4|transformers.*|vLLM|llama\.cpp.*)"
-_FLEETS = r"(.+?): (ours|Ray's default|Ray's best here|clairvoyant)[^:]*: "
+_FLEETS = r"(.+?): (ours|our best here|Ray's default|Ray's best here|clairvoyant)[^:]*: "
 _ROUTED = r"((?:equal|shared|pressure): .+): ([\w ]+): "
 CHARTS = (
     Chart("throughput", "Output tokens per second, offline", _ENGINES, "loadtests.throughput"),

@@ -9,6 +9,7 @@
                         slots     the same of sequences and max_num_seqs
                         prefill   arriving uncached prompt tokens per second / (0.60 x prefill rate)
                         backlog   running x backlog seconds / (1/4 TTFT target), above 1/8; at most 2 x running
+                        (of the half of the replicas with less; now or in the mean of 5 s, the lower one)
                         decode    running x median step time / (0.9 x TPOT target), above 0.9 of it
 
     up       target = ceil(need, with the reserve added to prefill and backlog), at once;
@@ -31,10 +32,11 @@ Arrivals jump, but demand for memory does not: it grows while requests are answe
 quarter of each pool free. So the reserve is for prompts only. The rule does not extrapolate a rise of demand:
 every new load rises until as many requests end as arrive, and would be overestimated. Arrivals and demand count
 by their means, over half a minute and a quarter of the window, because a peak that ends before a replica has
-started needs none. But arrivals count over five seconds if a backlog shows that more arrive than before, and
-demand that nearly fills the pools counts at once. A smaller fleet must also withstand peaks: of memory, and of
-prompts the usual rise from one half minute to the next. That rise is learned: it is small in a large fleet, and
-large if prompts are long or arrive together.
+started needs none. Nor does a backlog that ends within seconds, which long prompts often leave. But arrivals
+count over five seconds if a backlog shows that more arrive than before, and demand that nearly fills the pools
+counts at once. A smaller fleet must also withstand peaks: of memory, and of prompts the usual rise from one
+half minute to the next. That rise is learned: it is small in a large fleet, and large if prompts are long or
+arrive together.
 
 Bursts in which prompts had to wait are remembered, with the lulls between them (``bursts.py``). Replicas are
 kept for the next burst if, over the last lulls, that would have cost less than its late requests.
@@ -82,7 +84,8 @@ class _Load:
 
     demand: float  # blocks
     sequences: float
-    backlog_s: float  # seconds of prefill that wait at a replica, without the largest backlog
+    backlog_s: float  # seconds of prefill that wait at a replica, of the half with the least
+    late: bool  # prompts wait too long, at more replicas than one
     idle: bool
     pool: float  # blocks of one replica
     slots: float  # sequence slots of one replica; 0 if unknown
@@ -143,14 +146,13 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
 
 def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Load:
     stats: Collection[ReplicaStats] = snapshot.replicas.values()
-    held = growth = sequences = backlog = largest = slots = pool = rate = 0.0
+    held = growth = sequences = backlog = slots = pool = rate = 0.0
     num_with_slots = num_slow = 0
     for replica in stats:
         held += replica.referenced_blocks + replica.waiting_blocks
         growth += replica.growth_blocks
         sequences += replica.sequences
         backlog += replica.backlog_tokens
-        largest = max(largest, replica.backlog_tokens)
         pool += replica.num_blocks
         rate += replica.prefill_rate
         num_slow += replica.step_seconds > config.tpot_target_s
@@ -163,12 +165,15 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
     mean_blocks = (held + growth) / max(sequences, 1.0)
     arrived = _arrived(snapshot, state)
     state.arrivals.add(snapshot.now, arrived * scale, config.rate_window_s)
-    # Without the largest, because one long prompt keeps one replica busy, however many there are.
-    shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog
+    # Long prompts keep some replicas busy, however many there are, and the next prompts go to the others.
+    least = sorted(replica.backlog_tokens for replica in stats)[: (reporting + 1) // 2]
+    most = max(replica.backlog_tokens for replica in stats)
+    others = (backlog - most) / (reporting - 1) if reporting > 1 else backlog
     return _Load(
         demand=held + growth * config.growth_share + snapshot.queued * mean_blocks,
         sequences=sequences,
-        backlog_s=_ratio(shared, rate / reporting),
+        backlog_s=_ratio(sum(least) / len(least), rate / reporting),
+        late=_ratio(others, rate / reporting) > config.ttft_target_s,
         idle=not (held or growth or backlog or arrived),
         pool=pool / reporting,
         slots=slots / max(num_with_slots, 1),
@@ -181,10 +186,10 @@ def _load(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> _Lo
 
 
 def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load: _Load) -> _Needs:
-    backlog = load.backlog_s / (_BACKLOG_TARGET * config.ttft_target_s)
-    now, width, arrivals = snapshot.now, config.rate_window_s, state.arrivals
-    steady = arrivals.rate(now, width)
-    rate = max(steady, arrivals.rate(now, config.burst_window_s)) if backlog > 1.0 else steady
+    now, burst_s, arrivals = snapshot.now, config.burst_window_s, state.arrivals
+    steady = arrivals.rate(now, config.rate_window_s)
+    waits = load.backlog_s > _BACKLOG_TARGET * config.ttft_target_s
+    rate = max(steady, arrivals.rate(now, burst_s)) if waits else steady
 
     pools = max(_ratio(load.demand, load.pool), _ratio(snapshot.queued + load.sequences, load.slots))
     recent_s = state.recent_s(config)
@@ -193,13 +198,14 @@ def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load:
     kv = max(mean / config.kv_high, pools / config.kv_full)
     prompts = config.prefill_high * load.prefill_rate  # tokens per second of one replica
     prefill = _ratio(rate, prompts)
-    if load.backlog_s > _BACKLOG_SHARE * config.ttft_target_s:
-        prefill = max(prefill, snapshot.running * min(backlog, 2.0))
+    state.backlogs.add_level(now, load.backlog_s, burst_s)
+    lasting = min(load.backlog_s, state.backlogs.rate(now, burst_s) or load.backlog_s)
+    if lasting > _BACKLOG_SHARE * config.ttft_target_s:
+        prefill = max(prefill, snapshot.running * min(lasting / (_BACKLOG_TARGET * config.ttft_target_s), 2.0))
     decode = 0.0
     if load.step_s > _STEP_SHARE * config.tpot_target_s:
         decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
-    late = load.backlog_s > config.ttft_target_s
-    state.bursts.see(now, max(mean / config.kv_high, _ratio(steady, prompts)), late=late)
+    state.bursts.see(now, max(mean / config.kv_high, _ratio(steady, prompts)), late=load.late)
     return _Needs(kv, prefill, decode, pools / config.kv_low, _ratio(steady + _RISES * arrivals.rise, prompts))
 
 

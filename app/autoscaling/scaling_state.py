@@ -34,6 +34,7 @@ class ScalingState:
 
     arrivals: Recent = field(default_factory=Recent)  # uncached prompt tokens
     pools: Recent = field(default_factory=Recent)  # of memory or slots in demand
+    backlogs: Recent = field(default_factory=Recent)  # seconds of prefill
     bursts: Bursts = field(default_factory=Bursts)
     lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
     counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
@@ -238,7 +239,7 @@ class ScalingState:
         self.since = None
         self.last_work = now
         if now < before:  # what lies ahead of the clock would stay until it gets there
-            self.arrivals, self.pools, self.bursts = Recent(), Recent(), Bursts()
+            self.arrivals, self.pools, self.backlogs, self.bursts = Recent(), Recent(), Recent(), Bursts()
             self.lows.clear()
             self.awaited.clear()
             self.short_since = min(self.short_since, now)

@@ -28,10 +28,24 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "    shared = (backlog - largest) / (reporting - 1) if reporting > 1 else backlog",
-        "    shared = backlog / reporting",
+        "for replica in stats)[: (reporting + 1) // 2]",
+        "for replica in stats)",
         _DEMAND,
-        "one long prompt asks for more replicas",
+        "long prompts on a few replicas ask for more",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "min(load.backlog_s, state.backlogs.rate(now, burst_s) or load.backlog_s)",
+        "load.backlog_s",
+        _DEMAND,
+        "a backlog that is gone before a replica has started needs one",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "min(load.backlog_s, state.backlogs.rate(now, burst_s) or load.backlog_s)",
+        "state.backlogs.rate(now, burst_s) or load.backlog_s",
+        _DEMAND,
+        "a backlog that is gone still asks for more",
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
@@ -77,7 +91,7 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
-        "if backlog > 1.0 else steady",
+        " if waits else steady",
         "",
         _DEMAND,
         "a few prompts at once pass for a burst",

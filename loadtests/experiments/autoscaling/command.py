@@ -1,8 +1,8 @@
 """``python -m loadtests.autoscaling``: how many replicas, and were they enough, in simulated time.
 
 The function that production runs decides over a modeled fleet (prefill rate, step time, pool, startup time),
-beside Ray Serve's own policy at its defaults and at the best of a grid of its settings for each load, and a
-clairvoyant fleet, which knows what comes within the time that a replica takes to start.
+beside Ray Serve's own policy and a clairvoyant fleet, which knows what comes within the time that a replica
+takes to start. Ours and Ray's are at their defaults and at the best of some of their settings for each load.
 Every assumption is in ``loadtests/experiments/autoscaling/constants.py``.
 """
 

@@ -1,13 +1,13 @@
-"""Ours beside the clairvoyant, and beside Ray's policy, whose settings are swept: at its defaults and best."""
+"""Ours beside the clairvoyant, and beside Ray's policy: both at their defaults and at their best settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from loadtests.experiments.autoscaling.clairvoyant import CLAIRVOYANT
-from loadtests.experiments.autoscaling.policies import OURS, RAY_DEFAULT, RAY_SWEEP
+from loadtests.experiments.autoscaling.policies import OUR_SWEEP, OURS, RAY_DEFAULT, RAY_SWEEP
 from loadtests.experiments.autoscaling.runs import Outcome
 from loadtests.report import Figure
 
@@ -26,26 +26,26 @@ class Comparison:
     def ours(self) -> Outcome:
         return self.results[OURS]
 
-    def serves(self, policy: str) -> bool:
-        """Whether at least as many requests are in time as with ours."""
-        return self.results[policy].served >= self.ours.served - TOLERANCE
-
     @property
     def ray_best(self) -> Outcome:
-        """Of the settings that serve as ours, the cheapest; if none does, the one with the most in time."""
-        swept = [self.results[policy] for policy in RAY_SWEEP]
-        serving = [one for one in swept if self.serves(one.policy)]
-        if serving:
-            return min(serving, key=lambda one: one.replica_hours)
-        return max(swept, key=lambda one: (one.served, -one.replica_hours))
+        """Of its settings that serve as our default, the cheapest; if none does, the one that serves most."""
+        return self._best(RAY_SWEEP, self.ours.served)
+
+    @property
+    def ours_best(self) -> Outcome:
+        """Of our settings that serve as Ray's best, the cheapest; if none does, the one that serves most."""
+        return self._best(OUR_SWEEP, self.ray_best.served)
 
     @property
     def clairvoyant(self) -> Outcome:
         """Of its plans that serve as many as its best one does, the cheapest."""
-        most = max(one.served for one in self._plans)
-        return min(
-            (one for one in self._plans if one.served >= most - TOLERANCE), key=lambda o: o.replica_hours
-        )
+        return self._best(CLAIRVOYANT, max(one.served for one in self._plans))
+
+    def _best(self, policies: Iterable[str], served: float) -> Outcome:
+        """The cheapest with so many in time; if there is none, the one with the most."""
+        some = [self.results[policy] for policy in policies]
+        serving = [one for one in some if one.served >= served - TOLERANCE]
+        return min(serving or some, key=lambda one: (0.0 if serving else -one.served, one.replica_hours))
 
     def of_clairvoyant(self, policy: str) -> float:
         """Requests in time over those of the clairvoyant's best plan for at most as many replica-hours.
@@ -62,10 +62,10 @@ class Comparison:
         return [one for name, one in self.results.items() if name in CLAIRVOYANT]
 
     def figures(self) -> list[Figure]:
-        """Ours, Ray's default and best, and the policies without settings."""
+        """Ours and Ray's, at their defaults and best, and the clairvoyant's best."""
         shown = {"ours": OURS, f"Ray's default, {RAY_DEFAULT}": RAY_DEFAULT}
         shown[f"Ray's best here, {self.ray_best.policy}"] = self.ray_best.policy
-        shown |= {name: name for name in self.results if name not in (OURS, *RAY_SWEEP, *CLAIRVOYANT)}
+        shown[f"our best here, {self.ours_best.policy}"] = self.ours_best.policy
         shown[self.clairvoyant.policy] = self.clairvoyant.policy
         return [figure for name, policy in shown.items() for figure in self.of(name, policy)]
 

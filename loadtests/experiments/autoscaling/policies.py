@@ -41,15 +41,14 @@ class ScalingPolicy(Protocol):
 
 
 class KvDemand:
-    """Ours, as production runs it."""
+    """Ours, as production runs it, with some ``options`` of its own."""
 
-    name = OURS
     rule = staticmethod(decide)
 
-    def __init__(self, startup_s: float = STARTUP_S) -> None:
-        self._config = ScalingConfig(
-            ttft_target_s=TTFT_TARGET_S, tpot_target_s=TPOT_TARGET_S, report_interval_s=1.0, startup_s=startup_s
-        )
+    def __init__(self, startup_s: float = STARTUP_S, **options: float) -> None:
+        self.name = ", ".join([OURS, *(f"{name} {value:g}" for name, value in options.items())])
+        given = {"ttft_target_s": TTFT_TARGET_S, "tpot_target_s": TPOT_TARGET_S, "report_interval_s": 1.0}
+        self._config = ScalingConfig.from_options({"startup_s": startup_s} | given | options)
         self._state = ScalingState()
 
     def __call__(self, view: View) -> int:
@@ -121,4 +120,6 @@ _SWEEP = {
     for target, delays in product((2, 8, 16, 32, 64, 128), ((30, 600), (5, 120)))
 }
 RAY_SWEEP = tuple(_SWEEP)
-POLICIES: dict[str, Callable[[], ScalingPolicy]] = {OURS: KvDemand, **_SWEEP}
+_OURS = {f"{OURS}, reserve {more}": partial(KvDemand, reserve=more) for more in (0, 1, 2, 4, 8)}
+OUR_SWEEP = (OURS, *_OURS)
+POLICIES: dict[str, Callable[[], ScalingPolicy]] = {OURS: KvDemand, **_OURS, **_SWEEP}

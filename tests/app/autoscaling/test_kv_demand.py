@@ -124,6 +124,27 @@ def test_one_long_prompt_is_no_lack_of_replicas_where_the_others_have_no_backlog
     assert two.need_prefill == pytest.approx(6.0)
 
 
+def test_long_prompts_on_half_of_the_replicas_are_no_lack_of_them() -> None:
+    long = stats(10.0, backlog_tokens=20_000.0)
+    half = decide(snapshot(0.0, 6, *[long] * 3, *[stats(10.0)] * 3), ScalingConfig(), ScalingState())
+    assert (half.target, half.need_prefill) == (6, 0.0)
+    # A fourth one is shared by the three with the least: two thirds of a second each, over a quarter of 2 s.
+    more = decide(snapshot(0.0, 6, *[long] * 4, *[stats(10.0)] * 2), ScalingConfig(), ScalingState())
+    assert more.need_prefill == pytest.approx(6 * (2.0 / 3.0) / 0.5)
+
+
+def test_a_backlog_that_is_gone_at_once_needs_no_replica_and_one_that_lasts_does() -> None:
+    """From 60 s on a second of prompts waits at each of two replicas, until 80 s."""
+    config, state, needs = ScalingConfig(), ScalingState(), []
+    for second in range(85):
+        one = stats(10.0, backlog_tokens=10_000.0 if 60 <= second < 80 else 0.0)
+        needs.append(decide(snapshot(float(second), 2, one, one), config, state).need_prefill)
+    # Its mean over 5 s exceeds an eighth of 2 s after two.
+    assert [second for second, need in enumerate(needs) if need] == list(range(61, 80))
+    assert needs[61] == pytest.approx(2 * (2.0 / 5.0) / 0.5)
+    assert needs[79] == pytest.approx(2 * 1.0 / 0.5)
+
+
 def test_short_sequences_run_out_of_seats_before_blocks() -> None:
     full = stats(100.0, sequences=256.0, max_running=256.0)
     decision = decide(snapshot(0.0, 2, full, full, queued=64.0), ScalingConfig(), ScalingState())
@@ -242,7 +263,7 @@ def test_what_a_backlog_started_is_kept_as_if_it_were_still_needed() -> None:
     config, state, target, running = ScalingConfig(), ScalingState(), 2, 2
     targets = []
     for second in range(400):
-        waiting = 30_000.0 if second == 200 else 0.0
+        waiting = 50_000.0 if second == 200 else 0.0
         running = target if second >= 261 else 2
         reports = [stats(10.0, backlog_tokens=waiting)] * running
         target = decide(snapshot(float(second), target, *reports), config, state).target

@@ -90,7 +90,7 @@ def test_demand_that_is_back_ends_it_at_once() -> None:
     assert fleet.intended(1, stats(600.0)) == [0]
 
 
-@pytest.mark.parametrize("more", [{"backlog_tokens": 10_000.0}, {"step_seconds": 0.06}])
+@pytest.mark.parametrize("more", [{"backlog_tokens": 30_000.0}, {"step_seconds": 0.06}])
 def test_a_need_that_no_block_shows_ends_it_too(more: dict[str, float]) -> None:
     fleet = Fleet(6, reserve=0.0)
     assert fleet.intended(70, stats(10.0))[-1] == 1
