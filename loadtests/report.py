@@ -54,8 +54,9 @@ class Figure:
 
     def verdict(self) -> str:
         """The bar, and whether it holds; empty without a bar."""
-        bar = f"  bar {'<=' if self.at_most else '>='} {self.bar:g}  {'ok' if self.holds else 'FAILED'}"
-        return "" if self.bar is None else bar
+        if self.bar is None:
+            return ""
+        return f"  bar {'<=' if self.at_most else '>='} {self.bar:g}  {'ok' if self.holds else 'FAILED'}"
 
     def line(self) -> str:
         return f"{self.name}: {self.value:.4g}{self.unit}{self.verdict()}"

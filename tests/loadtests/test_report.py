@@ -81,7 +81,7 @@ def test_options_are_of_the_type_of_their_defaults(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("title", ["", "load"])
 def test_each_figure_is_printed_once_with_its_bar(title: str, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = [Figure("rate", 12.0, " tokens/s", 10.0), most("failures", 3)]
+    figures = [Figure("rate", 12.0, " tokens/s", 10.0), most("failures", 3), Figure("users", 7.0)]
     finish("load", figures, parse("load", None, argv=[]), title)
     shown = capsys.readouterr().out
     assert [shown.count(words) for words in ("12 tokens/s", "bar >= 10  ok", "bar <= 0  FAILED")] == [1, 1, 1]
