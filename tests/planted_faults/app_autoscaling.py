@@ -35,6 +35,20 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
+        "others = (backlog - most) / (reporting - 1) if reporting > 1 else backlog",
+        "others = backlog / reporting",
+        _DEMAND,
+        "one long prompt passes for a burst",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "late=_ratio(others, rate / reporting) > config.ttft_target_s",
+        "late=_ratio(sum(least) / len(least), rate / reporting) > config.ttft_target_s",
+        _DEMAND,
+        "a burst on half of the replicas is not learned",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
         "min(load.backlog_s, state.backlogs.rate(now, burst_s) or load.backlog_s)",
         "load.backlog_s",
         _DEMAND,

@@ -145,6 +145,16 @@ def test_a_backlog_that_is_gone_at_once_needs_no_replica_and_one_that_lasts_does
     assert needs[79] == pytest.approx(2 * 1.0 / 0.5)
 
 
+@pytest.mark.parametrize(("busy", "late"), [(1, False), (2, True), (4, True)])
+def test_prompts_that_wait_at_more_replicas_than_one_make_a_burst(busy: int, late: bool) -> None:
+    """12 s of prompts at each that is busy: the others have 4 s in the mean, beside one; the target is 2 s."""
+    full, state = stats(600.0, backlog_tokens=120_000.0), ScalingState()
+    for second in range(100):
+        reports = [full] * busy + [stats(600.0)] * (4 - busy) if second < 2 else [stats(0.0)] * 4
+        decide(snapshot(float(second), 4, *reports), ScalingConfig(), state)
+    assert (state.bursts.size > 0.0) is late
+
+
 def test_short_sequences_run_out_of_seats_before_blocks() -> None:
     full = stats(100.0, sequences=256.0, max_running=256.0)
     decision = decide(snapshot(0.0, 2, full, full, queued=64.0), ScalingConfig(), ScalingState())
