@@ -152,6 +152,17 @@ def changed(config: str, unavailable: Path, files: int, cores: int, environment:
         (r"^ *option splice-.*\n", ""),
         # Serve answers with a plain 500, which says nothing of trying again.
         (r"^( *)errorfile (50[234]) .*$", rf"\1errorfile \2 {unavailable}"),
+        # Until Serve knows of an application, it answers every path with a 404, which tells clients to give up.
+        *(
+            []
+            if re.search(r"^ *use_backend ", config, re.MULTILINE)
+            else [
+                (
+                    r"^(backend default_backend\n *http-request) return status 404 .*$",
+                    r"\1 deny deny_status 503",
+                )
+            ]
+        ),
         # Serve's fallback keeps requests, /health included, waiting for an ingress. Where clusters share its
         # port, it may be another cluster's.
         (r"^( *server \S+ \S+ check backup)$", r"\1 disabled"),

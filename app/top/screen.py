@@ -124,6 +124,8 @@ class Top(App[None]):
 
     def redraw(self) -> None:
         """Redraw everything."""
+        if not self.screen_stack:  # it ends
+            return
         base = self.screen_stack[0]
         widgets = base.query(Static)
         if len(widgets) < 3 or not base.query(DataTable):  # not yet, or not any more

@@ -34,6 +34,20 @@ LAUNCH: list[Fault] = [
     ),
     Fault(
         "app/launch/haproxy.py",
+        "deny deny_status 503",
+        "return status 404",
+        _HAPROXY,
+        "a client that asks while Serve starts is told that there is no such path",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
+        'if re.search(r"^ *use_backend ", config, re.MULTILINE)',
+        "if False",
+        _HAPROXY,
+        "paths of no application look like an outage",
+    ),
+    Fault(
+        "app/launch/haproxy.py",
         "[] if THREADS in environment else ",
         "",
         _HAPROXY,

@@ -94,8 +94,10 @@ class Setting:
             servers=[ServerConfig("ingress", "127.0.0.1", self.back)],
             fallback_server=ServerConfig("fallback", "127.0.0.1", self.other),
         )
-        api = HAProxyApi(config, {backend.name: backend}, config_file_path=str(self.config))
-        api._generate_config_file_internal()
+        self.write = lambda **backends: HAProxyApi(  # type: ignore[no-untyped-call]
+            config, backends, config_file_path=str(self.config)
+        )._generate_config_file_internal()
+        self.write(quire=backend)
         self.script = self.folder / haproxy.NAME
         assert haproxy.write_script(self.script)
 
@@ -381,6 +383,23 @@ def test_without_an_ingress_clients_are_told_to_try_again(setting: Setting) -> N
                 await setting.until(b"own")
 
     run(use)
+
+
+def test_before_serve_knows_of_the_application_clients_are_told_to_try_again(setting: Setting) -> None:
+    setting.write()
+
+    async def use() -> None:
+        async with running(setting):
+            assert (await setting.until(b"}")).startswith(b"HTTP/1.1 503 ")
+
+    run(use)
+
+
+def test_a_path_of_no_application_is_not_found() -> None:
+    """Serve's answer, where a route prefix is not /."""
+    config = "backend default_backend\n    http-request return status 404 x\n"
+    assert "status 404" in changed(f"    use_backend quire if is_quire\n{config}")
+    assert "deny_status 503" in changed(config)
 
 
 PARENT = """

@@ -89,6 +89,10 @@ def test_it_says_that_the_key_is_missing_or_wrong_and_goes_on_with_the_right_one
     asyncio.run(test())
 
 
+def test_an_event_that_comes_while_it_ends_draws_nothing() -> None:
+    Top(Server("http://quire")).redraw()  # it has no screen, as after its end
+
+
 class Scripted(Server):
     """Says what a test wants."""
 
