@@ -1,7 +1,8 @@
 """Tries a grammar in a separate process, which may safely take too long or too much memory.
 
 Compiling can take time and memory that grow exponentially with a grammar, in code that nothing can interrupt.
-So each new grammar is compiled here first. What passes is compiled again where it is used, at the same cost.
+So each new grammar is first compiled in a child of a process that has loaded the tokenizer. One that exceeds
+the limits ends only the child. What passes is compiled again where it is used, at the same cost.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDeadError, GrammarFault, InvalidRequestError
 from engine.structured.grammar import build, load_llg_tokenizer, lowered, refused
 from engine.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 CPU_LIMIT_S = 0.75
 """Processor time that compiling a grammar may take."""
@@ -28,7 +33,7 @@ MEMORY_LIMIT = 512 << 20
 """Bytes that compiling a grammar may add to its process."""
 
 NICENESS = 5
-"""Added to the process's niceness: while the engine runs steps, it gets a quarter of a core."""
+"""Added to the niceness of whatever compiles: while the engine runs steps, it gets a quarter of a core."""
 
 WALL_LIMIT_S = 120.0
 """Time after which a process that has not answered is given up. On a busy machine it may get little of it."""
@@ -40,8 +45,14 @@ _GRAMMARS_FAULT = {
 """Exit statuses of the process for which the grammar is to blame."""
 
 
+def yield_to_steps(which: int) -> None:
+    """Give a process, or on Linux a thread by its native ID, a lower priority than this process has."""
+    with contextlib.suppress(OSError):  # the process may have ended
+        os.setpriority(os.PRIO_PROCESS, which, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
+
+
 class GrammarChecker:
-    """One process, started at first use and again after a grammar has ended it.
+    """One process, started at first use and again if it has ended, which no grammar can bring about.
 
     One thread at a time may ask; any may close it, also while it is asked.
     """
@@ -67,8 +78,8 @@ class GrammarChecker:
             self._end_process()
             self._check_open()
             raise _fault(str(error)) from error
-        if answer is None:
-            code = process.wait()
+        if answer is None or "ended" in answer:
+            code = process.wait() if answer is None else int(answer["ended"])
             self._check_open()
             if code in _GRAMMARS_FAULT:
                 reason = _GRAMMARS_FAULT[code]
@@ -114,15 +125,17 @@ class GrammarChecker:
             raise EngineDeadError("the engine has stopped")
 
     def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "engine.structured.checker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        yield_to_steps(process.pid)  # already while it loads
+        return process
 
-    def _ask(self, process: subprocess.Popen[bytes], question: str) -> dict[str, str] | None:
+    def _ask(self, process: subprocess.Popen[bytes], question: str) -> dict[str, Any] | None:
         """The answer to one line, or ``None`` if the process has ended instead."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -137,7 +150,7 @@ class GrammarChecker:
             return None
         finally:
             limit.cancel()
-        answer: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
+        answer: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
         return answer
 
 
@@ -150,24 +163,46 @@ def _fault(reason: str) -> GrammarFault:
 def main(folder: str, vocab_size: int, end_token_ids: list[int]) -> None:
     """Answer questions from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the server, which ends this
-    os.nice(NICENESS)  # an unknown client's grammar may wait; streams may not
     tokenizer = load_llg_tokenizer(folder, vocab_size, end_token_ids)
     _limit_memory()
     for line in sys.stdin:
-        form = StructuredOutput(**json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
-        try:
-            grammar = lowered(form)
-            build(tokenizer, form, grammar)
-            answer = {"grammar": grammar}
-        except InvalidRequestError as error:
-            answer = {"error": error.message}
-        except MemoryError:
-            os.abort()
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.write(_in_child(tokenizer, line.encode()) + "\n")
         sys.stdout.flush()
+
+
+def _in_child(tokenizer: LLTokenizer, question: bytes) -> str:
+    """The answer, or how the child has ended without one."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(sys.stdout.fileno())  # whoever reads it must see at once when the parent is killed
+            answer = _answer(tokenizer, question).encode()
+            with open(writing, "wb") as pipe:
+                pipe.write(answer)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        answer = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return json.dumps({"ended": code}) if code else answer.decode()
+
+
+def _answer(tokenizer: LLTokenizer, question: bytes) -> str:
+    form = StructuredOutput(**json.loads(question))
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
+    try:
+        grammar = lowered(form)
+        build(tokenizer, form, grammar)
+        return json.dumps({"grammar": grammar})
+    except InvalidRequestError as error:
+        return json.dumps({"error": error.message})
+    except MemoryError:
+        os.abort()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _limit_memory() -> None:

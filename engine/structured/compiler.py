@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from engine.errors import (
     one_line,
 )
 from engine.structured.budget import FollowBudgets
-from engine.structured.checker import GrammarChecker
+from engine.structured.checker import GrammarChecker, yield_to_steps
 from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
 from engine.structured.turns import Turns
 from engine.structured_output import StructuredOutput
@@ -106,6 +107,8 @@ class GrammarCompiler:
                 threading.Thread(target=self._work, name="quire-grammar", daemon=True).start()
 
     def _work(self) -> None:
+        if sys.platform == "linux":  # elsewhere threads have no priority of their own
+            yield_to_steps(threading.get_native_id())
         while (job := self._turns.get()) is not None:
             if job.done.set_running_or_notify_cancel():
                 self._run(job)

@@ -28,10 +28,24 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/structured/checker.py",
-        "        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process\n",
+        "    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process\n",
         "",
         _GRAMMARS,
         "a schema that takes hours to compile holds up all others",
+    ),
+    Fault(
+        "engine/structured/checker.py",
+        "        yield_to_steps(process.pid)  # already while it loads\n",
+        "",
+        _GRAMMARS,
+        "steps share the cores with the process that tries grammars",
+    ),
+    Fault(
+        "engine/structured/compiler.py",
+        "            yield_to_steps(threading.get_native_id())\n",
+        "            pass\n",
+        _GRAMMARS,
+        "steps share the cores with threads that compile grammars",
     ),
     Fault(
         "engine/structured/compiler.py",
@@ -42,8 +56,8 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/structured/checker.py",
-        "            code = process.wait()\n            self._check_open()\n",
-        "            code = process.wait()\n",
+        "            self._check_open()\n            if code in",
+        "            if code in",
         _GRAMMARS,
         "a grammar that is being compiled when the engine stops is refused, not tried elsewhere",
     ),

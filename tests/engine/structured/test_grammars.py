@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models
 from engine.errors import ClientLimitError, EngineDeadError, GrammarFault, InvalidRequestError
 from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget, FollowBudgets
 from engine.structured.budget import KEPT as BUDGETS
-from engine.structured.checker import GrammarChecker
+from engine.structured.checker import NICENESS, GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
 from engine.structured.grammar import build, load_llg_tokenizer, lowered
 from engine.structured.matcher import Matcher
@@ -125,6 +127,7 @@ def test_byte_fallback_vocabularies(tmp_path: Path) -> None:
     assert allowed() == {2}
 
 
+LOWER = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS
 REFERENCES = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(50)} | {"a50": {}}
 HOSTILE: dict[str, StructuredOutput] = {
     "exponential": schema(
@@ -149,6 +152,10 @@ def compiler(bundled_model: Path) -> Iterator[GrammarCompiler]:
 
 
 def test_hostile_ones_are_refused_or_compiled_and_harm_nobody(compiler: GrammarCompiler) -> None:
+    compiler.warm_up()
+    process = compiler._checkers[-1]._process
+    assert process is not None
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == LOWER
     waiting = {name: compiler.submit(form) for name, form in HOSTILE.items()}
     friendly = compiler.submit(PERSON)
     refusals = {name: str(error) for name, done in waiting.items() if (error := done.exception())}
@@ -157,6 +164,20 @@ def test_hostile_ones_are_refused_or_compiled_and_harm_nobody(compiler: GrammarC
         "compiling it takes more than 0.75 s of processor time" in reason for reason in refusals.values()
     )
     assert friendly.exception() is None
+    assert compiler._checkers[-1]._process is process  # the next one need not wait until another has loaded
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_compiling_yields_to_steps(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities: list[int] = []
+
+    def compile_here(compiler: GrammarCompiler, form: StructuredOutput, client: str) -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_here)
+    compiler.submit(StructuredOutput("regex", "[xyz]{3}")).result(60)
+    assert priorities == [LOWER]
+    assert os.getpriority(os.PRIO_PROCESS, 0) < LOWER
 
 
 def test_what_was_compiled_or_refused_is_kept(
