@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 CPU_LIMIT_S = 0.4
-"""CPU time that compiling a grammar may take; usual ones take 0.02 s. With the niceness below, it bounds both how
-long a hostile one takes to be rejected and how much it slows others."""
+"""CPU time that compiling a grammar may take; usual ones take 0.02 s. With the niceness below, it bounds how
+long a hostile one takes to be rejected, and how much it slows others."""
 
 MEMORY_LIMIT = 512 << 20
 """Bytes that compiling a grammar may add to its process."""
