@@ -74,6 +74,7 @@ API: list[Fault] = [
         "run_in_executor(self._executor, ",
         ("app/api/test_prompt_tokenizer.py",),
         "templates that hang take all threads that tokenize",
+        hangs=True,
     ),
     Fault(
         "app/api/bounded_template.py",

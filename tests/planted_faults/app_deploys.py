@@ -132,6 +132,7 @@ DEPLOYS: list[Fault] = [
         "        if True:\n",
         _INGRESS,
         "an ingress waits for engines that sleep",
+        hangs=True,
     ),
     Fault(
         "app/deployment_version.py",
