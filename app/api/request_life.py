@@ -40,7 +40,7 @@ def life_of(record: RequestRecord, ingress: str) -> dict[str, Any]:
         "prompt_tokens": record.usage.prompt_tokens,
         "cached_tokens": record.usage.cached_tokens,
         "output_tokens": record.usage.completion_tokens,
-        "arrived": round(time.time() - (now - began), 3),
+        "arrived": round(record.arrived, 3),
         "first_token_s": since(record.first_token),
         "last_token_s": since(record.last_token or None),
         "total_s": since(record.ended or now),

@@ -40,6 +40,7 @@ class RequestRecord:
     outcome: str = "disconnected"  # until it ends otherwise
     status: int = CLIENT_LEFT  # of the response; a stream that has begun has 200
     started: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.time)  # the same moment, in seconds since 1970
     first_token: float | None = None  # monotonic seconds
     last_token: float = 0.0  # likewise
     choices: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each: tokens, when the last came

@@ -62,6 +62,13 @@ API: list[Fault] = [
         "any web page makes its visitor's browser use the server",
     ),
     Fault(
+        "app/api/request_life.py",
+        "round(record.arrived, 3)",
+        "round(time.time() - (now - began), 3)",
+        ("app/api/test_request_life.py",),
+        "two ingresses disagree on when a request came",
+    ),
+    Fault(
         "app/api/prompt_tokenizer.py",
         "INLINE_CPU_S if work <= INLINE_CHARS else THREAD_CPU_S",
         "RENDER_CPU_S",
