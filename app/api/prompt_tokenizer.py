@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -45,6 +45,13 @@ THREAD_CPU_S = 0.1
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
 T = TypeVar("T")
+
+
+class RenderLimits(NamedTuple):
+    """How long one rendering of the template may take; see :meth:`ChatTemplate.render`."""
+
+    cpu_s: float
+    gives_way: bool
 
 
 class PromptTokenizer:
@@ -180,11 +187,11 @@ class PromptTokenizer:
         encode = partial(self._encode_messages, messages, use.tools, owner, options, max_tokens)
         cpu_s = INLINE_CPU_S if work <= INLINE_CHARS else THREAD_CPU_S
         try:
-            return await self._run(work, partial(encode, cpu_s, gives_way=work > INLINE_CHARS))
+            return await self._run(work, partial(encode, RenderLimits(cpu_s, gives_way=work > INLINE_CHARS)))
         except TemplateTimeoutError:
             pass
         try:
-            begin_again = partial(encode, RENDER_CPU_S, gives_way=True)
+            begin_again = partial(encode, RenderLimits(RENDER_CPU_S, gives_way=True))
             return await asyncio.get_running_loop().run_in_executor(self._slow, begin_again)
         except TemplateTimeoutError as error:
             raise _refused(error) from error
@@ -250,15 +257,13 @@ class PromptTokenizer:
         owner: Hashable,
         options: TemplateOptions,
         max_tokens: int,
-        cpu_s: float,
-        gives_way: bool,
+        limits: RenderLimits,
     ) -> list[int]:
-        render = partial(self._render, options=options, cpu_s=cpu_s, gives_way=gives_way)
         texts = [text for message in messages for text in message.texts]
         texts += [text for tool in tools for text in tool.texts]
         named = self._special_name
         if named is None or not any(map(named.search, texts)):
-            text, first = render(messages, tools)
+            text, first = self._render(messages, tools, options, limits)
             self._check_length(len(text), max_tokens, "messages")
             return self.prefix_tokens.encode(text, first, owner)
         placeholders = self._placeholders(texts)
@@ -267,7 +272,7 @@ class PromptTokenizer:
             return _masked(named, text, placeholders)
 
         masked = [message.changed(mask) for message in messages]
-        text, _ = render(masked, [tool.changed(mask) for tool in tools])
+        text, _ = self._render(masked, [tool.changed(mask) for tool in tools], options, limits)
         self._check_length(len(text), max_tokens, "messages")
         return self._encode_masked(text, placeholders)
 
@@ -308,29 +313,25 @@ class PromptTokenizer:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
         options: TemplateOptions,
-        cpu_s: float = RENDER_CPU_S,
-        gives_way: bool = False,
+        limits: RenderLimits,
     ) -> tuple[str, str]:
         """The prompt, and the content of its first turn."""
-        apply = partial(self._applied, options=options, cpu_s=cpu_s, gives_way=gives_way)
         if self._family.template_knows_tools:
             short_ids = self._family.tool_parser == "mistral"
-            return apply(turns(messages, short_ids=short_ids), tools)
+            return self._applied(turns(messages, short_ids=short_ids), options, limits, tools)
         try:
-            return apply(plain_turns(messages, tools, "system"))
+            return self._applied(plain_turns(messages, tools, "system"), options, limits)
         except InvalidRequestError:  # some templates refuse system messages
             if not tools:
                 raise
-            return apply(plain_turns(messages, tools, "user"))
+            return self._applied(plain_turns(messages, tools, "user"), options, limits)
 
     def _applied(
         self,
         turns: list[dict[str, Any]],
-        tools: Sequence[Tool] = (),
-        *,
         options: TemplateOptions,
-        cpu_s: float,
-        gives_way: bool,
+        limits: RenderLimits,
+        tools: Sequence[Tool] = (),
     ) -> tuple[str, str]:
         described = [tool.to_dict() for tool in tools] or None
         assert self._template is not None
@@ -341,8 +342,8 @@ class PromptTokenizer:
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 variables=dict(options.variables),
-                cpu_s=cpu_s,
-                gives_way=gives_way,
+                cpu_s=limits.cpu_s,
+                gives_way=limits.gives_way,
             )
         except TemplateTimeoutError:
             raise

@@ -354,7 +354,7 @@ class IngressChannel:
         self._broken = _Broken(route, reason, fault, self._loop.create_future(), beats)
         try:
             self._events.on_broken(route)
-        except Exception:  # the same
+        except Exception:  # a defect must not keep the channel from being reopened
             self.defects += 1
             logger.exception("the end of the channel to %s failed", self.replica)
             self._lose()

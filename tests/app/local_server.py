@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from delayed_steps import delayed_steps
 
 from app.api.api_server import ApiServer
 from app.api.openai_service import OpenAIService
@@ -138,20 +139,12 @@ class LocalServer:
     @contextmanager
     def slow_steps(self) -> Iterator[None]:
         """Until the block ends, steps take ``SLOW_S``: no request is over before a test looks at it."""
-        engine, over = self.client.engine._engine, threading.Event()
-        assert engine is not None
-        step = engine.step
-
-        def slow() -> list[TokenDelta]:
-            over.wait(SLOW_S)
-            return step()
-
-        engine.step = slow  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            over.set()
-            engine.step = step  # type: ignore[method-assign]
+        over = threading.Event()
+        with delayed_steps(self.client.engine, lambda: over.wait(SLOW_S)):
+            try:
+                yield
+            finally:
+                over.set()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bad_requests import BAD
+from delayed_steps import delayed_steps
 from tiny_engines import add, made, make_request, run_to_end, tiny_engine_config
 
 from engine import engine_thread
@@ -331,19 +332,12 @@ class Outputs:
 @contextmanager
 def held(outputs: Outputs) -> Iterator[None]:
     """No step begins until the block ends, so that no request is over before the next one is submitted."""
-    engine, go_on = outputs.thread._engine, threading.Event()
-    assert engine is not None
-    step = engine.step
-
-    def wait_and_step() -> list[TokenDelta]:
-        go_on.wait()
-        return step()
-
-    engine.step = wait_and_step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        go_on.set()
+    go_on = threading.Event()
+    with delayed_steps(outputs.thread, go_on.wait):
+        try:
+            yield
+        finally:
+            go_on.set()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,12 +17,10 @@ import pytest
 from local_server import MODEL, LocalServer, serve_locally
 
 from engine.config import EngineConfig
-from engine.request import TokenDelta
 
 BUDGET = 128
 LONG, FLOOD = 6_000, 1_280  # tokens of a prompt: 47 and 10 steps
 START_S = 60.0
-STEP_S = 0.1  # at least: few steps pass while a request is on its way, and the processor is free for it
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +28,8 @@ def single(small_model: Path) -> Iterator[LocalServer]:
     config = EngineConfig(
         model=str(small_model), dtype="float32", num_blocks=400, token_budget=BUDGET, num_threads=1
     )
-    with serve_locally(small_model, config, MODEL) as server:
-        engine = server.client.engine._engine
-        assert engine is not None
-        step = engine.step
-
-        def slow() -> list[TokenDelta]:
-            time.sleep(STEP_S)
-            return step()
-
-        engine.step = slow  # type: ignore[method-assign]
+    # Few steps pass while a request is on its way, and the processor is free for it.
+    with serve_locally(small_model, config, MODEL) as server, server.slow_steps():
         yield server
 
 

@@ -12,7 +12,7 @@ import pytest
 from app.api.chat_messages import ChatMessage
 from app.api.output_options import DEFAULT_TEMPLATE
 from app.api.prefix_token_cache import MAX_CHARS, MAX_PREFIXES, MIN_PREFIX_CHARS, PrefixTokenCache
-from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.prompt_tokenizer import PromptTokenizer, RenderLimits
 from app.api.tokenizer_parts import TokenizerParts
 
 SPECIAL = re.compile(r"<\|end\|>")
@@ -92,7 +92,9 @@ def test_the_bundled_model_gets_the_same_tokens(bundled_model: Path) -> None:
 
     def check(system: str, user: str) -> None:
         messages = [ChatMessage("system", system), ChatMessage("user", user)]
-        expected = tokenizer._encode(tokenizer._render(messages, [], DEFAULT_TEMPLATE)[0])
+        expected = tokenizer._encode(
+            tokenizer._render(messages, [], DEFAULT_TEMPLATE, RenderLimits(1.0, False))[0]
+        )
         assert asyncio.run(tokenizer.encode_chat(messages, 8192)) == expected
 
     for _ in range(20):
