@@ -36,6 +36,7 @@ def keys(server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def used(server: LocalServer) -> list[float]:
     """Of the key ``narrow``: requests, tokens of prompts, cached ones, of outputs."""
+    wait_until(lambda: server.service.num_live == 0)  # a request is counted after its response
     samples = server.service.figures.samples()
     names = ("key_requests", "key_prompt_tokens", "key_cached_tokens", "key_output_tokens")
     return [cast(float, samples[name].get(("narrow",), 0)) for name in names]
