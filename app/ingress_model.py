@@ -37,7 +37,7 @@ def routing_policy(routing: config.Routing) -> Policy:
     return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
 
 
-def expected_wait(engine: Any) -> Callable[[], ExpectedWait | None]:
+def wait_estimator(engine: Any) -> Callable[[], ExpectedWait | None]:
     """The expected wait on the engine deployment with the Serve handle ``engine``, as this process knows it.
 
     Where it knows only some replicas, it takes the others to be like them.
@@ -118,7 +118,7 @@ class IngressModel:
             self._victims = VictimFeed(of.app_name, of.name, likely)
         server.lag.watch_frames(self.client.lag_s)
         self.overload = OverloadControl(
-            expected_wait(engine),
+            wait_estimator(engine),
             max_wait_s=options.max_wait_s,
             max_replicas=options.scaling.reachable_replicas,
             startup_s=options.scaling.startup_grace_s,

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from app.channel import wire
 from app.channel.channel_thread import ChannelThread, routers_loop
 from app.channel.ingress_channel import ChannelState, IngressChannel
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.channel.wire_sections import Figures, KvSection
 from app.launch import serving
 from app.routing.fleet import get_fleet
 from app.routing.load import LoadReport
-from app.routing.replica import Route
+from app.routing.replica_state import Route
 from loadtests.cluster import LocalCluster, wait_for
 from loadtests.experiments.fleet import OPTIONS, START_LIMIT_S, started
 
@@ -41,7 +41,7 @@ class Listener:
 
     def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None: ...
 
-    def on_broken(self, route: Route) -> list[Claim]:
+    def on_broken(self, route: Route) -> list[AttemptClaim]:
         return []
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:

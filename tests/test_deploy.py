@@ -20,11 +20,15 @@ from ray.serve.schema import ServeDeploySchema
 from app import config
 from app.metrics.aliases import ALIASES
 from app.metrics.board import board as made_board
-from app.metrics.table import TABLE, Kind
+from app.metrics.table import TABLE, MetricKind
 
 ROOT = DEPLOY.parent
 SERVICES = ("rayservice.yaml", "rayservice-gpu.yaml")
-SUFFIXES = {Kind.GAUGE: ("",), Kind.COUNTER: ("_total",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+SUFFIXES = {
+    MetricKind.GAUGE: ("",),
+    MetricKind.COUNTER: ("_total",),
+    MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+}
 SERIES = {
     metric.full_name + suffix: {
         *metric.labels,

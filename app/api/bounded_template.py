@@ -340,7 +340,7 @@ def _check_sum(values: Sequence[Any], attribute: Any = None, start: Any = 0) -> 
         _check_number(len(values))
 
 
-def check_text(value: Any, indent: Any = None) -> None:
+def check_text_size(value: Any, indent: Any = None) -> None:
     """Before a value is written as text, each value in it on an indented line of its own.
 
     Raises:
@@ -361,7 +361,7 @@ _FILTER_CHECKS: dict[str, Callable[..., None]] = {
     "replace": _check_replace,
     "round": _check_numbers,
     "slice": _check_numbers,
-    "string": check_text,
+    "string": check_text_size,
     "sum": _check_sum,
 }
 """What is seen to before a filter begins; other filters make nothing greater than what they are given."""

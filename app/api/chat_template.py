@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from app.api.bounded_template import BoundedEnvironment, check_text
+from app.api.bounded_template import BoundedEnvironment, check_text_size
 from engine.template_errors import TEMPLATE_ERRORS
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -174,7 +174,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes characters of HTML, which models were not trained on."""
-    check_text(value, indent)
+    check_text_size(value, indent)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

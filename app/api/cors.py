@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.errors import ApiFault
-from app.api.instance import HEADER
+from app.api.instance_header import HEADER
 
 EXPOSED = [
     "x-request-id",

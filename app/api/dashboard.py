@@ -20,7 +20,7 @@ from app.api.key_limits import KeyLimits
 from app.api.tenant import tenant_of
 from app.dashboard.block_maps import digits, shown_names
 from app.dashboard.live_feed import MAX_VIEWERS, STREAM_S, LiveFeed
-from app.dashboard.prefix_flows import shown as shown_prefixes
+from app.dashboard.prefix_flows import visible_rows
 from app.dashboard.recent_requests import MAX_ENDED
 from engine.errors import shown
 from engine.kv.block_groups import GroupBy
@@ -106,7 +106,7 @@ async def prefixes(request: Request) -> Response:
     service = server.choose(request.query_params.get("model"), None if everyones else limits)
     tenant = _tenant(request, server)
     groups = await server.prefix_flows.get(service.model)
-    listed = shown_prefixes(groups, tenant, everyones, tenant != "" or server.options.prefix_words)
+    listed = visible_rows(groups, tenant, everyones, tenant != "" or server.options.prefix_words)
     return JSONResponse({"prefixes": listed}, headers={"cache-control": "no-store"})
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from app.api.admission import Admission, Admitted
+from app.api.admission_control import AdmissionControl, Admitted
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TokenGenerator
 from app.api.generated_response import InThread, ResponseMaker
@@ -97,7 +97,7 @@ class OpenAIService:
         self.state = ModelState(
             engines, model, lambda: self.overload.refusing, lambda: tokenizer.takes_system_messages
         )
-        self.admission = Admission(
+        self.admission = AdmissionControl(
             model, live, lambda: self.options, lambda: self.overload, recent or RecentRequests()
         )
         self._responses = ResponseMaker(engines, tokenizer.decoder, in_thread)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from app.api.errors import ApiError, too_many_bodies
 from app.api.json_pieces import MAX_DEPTH, MAX_VALUES, TooManyValuesError, parse_json
-from app.fleet.turns import Turns
+from app.fleet.loop_pacer import LoopPacer
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
@@ -64,7 +64,7 @@ class BodyReader:
         self._held: Counter[str] = Counter()  # bytes, by client
         self._check_wait = check_wait
         self._clock = clock
-        self._begins = Turns(1, clock, every=BEGIN_TURNS)
+        self._begins = LoopPacer(1, clock, every=BEGIN_TURNS)
 
     @property
     def held_bytes(self) -> int:

@@ -24,7 +24,7 @@ from app.api.cors import CrossOrigin
 from app.api.dashboard import DASHBOARD_ROUTES
 from app.api.errors import CHOSEN, ERROR_HANDLERS, ApiError
 from app.api.home import docs_page, home_page
-from app.api.instance import InstanceHeader
+from app.api.instance_header import InstanceHeader
 from app.api.key_limits import KeyLimits
 from app.api.messages.request import parse_count_tokens, parse_messages_request
 from app.api.openai_service import OpenAIService

@@ -55,7 +55,7 @@ from statistics import median_low
 
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ROUNDING, ScalingState
-from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
+from app.autoscaling.snapshot import ReplicaStats, ScalingDecision, Snapshot
 
 __all__ = ["ScalingState", "decide"]
 
@@ -113,7 +113,7 @@ class _Needs:
         return "kv" if self.largest == self.kv else "prefill" if self.largest == self.prefill else "decode"
 
 
-def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
+def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> ScalingDecision:
     """Decide how many replicas there should be; changes nothing but ``state``. O(n log n) of n replicas."""
     unknown = state.hold_or_start(snapshot, config)
     if unknown is not None:
@@ -131,7 +131,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> De
     # What raises the target counts in the window, too, because no other need includes a backlog.
     lowest = max(lowest, min(count, snapshot.limit)) if count > target else lowest
     state.add_low(now, lowest, state.window_s(config))
-    proposed = Decision(
+    proposed = ScalingDecision(
         target=count,
         reason=needs.reason,
         need_kv=needs.kv,

@@ -10,14 +10,14 @@ import math
 
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ScalingState
-from app.autoscaling.snapshot import Decision, Snapshot
+from app.autoscaling.snapshot import ScalingDecision, Snapshot
 
 _TOLERANCE = 0.1
 """A ratio this near to one leaves the number of replicas."""
 _EXACT = 1e-6
 
 
-def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
+def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> ScalingDecision:
     """Decide how many replicas there should be: running ones x occupancy / ``occupancy_target``.
 
     Up at once; down by the largest answer of the scale-down window, a little at a time. Changes nothing but
@@ -35,5 +35,5 @@ def decide_by_occupancy(snapshot: Snapshot, config: ScalingConfig, state: Scalin
     need = snapshot.running * ratio
     answer = snapshot.running if abs(ratio - 1.0) <= _TOLERANCE else math.ceil(need - _EXACT)
     state.add_low(now, answer, state.window_s(config))
-    proposed = Decision(answer, "occupancy", need, demand=occupancy)
+    proposed = ScalingDecision(answer, "occupancy", need, demand=occupancy)
     return state.settle(snapshot, config, proposed, state.largest_need())

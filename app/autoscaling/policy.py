@@ -18,7 +18,7 @@ from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.publishing import Publisher
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ScalingState
-from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot, figure
+from app.autoscaling.snapshot import ReplicaStats, ScalingDecision, Snapshot, figure
 from app.autoscaling.victims import PredictionOutcome, stop_order
 
 logger = logging.getLogger("ray.serve")
@@ -33,14 +33,14 @@ class ServePolicy:
     """
 
     def __init__(
-        self, rule: Callable[[Snapshot, ScalingConfig, ScalingState], Decision], options: dict[str, Any]
+        self, rule: Callable[[Snapshot, ScalingConfig, ScalingState], ScalingDecision], options: dict[str, Any]
     ) -> None:
         self.config = ScalingConfig.from_options(options)
         self.state = ScalingState()
         self.publisher = Publisher()
         self.outcome = PredictionOutcome()
         self.faults = FaultCounter("autoscaling failed; the number of replicas stays", logger)
-        self.last: Decision | None = None
+        self.last: ScalingDecision | None = None
         self._rule = rule
         self._decided_at = -math.inf
         self._victims: list[str] = []
@@ -69,7 +69,7 @@ class ServePolicy:
         decision = self._decide(ctx, now, target)
         return target if self.config.shadow or decision.reason == "hold" else decision.target
 
-    def _decide(self, ctx: Any, now: float, target: int) -> Decision:
+    def _decide(self, ctx: Any, now: float, target: int) -> ScalingDecision:
         self.publisher.app, self.publisher.deployment = str(ctx.app_name), str(ctx.deployment_name)
         running = list(ctx.running_replicas or ())
         snapshot = Snapshot(

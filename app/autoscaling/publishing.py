@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from app.autoscaling.fault_counter import FaultCounter
-from app.autoscaling.snapshot import Decision, Snapshot
+from app.autoscaling.snapshot import ScalingDecision, Snapshot
 from app.autoscaling.victims import PredictionOutcome
 
 logger = logging.getLogger("ray.serve")
@@ -130,7 +130,7 @@ class Publisher:
         self._announced_at = -math.inf
         self._seq = 0
 
-    def figures(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
+    def figures(self, snapshot: Snapshot, decision: ScalingDecision, outcome: PredictionOutcome) -> None:
         """Publish a decision, and what it was made from."""
         self._guarded(lambda: self._figures(snapshot, decision, outcome))
         self._guarded(lambda: self._tell(snapshot, decision, outcome))
@@ -160,7 +160,7 @@ class Publisher:
         self._sink.put(victims_key(self.app, self.deployment), json.dumps(message).encode())
         self._announced = bool(replicas)
 
-    def _figures(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
+    def _figures(self, snapshot: Snapshot, decision: ScalingDecision, outcome: PredictionOutcome) -> None:
         gauge, tags = self._sink.gauge, self._tags()
         gauge("quire_scaling_target", decision.target, tags)
         gauge("quire_scaling_running", snapshot.running, tags)
@@ -183,7 +183,7 @@ class Publisher:
         if value:
             self._sink.gauge(name, 1.0, {**self._tags(), label: value})
 
-    def _tell(self, snapshot: Snapshot, decision: Decision, outcome: PredictionOutcome) -> None:
+    def _tell(self, snapshot: Snapshot, decision: ScalingDecision, outcome: PredictionOutcome) -> None:
         """Publish a decision for the ingresses: a new one at once, the same one now and then."""
         what = decision.target, decision.reason, decision.held_by
         if what == self._published and 0.0 <= snapshot.now - self._published_at < _REPEATED_S:

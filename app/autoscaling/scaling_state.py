@@ -10,7 +10,7 @@ from typing import Any
 from app.autoscaling.bursts import Bursts
 from app.autoscaling.recent import Recent
 from app.autoscaling.scaling_config import ScalingConfig
-from app.autoscaling.snapshot import Decision, Snapshot
+from app.autoscaling.snapshot import ScalingDecision, Snapshot
 
 ROUNDING = 0.1
 """Replicas: a need that exceeds a whole number by less than this does not call for another replica."""
@@ -49,7 +49,7 @@ class ScalingState:
     last_preemption: float = -math.inf
     last_work: float = -math.inf
 
-    def hold_or_start(self, snapshot: Snapshot, config: ScalingConfig) -> Decision | None:
+    def hold_or_start(self, snapshot: Snapshot, config: ScalingConfig) -> ScalingDecision | None:
         """The decision if demand is unknown because no replica runs or too few report; otherwise ``None``.
 
         After a restart, the controller first knows no running replica, then some, and finally their reports.
@@ -65,15 +65,15 @@ class ScalingState:
             self.since = None
             # In production Serve's own fast path starts one first and does not ask; this is for other callers.
             if target or not snapshot.queued:
-                return Decision(target, "hold", held_by="no replica runs")
+                return ScalingDecision(target, "hold", held_by="no replica runs")
             count = max(snapshot.minimum, 1)
             self.started_up(snapshot.now, count)
             self.last_work = snapshot.now
-            return Decision(count, "cold start")
+            return ScalingDecision(count, "cold start")
         reporting = len(snapshot.replicas)
         if reporting < (1.0 - config.max_missing) * snapshot.running or not reporting:
             self.since = None
-            return Decision(
+            return ScalingDecision(
                 min(max(target, snapshot.minimum), snapshot.limit), "hold", held_by="reports missing"
             )
         if self.since is None:
@@ -86,8 +86,8 @@ class ScalingState:
         return self.reported
 
     def settle(
-        self, snapshot: Snapshot, config: ScalingConfig, proposed: Decision, low: float, kept: int = 0
-    ) -> Decision:
+        self, snapshot: Snapshot, config: ScalingConfig, proposed: ScalingDecision, low: float, kept: int = 0
+    ) -> ScalingDecision:
         """Turn a rule's proposal into a decision: up at once, down by the window and a little at a time.
 
         ``proposed.target`` is the number that is needed now, ``proposed.reason`` says why it would rise, and
@@ -97,7 +97,7 @@ class ScalingState:
         """
         now, target, limit = snapshot.now, snapshot.target, snapshot.limit
 
-        def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> Decision:
+        def decision(count: int, reason: str, held_by: str = "", intended: int = 0) -> ScalingDecision:
             return replace(proposed, target=count, reason=reason, held_by=held_by, intended=intended)
 
         if not snapshot.minimum <= target <= limit:

@@ -46,7 +46,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """The new target, the needs behind it in replicas, and what held it back.
 
     A rule proposes one, too, before bounds and guards are applied: see ``ScalingState.settle``.

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from app.background import Background
 from app.channel import relay
 from app.channel.ingress_channel import DEAD_S, IngressChannel, OwnerEvents
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.routing import fleet
-from app.routing.replica import Route
+from app.routing.replica_state import Route
 from app.routing.requirement import Requirement
 
 WIDE_S = 60.0
@@ -179,7 +179,7 @@ class ChannelSet:
         if (channel := self._channels.get(route.replica)) is not None:
             channel.fail(route.epoch, reason)
 
-    def resume(self, route: Route, claims: Sequence[Claim]) -> None:
+    def resume(self, route: Route, claims: Sequence[AttemptClaim]) -> None:
         """See ``relay.Channels``."""
         if (channel := self._channels.get(route.replica)) is not None:
             channel.resume(route.epoch, claims)

@@ -22,7 +22,7 @@ from app.channel import wire
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import cancel_call, describe, is_defect
 from app.channel.silence import Silence
-from app.channel.wire_resume import Claim, pack_resumption
+from app.channel.wire_resume import AttemptClaim, pack_resumption
 from app.channel.wire_sections import Figures, KvSection, SnapshotSlice
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
@@ -74,7 +74,7 @@ class OwnerEvents(Protocol):
         continue here; the others are lost.
         """
 
-    def on_broken(self, route: Route) -> list[Claim]:
+    def on_broken(self, route: Route) -> list[AttemptClaim]:
         """The channel has ended; returns the attempts that are to continue, if the replica can be reached.
 
         ``on_open`` or ``on_closed`` follows.
@@ -116,7 +116,7 @@ class _Broken:
     route: Route
     reason: str
     fault: bool
-    claims: asyncio.Future[Sequence[Claim]]
+    claims: asyncio.Future[Sequence[AttemptClaim]]
     beats: asyncio.Task[None]
 
 
@@ -191,7 +191,7 @@ class IngressChannel:
         """End this epoch and its attempts; the next one opens."""
         self._loop.call_soon_threadsafe(self._fail, epoch, reason, False)
 
-    def resume(self, epoch: int, claims: Sequence[Claim]) -> None:
+    def resume(self, epoch: int, claims: Sequence[AttemptClaim]) -> None:
         """The attempts of this epoch, which has ended, that are to continue on the next one."""
         self._loop.call_soon_threadsafe(self._resume, epoch, claims)
 
@@ -248,7 +248,7 @@ class IngressChannel:
                 self._resumable = False
             self._beat_now.set()
 
-    def _resume(self, epoch: int, claims: Sequence[Claim]) -> None:
+    def _resume(self, epoch: int, claims: Sequence[AttemptClaim]) -> None:
         broken = self._broken
         if broken is not None and broken.route.epoch == epoch and not broken.claims.done():
             broken.claims.set_result(claims)

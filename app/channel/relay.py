@@ -14,7 +14,7 @@ from app.autoscaling.fault_counter import FaultCounter
 from app.channel import wire
 from app.channel.failures import describe
 from app.channel.ingress_channel import OwnerEvents
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.channel.wire_sections import Figures, KvSection
 from app.routing.ledger import Route
 from app.routing.load import LoadReport
@@ -40,7 +40,7 @@ class Channels(Protocol):
     def fail(self, route: Route, reason: str) -> None:
         """End the channel, because the owner failed to handle an event."""
 
-    def resume(self, route: Route, claims: Sequence[Claim]) -> None:
+    def resume(self, route: Route, claims: Sequence[AttemptClaim]) -> None:
         """The channel has ended; these of its attempts are to continue on the next one."""
 
 
@@ -77,7 +77,7 @@ class Relay:
     def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         self._put(route, self._owner.on_open, route, hello, ended)
 
-    def on_broken(self, route: Route) -> list[Claim]:
+    def on_broken(self, route: Route) -> list[AttemptClaim]:
         self._put(None, self._broken, route)
         return []
 
@@ -138,7 +138,7 @@ class Relay:
             self._channels.forget(route, stale)
 
     def _broken(self, route: Route) -> None:
-        claims: Sequence[Claim] = ()
+        claims: Sequence[AttemptClaim] = ()
         try:
             claims = self._owner.on_broken(route)
         finally:

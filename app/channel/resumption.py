@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from app.channel import wire
 from app.channel.engine_channel import EngineChannel
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from engine.request import FinishReason
 
 
-def carry_over(ended: EngineChannel, channel: EngineChannel, claims: Iterable[Claim]) -> list[int]:
+def carry_over(ended: EngineChannel, channel: EngineChannel, claims: Iterable[AttemptClaim]) -> list[int]:
     """Move the claimed attempts of a channel that has ended, with their tokens that have not arrived yet.
 
     Returns the attempts that continue, or that only have their last tokens to send. The other claimed attempts
@@ -44,7 +44,7 @@ def _unacknowledged(channel: EngineChannel) -> dict[int, list[wire.Record]]:
     return kept
 
 
-def _missing(records: Iterable[wire.Record], claim: Claim) -> list[wire.Record] | None:
+def _missing(records: Iterable[wire.Record], claim: AttemptClaim) -> list[wire.Record] | None:
     """The part of ``records`` that has not arrived; ``None`` if it leaves a gap, or was aborted."""
     arrived = list(claim.received)
     missing = []

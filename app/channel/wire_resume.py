@@ -21,7 +21,7 @@ _ATTEMPT = struct.Struct("<QI")
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class AttemptClaim:
     """An attempt to continue: how many tokens of each sequence have arrived, ``None`` if it has ended."""
 
     attempt: int
@@ -33,10 +33,10 @@ class Resumption:
     """Attempts of the channel with this ``epoch`` that are to continue; all others are to be aborted."""
 
     epoch: int
-    claims: tuple[Claim, ...]
+    claims: tuple[AttemptClaim, ...]
 
 
-def pack_resumption(epoch: int, claims: Iterable[Claim]) -> bytes:
+def pack_resumption(epoch: int, claims: Iterable[AttemptClaim]) -> bytes:
     """Encode a resumption."""
     parts = [b""]
     for claim in claims:
@@ -63,7 +63,9 @@ def unpack_resumption(data: bytes) -> Resumption:
             offset += _ATTEMPT.size
             received = struct.unpack_from(f"<{sequences}I", data, offset)
             offset += 4 * sequences
-            claims.append(Claim(attempt, tuple(None if tokens == ENDED else tokens for tokens in received)))
+            claims.append(
+                AttemptClaim(attempt, tuple(None if tokens == ENDED else tokens for tokens in received))
+            )
     except struct.error as error:
         raise WireError(f"unreadable resumption of {len(data)} bytes: {error}") from error
     if offset != len(data):

@@ -38,7 +38,9 @@ class PrefixFlows:
             return seen[1]
 
 
-def shown(groups: Sequence[PrefixGroup], tenant: str, everyones: bool, words: bool) -> list[dict[str, Any]]:
+def visible_rows(
+    groups: Sequence[PrefixGroup], tenant: str, everyones: bool, words: bool
+) -> list[dict[str, Any]]:
     """What a viewer of a ``tenant`` sees: its own prefixes, or ``everyones``; ``words`` of its own alone.
 
     The last one has the others together.

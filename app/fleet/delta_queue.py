@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from app.fleet.generation import Delta
-from app.fleet.turns import Turns
+from app.fleet.loop_pacer import LoopPacer
 from engine.errors import QuireError
 from engine.token_logprobs import TokenLogprobs
 
@@ -16,7 +16,7 @@ class DeltaQueue:
     For one reader, on one event loop. ``readers`` says when it continues; by default at once.
     """
 
-    def __init__(self, readers: Turns | None = None) -> None:
+    def __init__(self, readers: LoopPacer | None = None) -> None:
         self._readers = readers
         self._waiting: dict[int, _Pile] = {}  # by sequence
         self._error: QuireError | None = None

@@ -17,7 +17,7 @@ from app.channel import wire
 from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread, routers_loop
 from app.channel.kv_feed import KvFeed
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.channel.wire_sections import Figures, KvSection
 from app.fleet.attempts import AttemptRunner
 from app.fleet.block_map_call import ask_block_map
@@ -28,8 +28,8 @@ from app.fleet.faults import Faults
 from app.fleet.fleet_limits import FleetLimits, LimitsRecord
 from app.fleet.generation import CannotStartError, Delta, GenerateRequest, UnavailableError
 from app.fleet.in_flight import InFlightRequest
+from app.fleet.loop_pacer import LoopPacer
 from app.fleet.scale_from_zero import ReplicaWaiter
-from app.fleet.turns import Turns
 from app.routing.ledger import Booking, Ledger, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
@@ -90,7 +90,7 @@ class EngineClient:
         self.flow = PrefixFlow()
         self._unavailable_after_s = unavailable_after_s
         self._requests: set[InFlightRequest] = set()
-        self._readers = Turns(EVENTS_PER_TURN)
+        self._readers = LoopPacer(EVENTS_PER_TURN)
         self._tokenizer = tokenizer
         self._drain_timeout_s = drain_timeout_s
         self._foreign: set[str] = set()  # replicas of another tokenizer
@@ -353,7 +353,7 @@ class EngineClient:
         self._waiter.notify()
         self._settle()
 
-    def on_broken(self, route: Route) -> list[Claim]:
+    def on_broken(self, route: Route) -> list[AttemptClaim]:
         """See ``OwnerEvents``."""
         self._parts.kv.close(route)
         claims = []

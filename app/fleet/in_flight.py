@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from app.channel import wire
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from app.fleet.journal import AttemptNotes
@@ -139,9 +139,9 @@ class InFlightRequest:
         """The current attempt continues on another channel."""
         self.held, self.resumed_at = False, now
 
-    def claim(self, attempt: int) -> Claim:
+    def claim(self, attempt: int) -> AttemptClaim:
         """The place from which the current attempt is to continue."""
-        return Claim(
+        return AttemptClaim(
             attempt,
             tuple(
                 None if finished else len(output)

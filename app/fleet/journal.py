@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from app.routing.replica import Booking, Compared
+from app.routing.replica_state import Booking, Compared
 from engine.request import RequestStats
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from app.metrics.samples import METRICS, Samples, Value
-from app.metrics.table import Kind
+from app.metrics.table import MetricKind
 from engine.histogram import HistogramTotals
 
 
@@ -19,7 +19,7 @@ class Alias:
     values: tuple[str, ...] = ()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MetricKind:
         """The kind of the metric."""
         return METRICS[self.of].kind
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from app.metrics.aliases import ALIASES
 from app.metrics.samples import METRICS, Process, Value
-from app.metrics.table import TABLE, Kind, Source
+from app.metrics.table import TABLE, MetricKind, Source
 from engine.histogram import HistogramTotals
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,20 +72,20 @@ def _named(processes: Sequence[Process]) -> list[tuple[str, str, Process]]:
     ]
 
 
-def _head(name: str, kind: Kind, meaning: str) -> tuple[str, str]:
-    exported = f"{name}_total" if kind is Kind.COUNTER else name
+def _head(name: str, kind: MetricKind, meaning: str) -> tuple[str, str]:
+    exported = f"{name}_total" if kind is MetricKind.COUNTER else name
     return f"# HELP {exported} {meaning}", f"# TYPE {exported} {kind.value}"
 
 
 def _samples(
     name: str,
-    kind: Kind,
+    kind: MetricKind,
     bounds: Sequence[float],
     prefix: str,
     labels: Sequence[str],
     values: Iterable[tuple[tuple[str, ...], Value]],
 ) -> Iterator[str]:
-    suffix = "_total" if kind is Kind.COUNTER else ""
+    suffix = "_total" if kind is MetricKind.COUNTER else ""
     for key, value in values:
         both = ",".join((prefix, *map(_label, labels, key)))
         if isinstance(value, HistogramTotals):

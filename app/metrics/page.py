@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.metrics.aliases import ALIASES
 from app.metrics.samples import METRICS
-from app.metrics.table import TABLE, Kind, Metric, Source
+from app.metrics.table import TABLE, Metric, MetricKind, Source
 from app.routing.policies import ROUTING_REASONS
 
 INTRODUCTION = """\
@@ -114,8 +114,8 @@ def _original(name: str, values: tuple[str, ...]) -> str:
     return f"{original}, {' and '.join(f'`{value}`' for value in values)}" if values else original
 
 
-def _name(name: str, kind: Kind) -> str:
-    return f"{name}_total" if kind is Kind.COUNTER else name
+def _name(name: str, kind: MetricKind) -> str:
+    return f"{name}_total" if kind is MetricKind.COUNTER else name
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -17,7 +17,7 @@ from ray.serve import metrics
 from app.autoscaling.fault_counter import FaultCounter
 from app.metrics.aliases import ALIASES
 from app.metrics.samples import METRICS, Samples, Value
-from app.metrics.table import TABLE, Kind, Source
+from app.metrics.table import TABLE, MetricKind, Source
 from engine.histogram import HistogramTotals
 
 EVERY_S = 2.0
@@ -32,7 +32,7 @@ class _Series(NamedTuple):
     """One metric of Ray's, with what one process has of it."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     meaning: str
     labels: tuple[str, ...]
     bounds: Sequence[float]
@@ -62,12 +62,14 @@ class RayExport:
         for series in self._series(samples):
             labels = [_RENAMED.get(label, label) for label in series.labels]
             for key, value in series.values.items():
-                if series.kind is Kind.COUNTER and value == self._last.get((series.name, model, *key), 0.0):
+                if series.kind is MetricKind.COUNTER and value == self._last.get(
+                    (series.name, model, *key), 0.0
+                ):
                     continue
                 tags = {"model_name": model, **dict(zip(labels, key, strict=True))}
                 if isinstance(value, HistogramTotals):
                     self._histogram(series, tags, value)
-                elif series.kind is Kind.COUNTER:
+                elif series.kind is MetricKind.COUNTER:
                     self._advance(series, (series.name, model, *key), tags, value)
                 else:
                     self._set(series.name, series.meaning, tags, value)

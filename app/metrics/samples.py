@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from app.metrics.table import TABLE, Kind, Metric, Source
+from app.metrics.table import TABLE, Metric, MetricKind, Source
 from engine.histogram import HistogramTotals
 
 Value: TypeAlias = float | HistogramTotals
@@ -59,7 +59,7 @@ def unpack(numbers: Sequence[float]) -> Samples:
 
 def _value(metric: Metric, numbers: Iterator[float]) -> Value:
     try:
-        if metric.kind is not Kind.HISTOGRAM:
+        if metric.kind is not MetricKind.HISTOGRAM:
             return next(numbers)
         counts = tuple(int(next(numbers)) for _ in range(len(metric.bounds) + 1))
         return HistogramTotals(counts, next(numbers))

@@ -25,7 +25,7 @@ _GROWTH = f"{ScalingConfig().growth_share:.0%}"
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(18))
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """Prometheus's types of metrics; a counter's name gets ``_total``."""
 
     GAUGE = "gauge"
@@ -49,7 +49,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     source: Source
     meaning: str
     labels: tuple[str, ...] = ()
@@ -73,15 +73,15 @@ class Metric:
 
 
 def _gauge(source: Source, name: str, meaning: str, label: str = "", *values: str) -> Metric:
-    return Metric(name, Kind.GAUGE, source, meaning, (label,) if label else (), values)
+    return Metric(name, MetricKind.GAUGE, source, meaning, (label,) if label else (), values)
 
 
 def _counter(source: Source, name: str, meaning: str, label: str = "", *values: str) -> Metric:
-    return Metric(name, Kind.COUNTER, source, meaning, (label,) if label else (), values)
+    return Metric(name, MetricKind.COUNTER, source, meaning, (label,) if label else (), values)
 
 
 def _histogram(source: Source, name: str, meaning: str, bounds: tuple[float, ...]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, source, meaning, bounds=bounds)
+    return Metric(name, MetricKind.HISTOGRAM, source, meaning, bounds=bounds)
 
 
 _E, _I, _S = Source.ENGINE, Source.INGRESS, Source.SCALING
@@ -114,7 +114,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "ended_requests",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _I,
         "Admitted requests that have ended; the outcome is `ok`, `disconnected`, or an error's code.",
         ("route", "outcome"),

@@ -9,7 +9,7 @@ from operator import itemgetter
 from app.routing.claim_tree import ClaimTree, Run
 
 
-class Claim:
+class BlockClaim:
     """One request's claim on the blocks that its replica lacked when the request was sent there.
 
     ``keys`` are those blocks' keys, from block ``base`` of the prefix on. ``run`` is the place in the replica's
@@ -33,7 +33,7 @@ class _Replica:
 
     def __init__(self, starts: dict[int, int]) -> None:
         self.tree = ClaimTree(starts)
-        self.claims: dict[tuple[int, int], list[Claim]] = {}
+        self.claims: dict[tuple[int, int], list[BlockClaim]] = {}
 
 
 class Claims:
@@ -49,7 +49,7 @@ class Claims:
         """Keys of blocks that are the first of some claim that its replica lacks, and for how many replicas."""
         self._max_keys = max_keys
         self._replicas: dict[str, _Replica] = {}
-        self._deadlines: list[tuple[float, int, Claim]] = []
+        self._deadlines: list[tuple[float, int, BlockClaim]] = []
         self._made = 0
         self._claimed = 0
         self._claims = 0
@@ -108,7 +108,7 @@ class Claims:
                 self._end(nearest)
         known = self._replicas[replica]
         name = (keys[-1], len(keys))
-        claim = Claim(replica, name, missing, held)
+        claim = BlockClaim(replica, name, missing, held)
         if name in known.claims:
             known.claims[name].append(claim)
         else:
@@ -151,7 +151,7 @@ class Claims:
                 ended += 1
         return ended
 
-    def _end(self, claim: Claim) -> None:
+    def _end(self, claim: BlockClaim) -> None:
         claim.live = False
         known = self._replicas[claim.replica]
         same = known.claims[claim.name]

@@ -29,9 +29,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from app.routing.calibration import Calibration
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.load import PREFILL_RATE, LoadReport
-from app.routing.replica import ReplicaState, ReplicaView
+from app.routing.replica_state import ReplicaState, ReplicaView
 
 STREAMING = 0.05
 """Weight of a second of slower steps, against a second of waiting for the first token."""
@@ -72,13 +72,13 @@ class RoutingRequest(NamedTuple):
 
 
 def view_of(
-    state: ReplicaState, load: LoadReport, reported_at: float, calibration: Calibration, output: float
+    state: ReplicaState, load: LoadReport, reported_at: float, estimates: FleetEstimates, output: float
 ) -> ReplicaView:
     """A replica at ``load`` as of ``reported_at``, whose running sequences make ``output`` tokens on average.
 
     A report may lag behind the ledger's own bookings, so at least these are assumed to run, up to the slots.
     """
-    step, slowness = calibration.steps, state.history.slowness
+    step, slowness = estimates.steps, state.history.slowness
     rate = load.prefill_rate or PREFILL_RATE
     ahead = load.waiting_tokens + state.pending_prefill
     started_s = 0.0 if load.num_blocked else min(load.waiting_tokens / rate, SILENT_S)
@@ -96,7 +96,7 @@ def view_of(
         rows = slots
     load_step_s = step.per_row * rows + step.per_kv_token * kv_tokens
 
-    block_size = calibration.block_size
+    block_size = estimates.block_size
     free = float((load.free if load.num_blocks else UNLIMITED) * block_size - ahead)
     # When a sequence ends, each of those running holds half an output more than now.
     slot_s = output * slowness * (step.base + load_step_s) / (rows or 1)
@@ -124,7 +124,7 @@ def costs(
     views: Sequence[ReplicaView],
     cached_blocks: Sequence[int],
     request: RoutingRequest,
-    calibration: Calibration,
+    estimates: FleetEstimates,
     now: float,
     copy_deficit: float = 0.0,
     parts: list[tuple[float, ...]] | None = None,
@@ -135,9 +135,9 @@ def costs(
     computing one that it lacks is not charged. ``parts`` gets the ``TERMS`` of each sum.
     """
     tokens, output, sequences = request.tokens, request.output, request.sequences
-    step, block_size, reuse = calibration.steps, calibration.block_size, calibration.reuse.share
+    step, block_size, reuse = estimates.steps, estimates.block_size, estimates.reuse.share
     # Running sequences have half an output left on average, and share that many steps with the request.
-    shared_steps = min(output, calibration.outputs.tokens / 2)
+    shared_steps = min(output, estimates.outputs.tokens / 2)
     own_step_s = sequences * (step.per_row + (tokens + output / 2) * step.per_kv_token)
     decode_s = output * (step.base + own_step_s)
     slowdown_s = shared_steps * own_step_s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from app.routing.block_masks import BlockMasks
 from app.routing.claims import Claims
 from app.routing.prefix_walk import PrefixWalk, window_ends
-from app.routing.replica_feed import Delta, KvIndexCounters, ReplicaFeed
+from app.routing.replica_feed import KvDelta, KvIndexCounters, ReplicaFeed
 
 SWEEP_SLICE = 512
 """Keys swept, while any slot waits to be swept, with each delta or part of a snapshot."""
@@ -150,7 +150,7 @@ class KvIndex:
         feed = self._feed(replica, epoch)
         if feed is None:
             return False
-        delta = Delta(sequence, stored, removed, cleared)
+        delta = KvDelta(sequence, stored, removed, cleared)
         if feed.synced:
             if sequence <= feed.sequence:
                 self.counters.replays += 1
@@ -301,7 +301,7 @@ class KvIndex:
         self._exact &= ~(1 << feed.slot)
         self._masks.retire(feed.slot)
 
-    def _change(self, replica: str, feed: ReplicaFeed, delta: Delta) -> None:
+    def _change(self, replica: str, feed: ReplicaFeed, delta: KvDelta) -> None:
         feed.sequence = delta.sequence
         if delta.cleared:
             self._empty(replica, feed)

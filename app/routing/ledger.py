@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from app.autoscaling.fault_counter import FaultCounter
-from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest, view_of
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.load import PREFILL_RATE, LoadReport, average, sane
-from app.routing.policies import CHOICES, ROUTING_REASONS, Decision, Policy, least_booked
-from app.routing.replica import Booking, ReplicaState, ReplicaView, Route
+from app.routing.policies import POLICY_FUNCTIONS, ROUTING_REASONS, Policy, RoutingDecision, least_booked
+from app.routing.replica_state import Booking, ReplicaState, ReplicaView, Route
 from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile, Requirement
 from app.routing.routing_meta import RoutingMeta
 from app.routing.waiting import ExpectedWait, expected_wait
@@ -86,9 +86,9 @@ class Ledger:
         self._lock = threading.Lock()
         self._clock = clock
         self._policy = policy
-        self._choose = CHOICES[policy]
+        self._choose = POLICY_FUNCTIONS[policy]
         self._index = index
-        self._calibration = Calibration(BLOCK_SIZE)
+        self._estimates = FleetEstimates(BLOCK_SIZE)
         self._replicas: dict[str, ReplicaState] = {}
         self._routable: list[ReplicaState] = []
         self._profiles: set[ReplicaProfile] = set()
@@ -99,7 +99,7 @@ class Ledger:
         self._bookings: dict[int, Booking] = {}
         self._placed = 0
         self._reasons = dict.fromkeys(ROUTING_REASONS, 0)
-        self._unlearned: tuple[RoutingRequest, Decision] | None = None
+        self._unlearned: tuple[RoutingRequest, RoutingDecision] | None = None
         self._faults = FaultCounter("choosing by prefixes failed; going by load alone", logger)
         self._stuck = FaultCounter("the index cannot drop a replica, whose blocks may be wrong", logger)
 
@@ -111,12 +111,12 @@ class Ledger:
     @property
     def typical_output(self) -> float:
         """Average number of tokens that a sequence makes here."""
-        return self._calibration.outputs.tokens
+        return self._estimates.outputs.tokens
 
     def configure(self, policy: Policy) -> None:
         """Choose by this policy from now on."""
         with self._lock:
-            self._policy, self._choose = policy, CHOICES[policy]
+            self._policy, self._choose = policy, POLICY_FUNCTIONS[policy]
 
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
         """Run ``step``, which reads or changes the index's part of a replica, under the lock.
@@ -232,7 +232,7 @@ class Ledger:
             if state.stalled is not was_stalled:
                 self._list_routable()
             self._outdated.append(state)
-            if self._calibration.learn_report(load, state.history):
+            if self._estimates.learn_report(load, state.history):
                 for other in self._replicas.values():
                     other.view = None
                 self._outdated.extend(self._replicas.values())
@@ -271,7 +271,7 @@ class Ledger:
             request = RoutingRequest(
                 meta.request_id,
                 meta.prefill,
-                self._calibration.expected_output(decode, sequences),
+                self._estimates.expected_output(decode, sequences),
                 sequences,
                 meta.keys,
                 placed_before or meta.avoid != "",
@@ -306,7 +306,7 @@ class Ledger:
         with self._lock:
             booking = self._bookings.get(attempt)
             if booking is not None:
-                self._calibration.outputs.grow(before, after)
+                self._estimates.outputs.grow(before, after)
                 booking.grown = after
 
     def release(self, attempt: int, generated: float | None = None) -> bool:
@@ -318,7 +318,7 @@ class Ledger:
             self._expected.discard(attempt)
             booking = self._bookings.get(attempt)
             if booking is not None and generated is not None:
-                self._calibration.outputs.learn(generated, booking.grown)
+                self._estimates.outputs.learn(generated, booking.grown)
             released = self._release(attempt)
             self._catch_up(self._clock())
             return released
@@ -362,7 +362,7 @@ class Ledger:
         """The wait of a request like the last ones on routable ``members``; ``None`` before any report."""
         with self._lock:
             latest = reversed(self._bookings.values())
-            return expected_wait(self._routable, members, latest, self._calibration, self._clock())
+            return expected_wait(self._routable, members, latest, self._estimates, self._clock())
 
     def state(self) -> dict[str, Any]:
         """``faults``, ``reasons`` of decisions, and sequences running on each replica that has reported."""
@@ -412,7 +412,7 @@ class Ledger:
             replicas = _that_stay(replicas, likely_victims)
         return replicas
 
-    def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> Decision:
+    def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> RoutingDecision:
         """Choose a replica. If the choice raises, take the least booked: a defect must not fail requests."""
         try:
             self._learn_last_decision()
@@ -422,11 +422,11 @@ class Ledger:
                 self._index.expire(now)
                 found = self._index.longest(request.keys)
                 held = [found.get(view.replica, 0) for view in views]
-            decision = self._choose(views, held, request, self._calibration, now)
+            decision = self._choose(views, held, request, self._estimates, now)
         except Exception:  # noqa: BLE001
             self._faults.add()
             place = least_booked(replicas, range(len(replicas)), request._replace(keys=()))
-            return Decision(place, reason="fault")
+            return RoutingDecision(place, reason="fault")
         if self._policy is _PREFIX:
             self._unlearned = request, decision
         return decision
@@ -449,16 +449,16 @@ class Ledger:
         load = state.load
         if load is not None and load.prefill_rate:
             state.view = view_of(
-                state, load, state.reported_at, self._calibration, self._calibration.outputs.tokens
+                state, load, state.reported_at, self._estimates, self._estimates.outputs.tokens
             )
 
     def _assumed(self, state: ReplicaState, mean: LoadReport, now: float) -> ReplicaView:
         """The view of a replica of which too little is known; an average load is as of ``now``."""
-        output = self._calibration.outputs.tokens
+        output = self._estimates.outputs.tokens
         if state.load is None:
-            return view_of(state, mean, now, self._calibration, output)
+            return view_of(state, mean, now, self._estimates, output)
         load = replace(state.load, prefill_rate=mean.prefill_rate)
-        return view_of(state, load, state.reported_at, self._calibration, output)
+        return view_of(state, load, state.reported_at, self._estimates, output)
 
     def _book(
         self,
@@ -472,7 +472,7 @@ class Ledger:
     ) -> Booking:
         assert state.route is not None  # or it would not be routable
         tokens, rows, keys = request.tokens, request.sequences, request.keys
-        cached = self._calibration.usable_blocks(tokens, cached_blocks) * self._calibration.block_size
+        cached = self._estimates.usable_blocks(tokens, cached_blocks) * self._estimates.block_size
         kv_tokens = rows * tokens + int(rows * request.output / 2)
         booking = Booking(
             request.request_id, attempt, state.route, tokens - cached, decode, cached, rows, kv_tokens, keys
@@ -516,7 +516,7 @@ class Ledger:
             return
         (request, decision), self._unlearned = self._unlearned, None
         output = request.sequences * request.output
-        self._calibration.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
+        self._estimates.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
 
     def _list_routable(self) -> None:
         self._routable = [state for state in self._replicas.values() if state.routable]

@@ -1,6 +1,6 @@
 """How a replica is chosen among the candidates: by prefix and load, by load alone, or in turn.
 
-Each policy is a pure function: it reads views, request and calibration, and changes none of them.
+Each policy is a pure function: it reads views, request and estimates, and changes none of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from app.routing.calibration import Calibration
 from app.routing.cost import TERMS, RoutingRequest, costs
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.likely_victims import EXTRA_S, places_that_stay
 from app.routing.load import PREFILL_RATE
-from app.routing.replica import Compared, ReplicaState, ReplicaView, name_key
+from app.routing.replica_state import Compared, ReplicaState, ReplicaView, name_key
 
 USUAL_BLOCK = 16
 """A difference of this many tokens never decides."""
@@ -36,7 +36,7 @@ says so; it cost as much as others and has less booked; it stays while cheaper o
 than ``prefix``, or a defect, chose."""
 
 
-class Decision(NamedTuple):
+class RoutingDecision(NamedTuple):
     """The ``place`` of the chosen replica among the views, and the blocks of the prefix that it holds.
 
     ``shared_blocks``: the most that any replica holds. ``reason`` is one of ``ROUTING_REASONS``. ``compared``
@@ -50,34 +50,34 @@ class Decision(NamedTuple):
     compared: tuple[Compared, ...] = ()
 
 
-Choice: TypeAlias = Callable[
-    [Sequence[ReplicaView], Sequence[int], RoutingRequest, Calibration, float], Decision
+PolicyFunction: TypeAlias = Callable[
+    [Sequence[ReplicaView], Sequence[int], RoutingRequest, FleetEstimates, float], RoutingDecision
 ]
-"""Of views (at least one), the blocks of the prefix that each holds, request, calibration and time."""
+"""Of views (at least one), the blocks of the prefix that each holds, request, estimates and time."""
 
 
 def cheapest(
     views: Sequence[ReplicaView],
     cached_blocks: Sequence[int],
     request: RoutingRequest,
-    calibration: Calibration,
+    estimates: FleetEstimates,
     now: float,
-) -> Decision:
+) -> RoutingDecision:
     """The least estimated cost; of those that cost nearly the same, the least booked."""
     shared_blocks = max(cached_blocks)
     usable_blocks, copy_deficit = cached_blocks, 0.0
     if shared_blocks:
-        most = calibration.usable_blocks(request.tokens, shared_blocks)
+        most = estimates.usable_blocks(request.tokens, shared_blocks)
         if most < shared_blocks:
             usable_blocks = [blocks if blocks < most else most for blocks in cached_blocks]
-        copies = calibration.prefixes.share(request.keys[shared_blocks - 1]) * len(views)
+        copies = estimates.prefixes.share(request.keys[shared_blocks - 1]) * len(views)
         if (lacking := copies - usable_blocks.count(most)) > 0.0:
             copy_deficit = min(lacking, 1.0)
-    seconds = costs(views, usable_blocks, request, calibration, now, copy_deficit)
+    seconds = costs(views, usable_blocks, request, estimates, now, copy_deficit)
     least = min(seconds)
     best = seconds.index(least)
-    uncached = request.tokens - usable_blocks[best] * calibration.block_size
-    margin = _tie_tokens(request.tokens, uncached, calibration.block_size) * views[best].token_cost
+    uncached = request.tokens - usable_blocks[best] * estimates.block_size
+    margin = _tie_tokens(request.tokens, uncached, estimates.block_size) * views[best].token_cost
     limit = least + margin
     ties = [place for place, cost in enumerate(seconds) if cost <= limit]
     if request.likely_victims:
@@ -91,7 +91,7 @@ def cheapest(
         shown = [place]
     held = [usable_blocks[at] for at in shown]
     parts: list[tuple[float, ...]] = []
-    costs([views[at] for at in shown], held, request, calibration, now, copy_deficit, parts)
+    costs([views[at] for at in shown], held, request, estimates, now, copy_deficit, parts)
     if len(views) == 1:
         reason = "only"
     elif len(ties) > 1:
@@ -100,12 +100,12 @@ def cheapest(
         reason = "victims"
     else:
         reason = _decisive(parts[0], parts[1], held[0] > held[1])
-    size = calibration.block_size
+    size = estimates.block_size
     compared = tuple(
         Compared(views[at].replica, blocks * size, terms)
         for at, blocks, terms in zip(shown, held, parts, strict=True)
     )
-    return Decision(place, cached_blocks[place], shared_blocks, reason, compared)
+    return RoutingDecision(place, cached_blocks[place], shared_blocks, reason, compared)
 
 
 def _decisive(here: Sequence[float], there: Sequence[float], more_cached: bool) -> str:
@@ -115,22 +115,22 @@ def _decisive(here: Sequence[float], there: Sequence[float], more_cached: bool) 
     return "prefix" if term == "compute" and more_cached else term
 
 
-def least_tokens(views: Sequence[ReplicaView], request: RoutingRequest) -> Decision:
+def least_tokens(views: Sequence[ReplicaView], request: RoutingRequest) -> RoutingDecision:
     """The fewest booked tokens."""
     places: Sequence[int] = range(len(views))
     if request.likely_victims:
         names, tokens = [view.replica for view in views], [view.booked_tokens for view in views]
         places = places_that_stay(names, tokens, request.likely_victims, EXTRA_S * PREFILL_RATE) or places
-    return Decision(least_booked(views, places, request))
+    return RoutingDecision(least_booked(views, places, request))
 
 
-def round_robin(views: Sequence[ReplicaView], request: RoutingRequest) -> Decision:
+def round_robin(views: Sequence[ReplicaView], request: RoutingRequest) -> RoutingDecision:
     """One after another, by name."""
     order = sorted(range(len(views)), key=lambda place: views[place].replica)
-    return Decision(order[request.ordinal % len(order)])
+    return RoutingDecision(order[request.ordinal % len(order)])
 
 
-CHOICES: dict[Policy, Choice] = {
+POLICY_FUNCTIONS: dict[Policy, PolicyFunction] = {
     Policy.PREFIX: cheapest,
     Policy.LEAST_TOKENS: lambda views, _held, request, *_: least_tokens(views, request),
     Policy.ROUND_ROBIN: lambda views, _held, request, *_: round_robin(views, request),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class KvDelta:
     """One batch of events; it is net: no key is both stored and removed, and what was cleared comes first."""
 
     sequence: int
@@ -42,7 +42,7 @@ class ReplicaFeed:
     """Whether the caller has been told, since the last loss, that a snapshot is needed."""
     loading: int | None = None
     """Sequence of the snapshot of which parts have come."""
-    pending: deque[Delta] = field(default_factory=deque)
+    pending: deque[KvDelta] = field(default_factory=deque)
     waiting: int = 0
     """Records in ``pending``."""
 
@@ -54,7 +54,7 @@ class ReplicaFeed:
         self.floor = floor
         self._forget_pending()
 
-    def hold(self, delta: Delta, limit: int) -> bool:
+    def hold(self, delta: KvDelta, limit: int) -> bool:
         """Keep a delta for after the snapshot; false if the caller has to ask for one (again).
 
         Of more than ``limit`` records the oldest go, since a later snapshot has them.
@@ -76,7 +76,7 @@ class ReplicaFeed:
             self.floor = max(self.floor, self.pending[0].sequence - 1)
         return asked
 
-    def take_pending(self) -> list[Delta]:
+    def take_pending(self) -> list[KvDelta]:
         """Return the deltas after ``sequence``, in order, and forget them all."""
         deltas = [delta for delta in self.pending if delta.sequence > self.sequence]
         self._forget_pending()

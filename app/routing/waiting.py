@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from app.routing.calibration import Calibration
 from app.routing.cost import view_of
-from app.routing.replica import Booking, ReplicaState
+from app.routing.fleet_estimates import FleetEstimates
+from app.routing.replica_state import Booking, ReplicaState
 
 SAMPLED = 32
 """Bookings, the last ones that live, which say what a request is like."""
@@ -31,21 +31,21 @@ def expected_wait(
     replicas: Sequence[ReplicaState],
     members: Collection[str],
     latest: Iterable[Booking],
-    calibration: Calibration,
+    estimates: FleetEstimates,
     now: float,
 ) -> ExpectedWait | None:
     """The wait on ``members`` of ``replicas`` at ``now`` (monotonic seconds) of a request like the ``latest``.
 
     ``None`` if none has reported. One that has not is left out: its report is a moment away.
     """
-    prefill, output = _typical(list(islice(latest, SAMPLED)), calibration.outputs.tokens)
+    prefill, output = _typical(list(islice(latest, SAMPLED)), estimates.outputs.tokens)
     waits = []
     for state in replicas:
         if state.load is not None and state.replica in members:
             load = replace(state.load, num_blocked=state.load.num_lacking)
-            view = view_of(state, load, state.reported_at, calibration, output)
+            view = view_of(state, load, state.reported_at, estimates, output)
             if load.num_blocks and not load.num_lacking:
-                block = calibration.block_size
+                block = estimates.block_size
                 blocks = prefill // block + 1 + load.running  # each running one is left a block to grow into
                 if blocks * block > view.free_tokens + view.evictable_tokens:  # so one has to end first
                     view = replace(view, free_slots=min(view.free_slots, 0))

@@ -87,7 +87,7 @@ def legend() -> Text:
     return text
 
 
-def block_map(found: Mapping[str, Any]) -> Text:
+def block_map_text(found: Mapping[str, Any]) -> Text:
     """Every cell of a block map, by position."""
     text = Text()
     for digits, states in ((found["device"], _STATES), (found["host"], _HOST_STATES)):

@@ -13,12 +13,12 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
 from app.top import lines
-from app.top.server import Fleet, History, Server, Trouble
+from app.top.server import FleetView, History, Server, Trouble
 
 MAX_POINTS = 600
 _OTHER_COLUMNS = 64  # of the table, beside the bar, with their padding
 
-Order = tuple[str, Callable[[Mapping[str, Any]], Any]]
+SortOrder = tuple[str, Callable[[Mapping[str, Any]], Any]]
 
 
 def _figure(name: str) -> Callable[[Mapping[str, Any]], Any]:
@@ -38,7 +38,7 @@ COLUMNS: tuple[tuple[str, int], ...] = (
 )
 """Headings and widths; the bar takes what is left."""
 
-ORDERS: tuple[Order, ...] = (
+ORDERS: tuple[SortOrder, ...] = (
     ("Replica", lambda replica: lines.short_name(replica["name"])),
     ("Demand", lambda replica: -replica.get("demand", -1) / max(replica.get("pool", 1), 1)),
     ("Run", _figure("running")),
@@ -101,7 +101,7 @@ class Top(App[None]):
                     for name, points in models.items():
                         if len(points) > len(self._tokens.get(name, ())):
                             self._tokens[name] = [point["tokens_s"] for point in points]
-                case Fleet(_, models):
+                case FleetView(_, models):
                     self._take(models)
             self.redraw()
 
@@ -261,7 +261,7 @@ class ReplicaScreen(Screen[None]):
         text = (
             f"\nWhat each block holds: {found}"
             if isinstance(found, str)
-            else Text("\n") + lines.block_map(found)
+            else Text("\n") + lines.block_map_text(found)
         )
         for each in self.query("#map").results(Static):  # it may have been closed meanwhile
             each.update(text)

@@ -23,7 +23,7 @@ CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetView:
     """What ``app.dashboard.fleet_view.view`` makes of each model."""
 
     at: float
@@ -64,7 +64,7 @@ class Server:
         path = parts.path.rstrip("/").removesuffix("/v1").removesuffix("/dashboard")
         self.url = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], path, "", ""))
 
-    async def events(self) -> AsyncIterator[Fleet | History | Trouble]:
+    async def events(self) -> AsyncIterator[FleetView | History | Trouble]:
         """All events of the server; reconnects when a connection ends or fails."""
         async with self._client() as http:
             while True:
@@ -100,7 +100,7 @@ class Server:
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
         return httpx.AsyncClient(headers=headers, timeout=timeout, transport=self.transport)
 
-    async def _stream(self, http: httpx.AsyncClient) -> AsyncIterator[Fleet | History | Trouble]:
+    async def _stream(self, http: httpx.AsyncClient) -> AsyncIterator[FleetView | History | Trouble]:
         """One connection's events.
 
         Raises:
@@ -132,14 +132,16 @@ class Server:
         return f"{self.url} rejects the request: {_said(answer)}; trying again"
 
 
-def _event(name: str, message: Any) -> Fleet | History:
+def _event(name: str, message: Any) -> FleetView | History:
     """What an event says.
 
     Raises:
         ValueError: it has another shape.
     """
     try:
-        return History(dict(message)) if name == "history" else Fleet(message["at"], dict(message["models"]))
+        return (
+            History(dict(message)) if name == "history" else FleetView(message["at"], dict(message["models"]))
+        )
     except (KeyError, TypeError) as error:
         raise ValueError("its events are from another release") from error
 

@@ -88,7 +88,7 @@ class Leaving:
         self._part_of: dict[int, int] = {}
         self._made = 0
 
-    def add(self, blocks: list[int], event: Moment) -> None:
+    def add(self, blocks: list[int], event: TimingEvent) -> None:
         """``event`` occurs once all ``blocks``, and all blocks added before, have been copied."""
         self._made += 1
         self._parts.append((self._made, event, blocks))
@@ -108,7 +108,7 @@ class Leaving:
         return self._parts[last - self._parts[0][0]][1] if last else None
 
 
-class Moment(Protocol):
+class TimingEvent(Protocol):
     """What a clock needs of a CUDA event."""
 
     def query(self) -> bool: ...
@@ -122,10 +122,10 @@ class CopyClock:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Moment, Moment, int]] = deque()
+        self._pending: deque[tuple[TimingEvent, TimingEvent, int]] = deque()
         self._seconds_per_block = 0.0
 
-    def seconds(self, start: Moment, end: Moment, blocks: int) -> float:
+    def seconds(self, start: TimingEvent, end: TimingEvent, blocks: int) -> float:
         """Seconds for ``blocks`` blocks at the pace of the last copy that is done; 0 before there is one.
 
         This copy, between ``start`` and ``end``, counts once it is done.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDeadError, GrammarFault, InvalidRequestError
-from engine.structured.grammar import build, load_llg_tokenizer, lowered, refused
+from engine.structured.grammar import build_grammar, load_llg_tokenizer, lowered, refused
 from engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _answer(tokenizer: LLTokenizer, question: bytes) -> str:
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
     try:
         grammar = lowered(form)
-        build(tokenizer, form, grammar)
+        build_grammar(tokenizer, form, grammar)
         return json.dumps({"grammar": grammar})
     except InvalidRequestError as error:
         return json.dumps({"error": error.message})

@@ -24,8 +24,8 @@ from engine.errors import (
 )
 from engine.structured.budget import FollowBudgets
 from engine.structured.checker import GrammarChecker, yield_to_steps
-from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
-from engine.structured.turns import Turns
+from engine.structured.grammar import Grammar, build_grammar, load_llg_tokenizer, lowered
+from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._budgets = FollowBudgets()
         self._checked = checked
-        self._turns: Turns[_Job] = Turns()
+        self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
         self._threads = 0
         self._checkers = [GrammarChecker(folder, vocab_size, self._end_token_ids) for _ in range(WORKERS)]
         self._idle: LifoQueue[GrammarChecker] = LifoQueue()  # the last one used has its process
@@ -87,7 +87,7 @@ class GrammarCompiler:
             self._run(job)
             return job.done
         self._start_threads()
-        if not self._turns.put(client, job):
+        if not self._queue.put(client, job):
             raise EngineDeadError("the engine has stopped")
         return job.done
 
@@ -109,7 +109,7 @@ class GrammarCompiler:
     def _work(self) -> None:
         if sys.platform == "linux":  # elsewhere threads have no priority of their own
             yield_to_steps(threading.get_native_id())
-        while (job := self._turns.get()) is not None:
+        while (job := self._queue.get()) is not None:
             if job.done.set_running_or_notify_cancel():
                 self._run(job)
 
@@ -160,7 +160,7 @@ class GrammarCompiler:
         """End the processes. What is being compiled or waits for it fails at once, as do later calls."""
         for checker in self._checkers:
             checker.close()
-        for job in self._turns.close():
+        for job in self._queue.close():
             if job.done.set_running_or_notify_cancel():
                 job.done.set_exception(EngineDeadError("the engine has stopped"))
 
@@ -173,7 +173,7 @@ class GrammarCompiler:
     def _compiled(self, form: StructuredOutput) -> Grammar:
         tokenizer = self._loaded()
         if not self._checked:
-            return build(tokenizer, form, lowered(form))
+            return build_grammar(tokenizer, form, lowered(form))
         checker = self._idle.get()
         try:
             grammar = checker.check(form)
@@ -184,7 +184,7 @@ class GrammarCompiler:
             raise
         finally:
             self._idle.put(checker)
-        return build(tokenizer, form, grammar)
+        return build_grammar(tokenizer, form, grammar)
 
     def _loaded(self) -> LLTokenizer:
         with self._loading:

@@ -91,7 +91,7 @@ def lowered(form: StructuredOutput) -> str:
         raise refused(form, str(error)) from error
 
 
-def build(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) -> Grammar:
+def build_grammar(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) -> Grammar:
     """Compile ``grammar``, which is ``form`` lowered, work out what an output may begin with, and try a token.
 
     Takes no Python lock. The time that it may take has no bound: see :mod:`engine.structured.checker`.

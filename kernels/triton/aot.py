@@ -71,7 +71,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class KernelResources:
     """Resources of a target that one compiled variant needs."""
 
     target: str
@@ -130,7 +130,7 @@ def variants(hip: bool, *, full: bool = False) -> list[Variant]:
     return found
 
 
-def compile_each(target: str, wanted: Iterable[Variant]) -> Iterator[Resources]:
+def compile_each(target: str, wanted: Iterable[Variant]) -> Iterator[KernelResources]:
     """Compile variants for ``target``, a key of :data:`TARGETS`, each when it is asked for.
 
     Triton caches by source and target; set ``TRITON_CACHE_DIR`` to keep that out of the user's cache. Raises
@@ -223,12 +223,12 @@ def _linear(kind: str, block_m: int, block_n: int, num_warps: int, hip: bool) ->
     return Variant(f"linear {kind} rows", linear_kernel, torch.float32, constants, options(num_warps, hip=hip))
 
 
-def _compile(variant: Variant, target: str) -> Resources:
+def _compile(variant: Variant, target: str) -> KernelResources:
     compiled = compile_variant(variant, target)
     usage = _rocm_usage if TARGETS[target].backend == "hip" else _cuda_usage
     registers, spilled = usage(compiled)
     name = f"{variant.name} {ELEMENT[variant.dtype]}"
-    return Resources(target, name, registers, spilled, compiled.metadata.shared)
+    return KernelResources(target, name, registers, spilled, compiled.metadata.shared)
 
 
 def compile_variant(variant: Variant, target: str) -> Any:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from routing_cases import FLEETS, replicas
 from routing_support import BLOCK, view
 
-from app.routing.calibration import WINDOW, Calibration
 from app.routing.cost import RoutingRequest
-from app.routing.replica import ReplicaView, name_key
+from app.routing.fleet_estimates import WINDOW, FleetEstimates
+from app.routing.replica_state import ReplicaView, name_key
 
 
 @st.composite
-def fleets_of_views(draw: st.DrawFn) -> tuple[list[ReplicaView], list[int], RoutingRequest, Calibration]:
-    """Views, held blocks, request and calibration; a few kinds of replicas, so that many are alike."""
+def fleets_of_views(draw: st.DrawFn) -> tuple[list[ReplicaView], list[int], RoutingRequest, FleetEstimates]:
+    """Views, held blocks, request and estimates; a few kinds of replicas, so that many are alike."""
     fleet = draw(FLEETS)
     kinds = draw(st.lists(replicas(), min_size=1, max_size=3))
     size = draw(st.integers(1, 8))
@@ -34,7 +34,7 @@ def fleets_of_views(draw: st.DrawFn) -> tuple[list[ReplicaView], list[int], Rout
 
 
 CASES = fleets_of_views()
-Case = tuple[list[ReplicaView], list[int], RoutingRequest, Calibration]
+Case = tuple[list[ReplicaView], list[int], RoutingRequest, FleetEstimates]
 
 
 def margin(case: Case, place: int) -> float:

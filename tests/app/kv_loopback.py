@@ -14,7 +14,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.ingress_channel import IngressChannel
 from app.channel.kv_feed import KvFeed
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.channel.wire_sections import KvSection, Section
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger, Route
@@ -145,7 +145,7 @@ class KvIngress:
         for channel in self.channels:
             await channel.stopped()
 
-    def on_broken(self, route: Route) -> list[Claim]:
+    def on_broken(self, route: Route) -> list[AttemptClaim]:
         next(one for one in self.channels if one.replica == route.replica).resume(route.epoch, ())
         return []
 

@@ -1,14 +1,14 @@
-"""Loads, replicas, requests and calibrations for property tests; few values each, so that ties occur."""
+"""Loads, replicas, requests and fleet estimates for property tests; few values each, so that ties occur."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 from routing_support import BLOCK, replica
 
-from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.load import LoadReport
-from app.routing.replica import ReplicaState
+from app.routing.replica_state import ReplicaState
 
 NOW = 10.0
 
@@ -57,14 +57,14 @@ REPLICAS = replicas()
 
 
 @st.composite
-def calibrations(draw: st.DrawFn) -> Calibration:
-    fleet = Calibration(BLOCK)
+def fleet_estimates(draw: st.DrawFn) -> FleetEstimates:
+    fleet = FleetEstimates(BLOCK)
     fleet.outputs.tokens = draw(st.sampled_from([1.0, 256.0, 5000.0]))
     fleet.reuse._lost = draw(st.sampled_from([0.0, 0.3, 1.0]))
     return fleet
 
 
-FLEETS = calibrations()
+FLEETS = fleet_estimates()
 
 REQUESTS = st.builds(
     RoutingRequest,

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.routing.calibration import Calibration
 from app.routing.cost import view_of
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import Ledger
 from app.routing.load import LoadReport
 from app.routing.policies import Policy
-from app.routing.replica import ReplicaState, ReplicaView, Route
+from app.routing.replica_state import ReplicaState, ReplicaView, Route
 from app.routing.routing_meta import RoutingMeta
 
 BLOCK = 16
@@ -43,7 +43,7 @@ def replica(load: LoadReport | None = IDLE, name: str = "r0", at: float = 0.0, *
     return state
 
 
-def view(state: ReplicaState, fleet: Calibration) -> ReplicaView:
+def view(state: ReplicaState, fleet: FleetEstimates) -> ReplicaView:
     """As the ledger makes it."""
     assert state.load is not None
     return view_of(state, state.load, state.reported_at, fleet, fleet.outputs.tokens)

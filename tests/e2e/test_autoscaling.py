@@ -30,7 +30,7 @@ from app.launch import serving
 from app.launch.port_block import PortBlock
 from app.metrics.aliases import ALIASES
 from app.metrics.fleet_figures import KEPT_S
-from app.metrics.table import TABLE, Kind
+from app.metrics.table import TABLE, MetricKind
 from loadtests.client import Client, Outcome, complete
 from loadtests.cluster import SLOW_POLL_S, LocalCluster, wait_for
 from loadtests.locust_run import NAMES, scrape
@@ -224,7 +224,7 @@ def test_prometheus_has_data_for_all_boards_and_alerts(scaled: BreakableCluster,
         with contextlib.suppress(TimeoutError):
             wait_for(all_seen, SOON_S, "some queries return nothing", 1.0)
         assert not unseen
-        ends = {Kind.GAUGE: "", Kind.COUNTER: "_total", Kind.HISTOGRAM: "_bucket"}
+        ends = {MetricKind.GAUGE: "", MetricKind.COUNTER: "_total", MetricKind.HISTOGRAM: "_bucket"}
         table = {
             one.full_name + ends[one.kind] for one in TABLE if not one.by_key and one.name != "scaling_held"
         }

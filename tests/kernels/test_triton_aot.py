@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from kernels.triton.aot import TARGETS, Resources, compile_each, compile_variant, variants
+from kernels.triton.aot import TARGETS, KernelResources, compile_each, compile_variant, variants
 from kernels.triton.attention import SPLIT, tile_for
 from kernels.triton.attention_kernels import paged_attention_kernel
 from kernels.triton.linear import linear_kernel
@@ -58,12 +58,12 @@ def test_kernels_fit(target: str) -> None:
 
 
 def test_what_does_not_fit_is_told() -> None:
-    assert Resources("sm_80", "x", 255, 0, 163 * 1024).fits
-    assert not Resources("sm_80", "x", 255, 8, 0).fits
-    assert not Resources("sm_80", "x", 64, 0, 163 * 1024 + 1).fits
-    assert not Resources("sm_90", "x", 256, 0, 0).fits
-    assert not Resources("gfx942", "x", 64, 0, 64 * 1024 + 1).fits
-    assert "DOES NOT FIT" in str(Resources("gfx942", "x", 64, 1, 0))
+    assert KernelResources("sm_80", "x", 255, 0, 163 * 1024).fits
+    assert not KernelResources("sm_80", "x", 255, 8, 0).fits
+    assert not KernelResources("sm_80", "x", 64, 0, 163 * 1024 + 1).fits
+    assert not KernelResources("sm_90", "x", 256, 0, 0).fits
+    assert not KernelResources("gfx942", "x", 64, 0, 64 * 1024 + 1).fits
+    assert "DOES NOT FIT" in str(KernelResources("gfx942", "x", 64, 1, 0))
 
 
 def test_products_of_few_and_many_rows_take_one_instruction_on_amd() -> None:

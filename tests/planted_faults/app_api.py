@@ -281,8 +281,8 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
-        "Turns(1, clock, every=BEGIN_TURNS)",
-        "Turns(1, clock)",
+        "LoopPacer(1, clock, every=BEGIN_TURNS)",
+        "LoopPacer(1, clock)",
         _BEGINS,
         "of a crowd that has left, all requests begin, and /health waits for them",
     ),
@@ -561,7 +561,7 @@ API: list[Fault] = [
         "what a client has had counts for ever",
     ),
     Fault(
-        "app/api/admission.py",
+        "app/api/admission_control.py",
         "        if priority < best:",
         "        if False:",
         _LIVE,

@@ -16,7 +16,7 @@ _FAULTS = ("app/fleet/test_fault_counts.py", "app/fleet/test_engine_client_route
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
 _QUEUE = ("app/fleet/test_delta_queue.py",)
-_TURNS = ("app/fleet/test_turns.py",)
+_PACER = ("app/fleet/test_loop_pacer.py",)
 _BUDGET = ("app/fleet/test_resubmission_budget.py",)
 _LAG = ("app/fleet/test_loop_lag.py",)
 
@@ -123,35 +123,35 @@ FLEET: list[Fault] = [
         "app/fleet/delta_queue.py",
         "            self._readers.wake(self._reader)",
         "            self._reader.set_result(None)",
-        _TURNS,
+        _PACER,
         "all streams go on in one turn of the loop, which does nothing else meanwhile",
     ),
     Fault(
-        "app/fleet/turns.py",
+        "app/fleet/loop_pacer.py",
         "while waiting and woken < self._per_turn:",
         "while waiting:",
-        _TURNS,
+        _PACER,
         "a turn of the loop has no bound",
     ),
     Fault(
-        "app/fleet/turns.py",
+        "app/fleet/loop_pacer.py",
         "            _, future = queue.popleft()",
         "            _, future = queue.pop()",
-        _TURNS,
+        _PACER,
         "who has waited longest goes on last",
     ),
     Fault(
-        "app/fleet/turns.py",
+        "app/fleet/loop_pacer.py",
         "            if not future.done():",
         "            if True:",
-        _TURNS,
+        _PACER,
         "a client that leaves before its request begins stops all that come later",
     ),
     Fault(
-        "app/fleet/turns.py",
+        "app/fleet/loop_pacer.py",
         "        if woken:\n            self._take(loop)",
         "        if waiting:\n            self._take(loop)",
-        _TURNS,
+        _PACER,
         "a request begins in the turn of the last one of a crowd",
     ),
     Fault(

@@ -62,7 +62,7 @@ STRUCTURED: list[Fault] = [
         "a grammar that is being compiled when the engine stops is refused, not tried elsewhere",
     ),
     Fault(
-        "engine/structured/turns.py",
+        "engine/structured/round_robin_queue.py",
         "                self._waiting[client] = items  # after all others\n",
         "                self._waiting[client] = items\n                self._waiting.move_to_end(client, last=False)\n",
         _GRAMMARS,

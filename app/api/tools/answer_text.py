@@ -173,7 +173,7 @@ class AnswerText:
         self.at = 0
 
 
-Grammar: TypeAlias = Callable[[AnswerText], Reads[None]]
+AnswerGrammar: TypeAlias = Callable[[AnswerText], Reads[None]]
 
 
 class AnswerParser:
@@ -182,7 +182,7 @@ class AnswerParser:
     With ``one_call`` the answer ends with its first call.
     """
 
-    def __init__(self, grammars: Sequence[Grammar], *, one_call: bool = False) -> None:
+    def __init__(self, grammars: Sequence[AnswerGrammar], *, one_call: bool = False) -> None:
         self._text = AnswerText()
         self._reading: Reads[None] | None = self._read(grammars)
         self._one_call = one_call
@@ -212,7 +212,7 @@ class AnswerParser:
             return parts[: next(ends, len(parts))]
         return parts
 
-    def _read(self, grammars: Sequence[Grammar]) -> Reads[None]:
+    def _read(self, grammars: Sequence[AnswerGrammar]) -> Reads[None]:
         for grammar in grammars:
             yield from grammar(self._text)
         yield from self._text.rest(self._text.content)

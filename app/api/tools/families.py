@@ -9,7 +9,7 @@ from functools import cache
 
 from app.api.tools import mistral as mistral_calls
 from app.api.tools import pythonic as pythonic_calls
-from app.api.tools.answer_text import AnswerParser, Grammar
+from app.api.tools.answer_text import AnswerGrammar, AnswerParser
 from app.api.tools.forced import named, required
 from app.api.tools.hermes import hermes
 from app.api.tools.llama3_json import TAG, llama3_json
@@ -17,7 +17,7 @@ from app.api.tools.reasoning import MARKERS as REASONING
 from app.api.tools.reasoning import reasoning
 from app.api.tools.tool_use import ToolUse
 
-TOOL_PARSERS: dict[str, Callable[[Collection[str]], Grammar]] = {
+TOOL_PARSERS: dict[str, Callable[[Collection[str]], AnswerGrammar]] = {
     "hermes": hermes,
     "llama3_json": llama3_json,
     "mistral": mistral_calls.mistral,
@@ -82,7 +82,7 @@ class ModelFamily:
             return AnswerParser([required(names)])
         if not free:
             return None
-        grammars: list[Grammar] = []
+        grammars: list[AnswerGrammar] = []
         if self.reasoning_parser != "none":
             begin = REASONING[self.reasoning_parser][0]
             grammars.append(reasoning(self.reasoning_parser, opened=prompt_end.rstrip().endswith(begin)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from app.api.tools import json_grammar
-from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
+from app.api.tools.answer_text import AnswerGrammar, AnswerText, MalformedError, Reads
 
 
-def named(name: str) -> Grammar:
+def named(name: str) -> AnswerGrammar:
     """The answer is the arguments of the tool ``name``."""
 
     def read(source: AnswerText) -> Reads[None]:
@@ -25,7 +25,7 @@ def named(name: str) -> Grammar:
     return read
 
 
-def required(names: Collection[str]) -> Grammar:
+def required(names: Collection[str]) -> AnswerGrammar:
     """The answer is a list of objects with ``name`` and then ``arguments``."""
 
     def read(source: AnswerText) -> Reads[None]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from app.api.tools import json_grammar
-from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
+from app.api.tools.answer_text import AnswerGrammar, AnswerText, MalformedError, Reads
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
 
-def hermes(names: Collection[str]) -> Grammar:
+def hermes(names: Collection[str]) -> AnswerGrammar:
     """Text with any number of calls in it; the end of the answer may stand for the last ``</tool_call>``."""
 
     def read(source: AnswerText) -> Reads[None]:

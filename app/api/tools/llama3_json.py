@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from app.api.tools import json_grammar
-from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
+from app.api.tools.answer_text import AnswerGrammar, AnswerText, MalformedError, Reads
 
 TAG = "<|python_tag|>"
 
 
-def llama3_json(names: Collection[str]) -> Grammar:
+def llama3_json(names: Collection[str]) -> AnswerGrammar:
     """Calls at the beginning of the answer, or after ``<|python_tag|>``."""
 
     def read(source: AnswerText) -> Reads[None]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from app.api.tools import json_grammar
-from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
+from app.api.tools.answer_text import AnswerGrammar, AnswerText, MalformedError, Reads
 
 OPEN = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
@@ -17,7 +17,7 @@ MARKERS = (OPEN, ARGUMENTS, CALL_ID)
 _ID = re.compile(r"[A-Za-z0-9]*")
 
 
-def mistral(names: Collection[str]) -> Grammar:
+def mistral(names: Collection[str]) -> AnswerGrammar:
     """Text with any number of calls, or lists of calls, in it."""
 
     def read(source: AnswerText) -> Reads[None]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from app.api.tools import json_grammar
-from app.api.tools.answer_text import AnswerText, Grammar, MalformedError, Reads
+from app.api.tools.answer_text import AnswerGrammar, AnswerText, MalformedError, Reads
 
 START = "<|python_start|>"
 END = "<|python_end|>"
@@ -20,7 +20,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "b"
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-def pythonic(names: Collection[str]) -> Grammar:
+def pythonic(names: Collection[str]) -> AnswerGrammar:
     """A list of calls at the beginning of the answer, or after ``<|python_start|>``."""
 
     def read(source: AnswerText) -> Reads[None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from app.api.tools.answer_text import AnswerText, Grammar, Reads
+from app.api.tools.answer_text import AnswerGrammar, AnswerText, Reads
 
 MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 """Beginning and end, by parser."""
 
 
-def reasoning(parser: str, *, opened: bool) -> Grammar:
+def reasoning(parser: str, *, opened: bool) -> AnswerGrammar:
     """Reads the reasoning, if there is any; ``opened`` says that the prompt ends with its beginning."""
     begin, end = MARKERS[parser]
 

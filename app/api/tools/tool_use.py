@@ -21,7 +21,7 @@ MAX_SCHEMA_DEPTH = 32
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
-Choice: TypeAlias = Literal["none", "auto", "required", "named"]
+ToolChoice: TypeAlias = Literal["none", "auto", "required", "named"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ToolUse:
     """The tools that the model is told of; with ``"named"`` it must call the tool ``named``."""
 
     tools: tuple[Tool, ...] = ()
-    choice: Choice = "none"
+    choice: ToolChoice = "none"
     named: str = ""
     parallel: bool = True
     """Whether one answer may have several calls."""
@@ -197,7 +197,7 @@ def _allowed(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], 
     return tuple(tool for tool in tools if tool.name in named), value["mode"]
 
 
-def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[Choice, str]:
+def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
     if value == "none" or (value == "auto" and not tools):
         return "none", ""
     if value == "auto":

@@ -26,7 +26,7 @@ from app.dashboard.block_maps import BlockMaps
 from app.dashboard.prefix_flows import PrefixFlows
 from app.fleet.journal import AttemptNotes
 from app.routing.prefix_flow import PrefixFlow
-from app.routing.replica import Compared
+from app.routing.replica_state import Compared
 from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap
 from engine.request import CacheNamespace

@@ -20,7 +20,7 @@ from app.metrics.engine_figures import engine_samples
 from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.request_figures import RequestFigures
 from app.metrics.samples import Process, pack
-from app.metrics.table import TABLE, Kind, Source
+from app.metrics.table import TABLE, MetricKind, Source
 
 TOKENS = 9
 
@@ -105,7 +105,7 @@ def test_every_metric_of_engines_and_clients_has_samples_after_a_load(
 ) -> None:
     streamed(http, list(range(2000, 2040)), n=2)
     found = scraped(fleet)
-    suffix = {Kind.GAUGE: "", Kind.COUNTER: "_total", Kind.HISTOGRAM: "_count"}
+    suffix = {MetricKind.GAUGE: "", MetricKind.COUNTER: "_total", MetricKind.HISTOGRAM: "_count"}
     counted = set(RequestFigures().samples()) | {one.name for one in TABLE if one.source is Source.ENGINE}
     # Without keys there is nothing to say of them.
     wanted = [one for one in TABLE if one.name in counted and one.labels != ("key",)]

@@ -12,7 +12,7 @@ from scaling_support import stats
 from app.autoscaling.kv_demand import ScalingState, decide
 from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
-from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
+from app.autoscaling.snapshot import ReplicaStats, ScalingDecision, Snapshot
 
 
 class Fleet:
@@ -25,13 +25,13 @@ class Fleet:
         self.now = 0.0
         self._rule = rule
 
-    def step(self, one: ReplicaStats, **more: Any) -> Decision:
+    def step(self, one: ReplicaStats, **more: Any) -> ScalingDecision:
         running = more.pop("running", self.target)
         reporting = more.pop("reporting", running)
         values = {"minimum": 1, "maximum": 100, **more}
         reports = dict.fromkeys(range(reporting), one)
         view = Snapshot(self.now, self.target, running, replicas=reports, **values)
-        decision: Decision = self._rule(view, self.config, self.state)
+        decision: ScalingDecision = self._rule(view, self.config, self.state)
         self.target = decision.target
         self.now += 1.0
         return decision

@@ -12,10 +12,10 @@ from scaling_support import stats
 from app.autoscaling.occupancy import decide_by_occupancy
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ScalingState
-from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
+from app.autoscaling.snapshot import ReplicaStats, ScalingDecision, Snapshot
 
 
-def decided(target: int, *referenced: float, **more: Any) -> Decision:
+def decided(target: int, *referenced: float, **more: Any) -> ScalingDecision:
     """The first decision about replicas that have so many referenced blocks, of 1,000."""
     values = {"running": len(referenced), "minimum": 1, "maximum": 100, **more}
     replicas = {place: stats(blocks) for place, blocks in enumerate(referenced)}

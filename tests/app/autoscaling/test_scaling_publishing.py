@@ -15,7 +15,7 @@ from app.autoscaling.policy import KvDemandPolicy, OccupancyPolicy, ServePolicy
 from app.autoscaling.publishing import Publisher, RaySink
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.scaling_state import ScalingState
-from app.autoscaling.snapshot import Decision, ReplicaStats, Snapshot
+from app.autoscaling.snapshot import ReplicaStats, ScalingDecision, Snapshot
 from app.metrics.table import TABLE, Source
 
 EPOCH = 1_700_000_000.0
@@ -211,8 +211,8 @@ def test_whether_victims_were_predicted_is_counted() -> None:
     assert sink.counters == {("quire_scaling_victims", "yes"): 2.0, ("quire_scaling_victims", "no"): 1.0}
 
 
-def intends_one(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Decision:
-    return Decision(snapshot.target - 1, "less needed", intended=1)
+def intends_one(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> ScalingDecision:
+    return ScalingDecision(snapshot.target - 1, "less needed", intended=1)
 
 
 def test_shadow_mode_announces_and_counts_nothing_whatever_the_rule_intends() -> None:

@@ -22,7 +22,7 @@ from app.channel.channel_set import ChannelSet
 from app.channel.channel_thread import ChannelThread
 from app.channel.ingress_channel import DEAD_S, ChannelState
 from app.channel.relay import RECORDS, SLICE_S, Relay
-from app.channel.wire_resume import Claim
+from app.channel.wire_resume import AttemptClaim
 from app.channel.wire_sections import KvSection
 from app.fleet.attempts import END_RECORD_S
 from app.routing import fleet
@@ -42,7 +42,7 @@ class Recorder:
         self.act: Callable[[], None] = lambda: None
         self.unknown: list[int] = []
         self.fits = True
-        self.claims: list[Claim] = []
+        self.claims: list[AttemptClaim] = []
 
     def _note(self, *call: Any) -> None:
         self.threads.add(threading.get_ident())
@@ -52,7 +52,7 @@ class Recorder:
     def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
         self._note("open", route)
 
-    def on_broken(self, route: Route) -> list[Claim]:
+    def on_broken(self, route: Route) -> list[AttemptClaim]:
         self._note("broken", route)
         return self.claims
 
@@ -85,7 +85,7 @@ class Recorder:
     def fail(self, route: Route, reason: str) -> None:
         self._note("fail", route, reason)
 
-    def resume(self, route: Route, claims: Sequence[Claim]) -> None:
+    def resume(self, route: Route, claims: Sequence[AttemptClaim]) -> None:
         self._note("resume", route, claims)
 
 

@@ -13,7 +13,7 @@ from virtual_time import loop_time, run_virtually
 from app.channel import channel_hub, wire
 from app.channel.channel_hub import CALL_END_S, KEEP_S, LEASE_S, ChannelHub
 from app.channel.engine_channel import UnknownEpochError
-from app.channel.wire_resume import Claim, Resumption, pack_resumption, unpack_resumption
+from app.channel.wire_resume import AttemptClaim, Resumption, pack_resumption, unpack_resumption
 from engine.request import FinishReason, TokenDelta
 from engine.token_logprobs import TokenLogprobs
 
@@ -27,7 +27,7 @@ class Setting:
         self.hub = ChannelHub(wire.Hello(LIMITS), self.aborted.append, clock=loop_time)
 
     async def open(
-        self, epoch: int, *claims: Claim, cid: str = "ingress", of: int | None = None
+        self, epoch: int, *claims: AttemptClaim, cid: str = "ingress", of: int | None = None
     ) -> tuple[AsyncIterator[bytes], tuple[int, ...]]:
         """A channel, and the attempts that go on there."""
         resumption = pack_resumption(epoch - 1 if of is None else of, claims) if claims else b""
@@ -76,7 +76,7 @@ def test_an_attempt_goes_on_from_what_has_arrived(arrived: int) -> None:
         setting.token(1, 3)  # these wait
         setting.break_()
         setting.token(1, 4)
-        stream, resumed = await setting.open(2, Claim(1, (arrived,)))
+        stream, resumed = await setting.open(2, AttemptClaim(1, (arrived,)))
         assert resumed == (1,)
         if arrived < 5:
             assert await frame(stream) == [(1, 0, arrived, [10 * i for i in range(arrived, 5)], False)]
@@ -101,7 +101,7 @@ def test_what_is_acknowledged_is_not_kept_and_cannot_be_asked_for_again() -> Non
         assert setting.hub.beat("ingress", 1, 3)  # the hello and two frames
         assert [sequence for sequence, _ in setting.hub._channels["ingress"].sent] == [3]
         setting.break_()
-        stream, resumed = await setting.open(2, Claim(1, (2,)), Claim(2, (1,)))
+        stream, resumed = await setting.open(2, AttemptClaim(1, (2,)), AttemptClaim(2, (1,)))
         assert resumed == (1,)
         assert await frame(stream) == [(1, 0, 2, [20], False)]
         assert setting.aborted == ["e2"]
@@ -119,7 +119,7 @@ def test_an_attempt_that_has_ended_sends_its_last_tokens_again() -> None:
         await frame(stream)
         assert await call.done == 2
         setting.break_()
-        stream, resumed = await setting.open(2, Claim(1, (1,)), Claim(2, (0,)))
+        stream, resumed = await setting.open(2, AttemptClaim(1, (1,)), AttemptClaim(2, (0,)))
         assert resumed == (1,)
         assert await frame(stream) == [(1, 0, 1, [10], True)]
 
@@ -138,7 +138,7 @@ def test_sequences_go_on_each_from_its_own_offset() -> None:
         setting.token(1, 1, 0)
         setting.token(1, 1, 2)
         setting.break_()
-        stream, resumed = await setting.open(2, Claim(1, (1, None, 1)))
+        stream, resumed = await setting.open(2, AttemptClaim(1, (1, None, 1)))
         assert resumed == (1,)
         assert await frame(stream) == [(1, 0, 1, [10], False), (1, 2, 1, [12], False)]
 
@@ -160,7 +160,7 @@ def test_the_final_record_of_a_sequence_that_need_not_go_on_arrives_without_its_
         if sent:
             await frame(stream)
         setting.break_()
-        stream, resumed = await setting.open(2, Claim(1, (1, None)))
+        stream, resumed = await setting.open(2, AttemptClaim(1, (1, None)))
         assert resumed == (1,)
         assert await frame(stream) == [(1, 0, 1, [10, 20], False), (1, 1, 3, [], True)]
 
@@ -174,7 +174,7 @@ def test_an_error_that_has_not_arrived_arrives() -> None:
         setting.break_()
         error = TokenDelta("e1", 0, (), FinishReason.ERROR, final=True, error="planted")
         setting.hub.deliver([error])
-        stream, resumed = await setting.open(2, Claim(1, (0,)))
+        stream, resumed = await setting.open(2, AttemptClaim(1, (0,)))
         assert resumed == (1,)
         (record,) = wire.unpack_frame(await anext(stream)).records
         assert (record.end, record.message, record.final) == (FinishReason.ERROR, "planted", True)
@@ -188,7 +188,7 @@ def test_what_is_not_claimed_is_aborted() -> None:
         calls = [setting.hub.attach("ingress", 1, number, f"e{number}") for number in (1, 2)]
         setting.break_()
         assert setting.hub.num_kept == 2
-        _, resumed = await setting.open(2, Claim(2, (0,)))
+        _, resumed = await setting.open(2, AttemptClaim(2, (0,)))
         assert (resumed, setting.aborted) == ((2,), ["e1"])
         with pytest.raises(UnknownEpochError):
             await calls[0].done
@@ -205,10 +205,10 @@ def test_nobody_else_can_resume_an_attempt() -> None:
         await setting.open(1)
         setting.hub.attach("ingress", 1, 1, "e1")
         setting.break_()
-        _, resumed = await setting.open(2, Claim(1, (0,)), cid="another")
+        _, resumed = await setting.open(2, AttemptClaim(1, (0,)), cid="another")
         assert (resumed, setting.hub.num_kept) == ((), 1)
         _, resumed = await setting.open(
-            3, Claim(1, (0,)), of=2
+            3, AttemptClaim(1, (0,)), of=2
         )  # it was a channel of the same ingress, not that one
         assert (resumed, setting.aborted) == ((), ["e1"])
 
@@ -221,8 +221,8 @@ def test_a_late_call_for_an_older_channel_takes_nothing_away() -> None:
         setting.hub.attach("ingress", 3, 1, "e1")
         setting.break_()
         with pytest.raises(UnknownEpochError, match="not older"):
-            await setting.open(2, Claim(1, (0,)))
-        _, resumed = await setting.open(4, Claim(1, (0,)))
+            await setting.open(2, AttemptClaim(1, (0,)))
+        _, resumed = await setting.open(4, AttemptClaim(1, (0,)))
         assert resumed == (1,)
 
     run(test)
@@ -299,7 +299,7 @@ def test_a_connection_that_breaks_ends_call_and_channel_and_the_attempt_goes_on(
         setting.break_()
         if not call_first:
             setting.hub.leave(call)
-        _, resumed = await setting.open(2, Claim(1, (0,)))
+        _, resumed = await setting.open(2, AttemptClaim(1, (0,)))
         await asyncio.sleep(2 * CALL_END_S)
         assert (resumed, setting.aborted) == ((1,), [])
         setting.hub.beat("ingress", 2, 0, stale=[1])
@@ -323,7 +323,7 @@ def test_an_engine_that_dies_or_stops_keeps_nothing() -> None:
 
 
 def test_resumptions_survive_the_wire_and_damaged_ones_are_refused() -> None:
-    claims = (Claim(2**40, (5, None, 0)), Claim(1, (0,)))
+    claims = (AttemptClaim(2**40, (5, None, 0)), AttemptClaim(1, (0,)))
     data = pack_resumption(7, claims)
     assert unpack_resumption(data) == Resumption(7, claims)
     for damaged in (data[:-1], data + b"\0", b"", bytes([data[0] + 1]) + data[1:]):

@@ -17,7 +17,7 @@ from app.channel.failures import is_defect
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
 from app.fleet.in_flight import EXPECTED_TOKENS, InFlightRequest
-from app.routing.calibration import OutputLength
+from app.routing.fleet_estimates import OutputLength
 from app.routing.ledger import Ledger, Route
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError

@@ -21,7 +21,7 @@ from app.metrics.page import page
 from app.metrics.request_figures import RequestFigures
 from app.metrics.samples import METRICS, Process, Samples, pack, unpack
 from app.metrics.scaling_figures import DecisionReader, scaling_samples
-from app.metrics.table import TABLE, Kind, Source
+from app.metrics.table import TABLE, MetricKind, Source
 from engine.scheduling.latency_stats import LatencyStats
 
 CLIENT: dict[str, Any] = {
@@ -82,10 +82,10 @@ def parsed(text: bytes) -> dict[str, dict[str, float]]:
     return found
 
 
-def names(name: str, kind: Kind) -> list[str]:
-    if kind is Kind.HISTOGRAM:
+def names(name: str, kind: MetricKind) -> list[str]:
+    if kind is MetricKind.HISTOGRAM:
         return [f"{name}_bucket", f"{name}_sum", f"{name}_count"]
-    return [f"{name}_total" if kind is Kind.COUNTER else name]
+    return [f"{name}_total" if kind is MetricKind.COUNTER else name]
 
 
 def test_an_engines_figures_are_the_same_after_the_way_over_the_channel() -> None:

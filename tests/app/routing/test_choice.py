@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from routing_cases import NOW
 from routing_support import BLOCK, IDLE, replica, view
 
-from app.routing.calibration import WINDOW, Calibration
 from app.routing.cost import TERMS, RoutingRequest, costs
+from app.routing.fleet_estimates import WINDOW, FleetEstimates
 from app.routing.policies import (
-    CHOICES,
+    POLICY_FUNCTIONS,
     ROUTING_REASONS,
-    Decision,
     Policy,
+    RoutingDecision,
     cheapest,
     least_booked,
     least_tokens,
     rendezvous,
     round_robin,
 )
-from app.routing.replica import ReplicaView, name_key
+from app.routing.replica_state import ReplicaView, name_key
 
 
 @settings(derandomize=True, max_examples=150, deadline=None)
@@ -55,8 +55,10 @@ def test_the_order_of_the_views_does_not_matter(case: Case, policy: Policy, data
     seconds = costs(views, held, request, fleet, NOW)
     assume(sorted(seconds)[:2] != [min(seconds)] * 2 or len(set(seconds)) == 1)
     order = data.draw(st.permutations(range(len(views))))
-    first = CHOICES[policy](views, held, request, fleet, NOW)
-    second = CHOICES[policy]([views[at] for at in order], [held[at] for at in order], request, fleet, NOW)
+    first = POLICY_FUNCTIONS[policy](views, held, request, fleet, NOW)
+    second = POLICY_FUNCTIONS[policy](
+        [views[at] for at in order], [held[at] for at in order], request, fleet, NOW
+    )
     assert views[order[second.place]].replica == views[first.place].replica
 
 
@@ -65,8 +67,8 @@ def test_the_order_of_the_views_does_not_matter(case: Case, policy: Policy, data
 def test_a_decision_changes_nothing_and_is_the_same_again(case: Case, policy: Policy) -> None:
     views, held, request, fleet = case
     before = deepcopy((views, held, request, vars(fleet.steps), fleet.outputs.tokens, fleet.reuse.share))
-    decision = CHOICES[policy](views, held, request, fleet, NOW)
-    assert CHOICES[policy](views, held, request, fleet, NOW) == decision
+    decision = POLICY_FUNCTIONS[policy](views, held, request, fleet, NOW)
+    assert POLICY_FUNCTIONS[policy](views, held, request, fleet, NOW) == decision
     after = (views, held, request, vars(fleet.steps), fleet.outputs.tokens, fleet.reuse.share)
     assert after == before
 
@@ -131,7 +133,7 @@ def test_the_reason_is_the_term_that_saves_most(case: Case) -> None:
 
 
 def test_each_reason_is_found() -> None:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     request = RoutingRequest("r", 3207, 100.0, keys=list(range(200)))
     here, there = several((0, 0), (0, 0))
     fleet.reuse._lost = 1.0
@@ -154,7 +156,7 @@ def test_each_reason_is_found() -> None:
 
 
 def several(*booked: tuple[int, int]) -> list[ReplicaView]:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     return [
         replace(view(replica(name=f"r{place}"), fleet), booked_tokens=tokens, bookings=bookings)
         for place, (tokens, bookings) in enumerate(booked)
@@ -192,7 +194,7 @@ def test_of_equal_replicas_one_that_holds_all_of_a_prompt_gets_it_again() -> Non
         request = RoutingRequest(f"r{number}", 27, 1.0, keys=[1])
         assert least_booked(views, range(4), request, [0, 1, 0, 1]) == 1
         assert least_booked(views, [0, 2], request, [0, 1, 0, 1]) in (0, 2)
-        chosen = cheapest(views[:3], [0, 1, 0], request, Calibration(BLOCK), 0.0)
+        chosen = cheapest(views[:3], [0, 1, 0], request, FleetEstimates(BLOCK), 0.0)
         assert (chosen.place, chosen.cached_blocks) == (1, 1)
 
 
@@ -210,7 +212,7 @@ def test_of_equal_replicas_one_that_holds_all_of_a_prompt_gets_it_again() -> Non
 def test_costs_within_a_block_or_two_per_cent_are_equal(
     block_size: int, tokens: int, cached: int, within: int
 ) -> None:
-    fleet = Calibration(block_size)
+    fleet = FleetEstimates(block_size)
     first = replace(view(replica(), fleet), booked_tokens=500)
     request = RoutingRequest("r", tokens, 1.0, keys=range(tokens // block_size))
     held = [cached // block_size] * 2
@@ -226,7 +228,7 @@ def test_costs_within_a_block_or_two_per_cent_are_equal(
 
 def test_a_prefix_that_many_ask_for_is_worth_copies() -> None:
     keys = list(range(200))
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     views = several((0, 0), (0, 0))
     busy = [replace(views[0], backlog_s=0.1), views[1]]
     request = RoutingRequest("r", 3207, 100.0, keys=keys)
@@ -240,7 +242,7 @@ def test_a_prefix_that_many_ask_for_is_worth_copies() -> None:
 
 def test_a_copy_that_is_there_in_full_is_counted_once_its_last_block_is_not_usable() -> None:
     # Of 3,200 tokens an engine computes the last block anyway: 199 blocks are as good as 200.
-    fleet, keys = Calibration(BLOCK), list(range(200))
+    fleet, keys = FleetEstimates(BLOCK), list(range(200))
     for _ in range(WINDOW):
         fleet.prefixes.learn(keys[199])
     here, there, empty = several((0, 0), (0, 0), (0, 0))
@@ -262,8 +264,8 @@ def test_round_robin_goes_by_name_and_number() -> None:
 
 
 def test_least_tokens_looks_at_nothing_else() -> None:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     busy = view(replica(replace(IDLE, waiting_tokens=10**6)), fleet)
     idle = replace(view(replica(name="r1"), fleet), booked_tokens=1)
     request = RoutingRequest("r", 1000, 1.0, keys=range(62))
-    assert least_tokens([busy, idle], request) == Decision(0)
+    assert least_tokens([busy, idle], request) == RoutingDecision(0)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from app.routing.claim_tree import ClaimTree, Run
-from app.routing.claims import Claim, Claims
+from app.routing.claims import BlockClaim, Claims
 from engine.kv.block_keys import block_keys
 
 
@@ -25,7 +25,7 @@ def runs(tree: ClaimTree) -> list[Run]:
     return found
 
 
-def check(tree: ClaimTree, starts: dict[int, int], live: list[Claim]) -> None:
+def check(tree: ClaimTree, starts: dict[int, int], live: list[BlockClaim]) -> None:
     found = runs(tree)
     inside = [claim for claim in live if claim.run is not None]
     assert starts == Counter(list(tree.roots))
@@ -46,7 +46,7 @@ def check(tree: ClaimTree, starts: dict[int, int], live: list[Claim]) -> None:
 def test_random_claims(seed: int) -> None:
     draw, starts = random.Random(seed), dict[int, int]()
     tree = ClaimTree(starts)
-    live: list[Claim] = []
+    live: list[BlockClaim] = []
     missing: dict[int, set[int]] = {}
     there: set[int] = set()
     for _ in range(300):
@@ -56,7 +56,7 @@ def test_random_claims(seed: int) -> None:
             held = next((place for place, key in enumerate(keys) if key not in there), len(keys))
             if held == len(keys):
                 continue
-            claim = Claim("r", (keys[-1], len(keys)), keys[held:], held)
+            claim = BlockClaim("r", (keys[-1], len(keys)), keys[held:], held)
             tree.insert(claim, held)
             live.append(claim)
             missing[id(claim)] = set(claim.keys)

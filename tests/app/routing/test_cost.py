@@ -13,10 +13,10 @@ from routing_cases import BROKEN_LOADS, FLEETS, LOADS, REPLICAS, REQUESTS, TOTAL
 from routing_support import BLOCK, replica, view
 
 from app.routing import cost
-from app.routing.calibration import Calibration
 from app.routing.cost import TERMS, RoutingRequest, costs
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.load import LoadReport, sane
-from app.routing.replica import ReplicaState
+from app.routing.replica_state import ReplicaState
 
 IDLE = replace(routing_support.IDLE, free=1000, num_blocks=1000)
 RATE = IDLE.prefill_rate
@@ -29,9 +29,9 @@ PER_KV_TOKEN = 1e-6
 OUTPUT = 200.0
 
 
-def calibrated(reuse: float = 0.0, output: float = OUTPUT) -> Calibration:
+def calibrated(reuse: float = 0.0, output: float = OUTPUT) -> FleetEstimates:
     """Sequences of 200 tokens, running ones half done; steps of 20 ms, 1 ms a row, 1 µs a KV token."""
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     fleet.steps.base, fleet.steps.per_row, fleet.steps.per_kv_token = STEP, PER_ROW, PER_KV_TOKEN
     fleet.outputs.tokens = output
     fleet.reuse._lost, fleet.reuse._made = reuse, 1.0
@@ -46,7 +46,7 @@ def price(
     reuse: float = 0.0,
     now: float = 0.0,
     copy_deficit: float = 0.0,
-    fleet: Calibration | None = None,
+    fleet: FleetEstimates | None = None,
     slowness: float = 1.0,
     **totals: int,
 ) -> float:
@@ -264,7 +264,7 @@ def test_any_weight_of_streaming_will_do(weight: float, monkeypatch: pytest.Monk
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(REPLICAS, REQUESTS, FLEETS, st.integers(0, 300), st.integers(1, 100))
 def test_a_longer_prefix_never_costs_more(
-    state: ReplicaState, request: RoutingRequest, fleet: Calibration, cached: int, more: int
+    state: ReplicaState, request: RoutingRequest, fleet: FleetEstimates, cached: int, more: int
 ) -> None:
     here = view(state, fleet)
     longer = min(cached + more, request.tokens // BLOCK)
@@ -303,7 +303,7 @@ def test_more_load_never_costs_less(
     load: LoadReport,
     totals: dict[str, int],
     request: RoutingRequest,
-    fleet: Calibration,
+    fleet: FleetEstimates,
     busier: tuple[str, int],
 ) -> None:
     field, more = busier
@@ -327,7 +327,7 @@ def test_more_load_never_costs_less(
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.lists(REPLICAS, min_size=1, max_size=6), REQUESTS, FLEETS, st.data())
 def test_a_replica_costs_the_same_whoever_is_beside_it_and_in_any_order(
-    states: list[ReplicaState], request: RoutingRequest, fleet: Calibration, data: st.DataObject
+    states: list[ReplicaState], request: RoutingRequest, fleet: FleetEstimates, data: st.DataObject
 ) -> None:
     views = [view(state, fleet) for state in states]
     cached = [data.draw(st.integers(0, request.tokens // BLOCK)) for _ in views]
@@ -346,7 +346,7 @@ def test_a_replica_costs_the_same_whoever_is_beside_it_and_in_any_order(
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(REPLICAS, REQUESTS, FLEETS, st.floats(0, 1e6), st.floats(0, 1e4))
 def test_time_moves_all_costs_alike(
-    state: ReplicaState, request: RoutingRequest, fleet: Calibration, start: float, later: float
+    state: ReplicaState, request: RoutingRequest, fleet: FleetEstimates, start: float, later: float
 ) -> None:
     """Only how long ago a report came matters, not when."""
     state.reported_at = 0.0
@@ -359,7 +359,7 @@ def test_time_moves_all_costs_alike(
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(REPLICAS, REQUESTS, FLEETS, st.floats(0, 1e6))
 def test_a_backlog_adds_its_own_seconds_whatever_the_rest(
-    state: ReplicaState, request: RoutingRequest, fleet: Calibration, seconds: float
+    state: ReplicaState, request: RoutingRequest, fleet: FleetEstimates, seconds: float
 ) -> None:
     here = view(state, fleet)
     before, after = costs(
@@ -402,7 +402,7 @@ def test_no_report_makes_a_cost_that_is_not_a_number(
     load: LoadReport,
     totals: dict[str, int],
     request: RoutingRequest,
-    fleet: Calibration,
+    fleet: FleetEstimates,
     copy_deficit: float,
     now: float,
 ) -> None:

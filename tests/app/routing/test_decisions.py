@@ -14,7 +14,7 @@ from routing_support import BLOCK, Fleet, prefix, view
 from app.routing import ledger as ledgers
 from app.routing.ledger import Ledger
 from app.routing.load import LoadReport
-from app.routing.replica import Booking, Route
+from app.routing.replica_state import Booking, Route
 
 ACTS = st.lists(
     st.tuples(
@@ -50,7 +50,7 @@ def check(ledger: Ledger) -> None:
         assert state.acknowledged_kv_tokens == sum(booking.kv_tokens for booking in known)
         assert set(state.pending.values()) == {booking for booking in pending if booking.route == state.route}
         if state.view is not None:
-            assert asdict(state.view) == asdict(view(state, ledger._calibration))
+            assert asdict(state.view) == asdict(view(state, ledger._estimates))
     open_routes = {name for name, state in ledger._replicas.items() if state.route is not None}
     assert set(ledger.routable()) <= open_routes
 

@@ -15,8 +15,8 @@ from routing_cases import NOW
 from routing_support import BLOCK, IDLE, Fleet, prefix, prompt, replica, view
 from serve_router import ServeRouter
 
-from app.routing.calibration import Calibration
 from app.routing.cost import RoutingRequest, costs
+from app.routing.fleet_estimates import FleetEstimates
 from app.routing.likely_victims import EXTRA_S, EXTRA_SHARE, places_that_stay
 from app.routing.load import PREFILL_RATE
 from app.routing.policies import Policy, cheapest, least_tokens
@@ -55,7 +55,7 @@ def test_a_choice_is_never_much_worse_than_the_best(case: Case, victims: set[int
     views, held, request, fleet = case
     held = [min(blocks, (request.tokens - 1) // BLOCK) for blocks in held]
     request = request._replace(likely_victims={f"r{victim}" for victim in victims})
-    fleet.prefixes = Calibration(BLOCK).prefixes  # no copies are wanted
+    fleet.prefixes = FleetEstimates(BLOCK).prefixes  # no copies are wanted
     seconds = costs(views, held, request, fleet, NOW)
     usual = cheapest(views, held, request._replace(likely_victims=()), fleet, NOW)
     chosen = cheapest(views, held, request, fleet, NOW)
@@ -72,7 +72,7 @@ def test_a_choice_is_never_much_worse_than_the_best(case: Case, victims: set[int
     st.lists(st.sampled_from([0, 100, 1000, 1200, 1600, 50_000]), min_size=1, max_size=6), st.integers(0, 63)
 )
 def test_a_choice_by_tokens_is_never_much_worse_than_the_least(tokens: list[int], victims: int) -> None:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     views = [
         view(replica(name=f"r{place}", booked_tokens=booked), fleet) for place, booked in enumerate(tokens)
     ]

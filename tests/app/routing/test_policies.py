@@ -245,10 +245,10 @@ def test_a_request_that_is_placed_again_does_not_find_its_own_blocks_lost() -> N
     fleet.ledger.release(fleet.attempts)  # nothing of it was computed
     assert fleet.send(tokens, keys, avoid=first) != first
     fleet.ledger.release(fleet.attempts)
-    assert fleet.ledger._calibration.reuse.share == 0.0
+    assert fleet.ledger._estimates.reuse.share == 0.0
     fleet.send(tokens, keys)  # another request for the same
     fleet.ledger.release(fleet.attempts)
-    assert fleet.ledger._calibration.reuse.share > 0.0
+    assert fleet.ledger._estimates.reuse.share > 0.0
 
 
 def test_the_only_replica_that_may_take_it_does_even_if_it_is_full() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.dashboard.prefix_flows import MAX_SHOWN_REPLICAS, PrefixFlows, shown
+from app.dashboard.prefix_flows import MAX_SHOWN_REPLICAS, PrefixFlows, visible_rows
 from app.routing.prefix_flow import MAX_PLACEMENTS, MAX_PREFIXES, WINDOW_S, PrefixFlow, PrefixGroup, merged
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
@@ -81,11 +81,11 @@ def test_tenants_have_prefixes_of_their_own_and_a_salt_hides_the_words() -> None
         ("u", 3, True),
         ("", 0, False),
     ]
-    rows = shown(groups, "u", everyones=True, words=True)
+    rows = visible_rows(groups, "u", everyones=True, words=True)
     assert [row["words"] is not None for row in rows] == [False, False, True, False]
-    rows = shown(groups, "u", everyones=False, words=True)
+    rows = visible_rows(groups, "u", everyones=False, words=True)
     assert [(row["requests"], row["words"] is not None) for row in rows] == [(3, True), (6, False)]
-    rows = shown(groups, "u", everyones=True, words=False)
+    rows = visible_rows(groups, "u", everyones=True, words=False)
     assert all(row["words"] is None for row in rows)
 
 
@@ -110,7 +110,7 @@ def test_a_hundred_replicas_and_many_prefixes_stay_small() -> None:
         add(flow, [*system(number % 40, 80), number], f"r{number % 97}")
     groups = flow.groups(text)
     assert len(groups) == MAX_PREFIXES + 1
-    rows = shown(groups, "", everyones=True, words=True)
+    rows = visible_rows(groups, "", everyones=True, words=True)
     assert sum(row["requests"] for row in rows) == MAX_PLACEMENTS
     assert {len(row["to"]) for row in rows} == {MAX_SHOWN_REPLICAS}
     assert rows[-1]["more"] == 97 - MAX_SHOWN_REPLICAS

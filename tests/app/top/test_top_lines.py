@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.top.lines import BLOCKS, bar, block_map, number, seconds, short, spark
+from app.top.lines import BLOCKS, bar, block_map_text, number, seconds, short, spark
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=4, max_size=4), st.integers(4, 100))
@@ -48,6 +48,6 @@ def test_units() -> None:
 
 
 def test_a_map_has_a_sign_for_each_block() -> None:
-    assert block_map({"each": 1, "device": "0123", "host": "01"}).plain == (
+    assert block_map_text({"each": 1, "device": "0123", "host": "01"}).plain == (
         "·░▓█\n\nOn the host (▒ swapped):\n·▒\n\nEach sign is a block, by position."
     )

@@ -17,7 +17,7 @@ from app.api.authentication import Gate
 from app.api.keys import KeyFile, digest_of
 from app.top import server as top_server
 from app.top.screen import Top
-from app.top.server import Fleet, Server, Trouble
+from app.top.server import FleetView, Server, Trouble
 
 
 def seen(top: Top) -> str:
@@ -151,7 +151,7 @@ def test_models_take_turns_replicas_are_sorted_and_old_figures_are_called_old() 
     other["scaling"] = None
 
     async def test() -> None:
-        scripted = Scripted(Fleet(1.0, {"first": SHOWN, "second": other}))
+        scripted = Scripted(FleetView(1.0, {"first": SHOWN, "second": other}))
         async with Top(scripted).run_test(size=(80, 24)) as pilot:
             screen = await until(pilot, "░·")  # the prompt is cached, most is free: what the next report says
             assert "live, 2 ingresses" in screen
@@ -173,7 +173,7 @@ def test_models_take_turns_replicas_are_sorted_and_old_figures_are_called_old() 
             assert "the figures below are old" in screen.replace("\n", " ")
             await pilot.press("enter")
             assert "aaaa of second" in await until(pilot, "of second")
-            scripted.said.put_nowait(Fleet(2.0, {"second": {**other, "replicas": []}}))
+            scripted.said.put_nowait(FleetView(2.0, {"second": {**other, "replicas": []}}))
             await until(pilot, "It is gone.")
 
     asyncio.run(test())

@@ -10,7 +10,7 @@ import pytest
 
 from app.top import __main__ as top
 from app.top import server as top_server
-from app.top.server import Fleet, History, Server, Trouble
+from app.top.server import FleetView, History, Server, Trouble
 
 
 def stream(text: str) -> httpx.Response:
@@ -74,14 +74,14 @@ def test_it_comes_back_after_every_kind_of_trouble(monkeypatch: pytest.MonkeyPat
         Trouble(f"{url} has no live page, so it is not a Quire server; trying again"),
         Trouble(f"{url} is not a Quire server: /dashboard/events has no events; trying again"),
         History({"m": []}),
-        Fleet(1.5, {"m": {}}),
+        FleetView(1.5, {"m": {}}),
         Trouble(
             f"{url} is not a Quire server: Expecting property name enclosed in double quotes: "
             "line 1 column 2 (char 1); trying again"
         ),
         *[Trouble(f"{url} is not a Quire server: its events are from another release; trying again")] * 2,
         History({"m": []}),
-        Fleet(1.5, {"m": {}}),
+        FleetView(1.5, {"m": {}}),
     ]
     assert "k'" not in repr(server)
 

@@ -23,9 +23,9 @@ from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget, Foll
 from engine.structured.budget import KEPT as BUDGETS
 from engine.structured.checker import NICENESS, GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
-from engine.structured.grammar import build, load_llg_tokenizer, lowered
+from engine.structured.grammar import build_grammar, load_llg_tokenizer, lowered
 from engine.structured.matcher import Matcher
-from engine.structured.turns import Turns
+from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import MAX_CHOICES, StructuredOutput
 
 VOCABULARY = 49152
@@ -39,7 +39,7 @@ def tokenizer(bundled_model: Path) -> LLTokenizer:
 
 def matches(tokenizer: LLTokenizer, form: StructuredOutput, text: str) -> bool:
     """Whether ``text`` can be written token by token, and may end there."""
-    matcher = build(tokenizer, form, lowered(form)).matcher()
+    matcher = build_grammar(tokenizer, form, lowered(form)).matcher()
     return bool(matcher.consume_tokens(tokenizer.tokenize_str(text))) and matcher.is_accepting()
 
 
@@ -94,7 +94,7 @@ def test_what_matches(tokenizer: LLTokenizer, form: StructuredOutput, good: str,
 def test_what_cannot_be_used_is_refused_with_a_reason(tokenizer: LLTokenizer, form: Any, words: str) -> None:
     form = StructuredOutput.of_schema(form) if isinstance(form, dict) else form
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        build(tokenizer, form, lowered(form))
+        build_grammar(tokenizer, form, lowered(form))
     assert (caught.value.param, caught.value.code) == ("structured_output", "invalid_grammar")
     assert len(caught.value.message) < 400
 
@@ -113,7 +113,7 @@ def test_byte_fallback_vocabularies(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = load_llg_tokenizer(tmp_path, 300, [2])  # the model has more rows than the tokenizer has pieces
     form = StructuredOutput.of_choices(["b ab", "é"])
-    matcher = Matcher(build(vocabulary, form, lowered(form)))
+    matcher = Matcher(build_grammar(vocabulary, form, lowered(form)))
 
     def allowed() -> set[int]:
         return {t for t in range(32 * len(matcher.mask)) if matcher.mask[t >> 5] >> (t & 31) & 1}
@@ -214,7 +214,7 @@ def test_no_more_are_kept_than_there_is_room_for(bundled_model: Path) -> None:
 )
 def test_what_would_fail_at_the_second_token_is_refused(tokenizer: LLTokenizer, form: StructuredOutput) -> None:
     with pytest.raises(InvalidRequestError, match=r"cannot be used: .*items"):
-        build(tokenizer, form, lowered(form))
+        build_grammar(tokenizer, form, lowered(form))
 
 
 def test_only_what_takes_long_pays_for_it() -> None:
@@ -260,16 +260,16 @@ def test_many_new_clients_do_not_make_a_debt_forgotten() -> None:
 
 
 def test_clients_take_turns() -> None:
-    turns: Turns[str] = Turns()
+    queue: RoundRobinQueue[str] = RoundRobinQueue()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
-        assert turns.put(item[0], item)
-    assert [turns.get() for _ in range(2)] == ["a1", "b1"]
-    turns.put("d", "d1")
-    turns.put("a", "a4")
-    assert [turns.get() for _ in range(5)] == ["c1", "a2", "b2", "d1", "a3"]
-    assert turns.close() == ["a4"]
-    assert turns.get() is None
-    assert not turns.put("a", "a5")
+        assert queue.put(item[0], item)
+    assert [queue.get() for _ in range(2)] == ["a1", "b1"]
+    queue.put("d", "d1")
+    queue.put("a", "a4")
+    assert [queue.get() for _ in range(5)] == ["c1", "a2", "b2", "d1", "a3"]
+    assert queue.close() == ["a4"]
+    assert queue.get() is None
+    assert not queue.put("a", "a5")
 
 
 def test_processes_that_end_are_replaced(bundled_model: Path) -> None:
@@ -384,4 +384,4 @@ def test_closing_ends_what_is_being_compiled_and_what_waits(
 def test_schemas_may_not_set_options_of_the_library_wrongly(tokenizer: LLTokenizer) -> None:
     form = StructuredOutput("json_schema", json.dumps({"x-guidance": {"lenient": 5}}))
     with pytest.raises(InvalidRequestError, match="expected a boolean"):
-        build(tokenizer, form, lowered(form))
+        build_grammar(tokenizer, form, lowered(form))

@@ -19,7 +19,7 @@ from llguidance import LLTokenizer
 from structured_engines import finished_values
 
 from engine.errors import InvalidRequestError
-from engine.structured.grammar import Grammar, build, load_llg_tokenizer, lowered
+from engine.structured.grammar import Grammar, build_grammar, load_llg_tokenizer, lowered
 from engine.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def supported(tokenizer: LLTokenizer) -> list[tuple[dict[str, Any], Grammar]]:
     for group in groups:
         form = StructuredOutput.of_schema(group["schema"])
         with contextlib.suppress(InvalidRequestError):
-            found.append((group, build(tokenizer, form, lowered(form))))
+            found.append((group, build_grammar(tokenizer, form, lowered(form))))
     logger.info(f"{len(found)} of {len(groups)} schemas can be used")
     assert len(found) > 150
     return found

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.tools.answer_text import AnswerParser, Grammar
+from app.api.tools.answer_text import AnswerGrammar, AnswerParser
 from app.api.tools.families import TOOL_PARSERS
 from app.api.tools.forced import named, required
 from app.api.tools.parts import Part
@@ -43,13 +43,13 @@ def joined(parts: Sequence[Part]) -> Joined:
     return content, "".join(part.reasoning for part in parts), [(name, text) for name, text in calls]
 
 
-def parsed(grammars: Sequence[Grammar], pieces: Sequence[str]) -> Joined:
+def parsed(grammars: Sequence[AnswerGrammar], pieces: Sequence[str]) -> Joined:
     parser = AnswerParser(grammars)
     parts = [part for piece in pieces for part in parser.push(piece, ended=False)]
     return joined(parts + parser.push("", ended=True))
 
 
-def found(grammar: Grammar, text: str) -> tuple[str, list[tuple[str, Any]]]:
+def found(grammar: AnswerGrammar, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """Content and calls, with the arguments as values."""
     content, _, calls = parsed([grammar], list(text))
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
@@ -194,7 +194,7 @@ SCRAPS = """[ ] { } , ; ( ) : add x= 'a\\'b' " \\ 1 - true None é "name" "add" 
 OBJECTS = (CALL, '{"name": "add", "arguments": {"x": "\\u00e9"}}')
 PIECES = st.sampled_from([*MARKERS.split(), *SCRAPS.split(), *OBJECTS, " ", "\n"])
 TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=16).map("".join)
-GRAMMARS: dict[str, list[Grammar]] = {
+GRAMMARS: dict[str, list[AnswerGrammar]] = {
     **{name: [make(NAMES)] for name, make in TOOL_PARSERS.items()},
     "thinking": [reasoning("think", opened=False), TOOL_PARSERS["hermes"](NAMES)],
     "opened": [reasoning("think", opened=True), TOOL_PARSERS["llama3_json"](NAMES)],

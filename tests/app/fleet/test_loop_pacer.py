@@ -9,28 +9,28 @@ from engine_client_setting import quiet, request, run, started, until
 from loopback import expected_tokens
 
 from app.fleet.engine_client import EVENTS_PER_TURN
-from app.fleet.turns import Turns
+from app.fleet.loop_pacer import LoopPacer
 
 
 def test_a_few_go_on_in_each_turn_in_their_order() -> None:
     async def test() -> None:
         now = 5.0
-        turns, woken = Turns(3, lambda: now), []
+        pacer, woken = LoopPacer(3, lambda: now), []
         futures = [asyncio.get_running_loop().create_future() for _ in range(8)]
         for index, future in enumerate(futures):
             future.add_done_callback(lambda _, index=index: woken.append(index))
-            turns.wake(future)
+            pacer.wake(future)
             now += 1.0
-        assert turns.lag_s == 8.0
+        assert pacer.lag_s == 8.0
         seen = []
         while len(woken) < 8:
             await asyncio.sleep(0)
             seen.append(len(woken))
         assert woken == list(range(8))
         assert [count for count in seen if count] == [3, 6, 8]
-        assert turns.lag_s == 0.0
+        assert pacer.lag_s == 0.0
         again: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turns.wake(again)
+        pacer.wake(again)
         await asyncio.wait_for(again, 1.0)
 
     asyncio.run(test())
@@ -39,10 +39,10 @@ def test_a_few_go_on_in_each_turn_in_their_order() -> None:
 def test_clients_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
     async def test() -> None:
         now = 5.0
-        turns, passed = Turns(1, lambda: now), []
+        pacer, passed = LoopPacer(1, lambda: now), []
 
         async def enter(client: str) -> None:
-            await turns.enter(client)
+            await pacer.enter(client)
             passed.append(client)
 
         async with asyncio.TaskGroup() as tasks:
@@ -52,15 +52,15 @@ def test_clients_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
             now = 7.0
             tasks.create_task(enter("d"))
             await asyncio.sleep(0)
-            assert (turns.waited_s("b"), turns.waited_s("d"), turns.waited_s("e")) == (2.0, 0.0, 0.0)
-            assert turns.lag_s == 2.0
+            assert (pacer.waited_s("b"), pacer.waited_s("d"), pacer.waited_s("e")) == (2.0, 0.0, 0.0)
+            assert pacer.lag_s == 2.0
             seen = []
             while len(passed) < 8:
                 await asyncio.sleep(0)
                 seen.append(len(passed))
         assert "".join(passed) == "aabcadba"
         assert all(after - before <= 1 for before, after in pairwise(seen))
-        assert turns.lag_s == turns.waited_s("a") == 0.0
+        assert pacer.lag_s == pacer.waited_s("a") == 0.0
         await enter("a")  # it is free again
         await enter("a")
 
@@ -69,11 +69,11 @@ def test_clients_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
 
 def test_the_loop_may_have_several_turns_for_others_between_two() -> None:
     async def test() -> None:
-        turns, passed = Turns(1, every=4), []
+        pacer, passed = LoopPacer(1, every=4), []
         for index in range(3):
             future = asyncio.get_running_loop().create_future()
             future.add_done_callback(lambda _, index=index: passed.append(index))
-            turns.wake(future)
+            pacer.wake(future)
         seen = []
         while len(passed) < 3:
             await asyncio.sleep(0)
@@ -85,28 +85,28 @@ def test_the_loop_may_have_several_turns_for_others_between_two() -> None:
 
 def test_whoever_leaves_takes_no_turn() -> None:
     async def test() -> None:
-        turns = Turns(1)
-        await turns.enter("a")
-        waiting = [asyncio.ensure_future(turns.enter(client)) for client in "abc"]
+        pacer = LoopPacer(1)
+        await pacer.enter("a")
+        waiting = [asyncio.ensure_future(pacer.enter(client)) for client in "abc"]
         await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[1].cancel()
         for _ in range(2):
             await asyncio.sleep(0)
         assert waiting[2].done()
-        assert not turns._waiting
-        await asyncio.wait_for(turns.enter("a"), 1.0)
+        assert not pacer._waiting
+        await asyncio.wait_for(pacer.enter("a"), 1.0)
 
     asyncio.run(test())
 
 
 def test_the_turn_of_the_last_one_who_waited_is_not_free() -> None:
     async def test() -> None:
-        turns = Turns(1)
+        pacer = LoopPacer(1)
         last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turns.wake(last)
+        pacer.wake(last)
         await last
-        newcomer = turns.enter("a")
+        newcomer = pacer.enter("a")
         newcomer.send(None)  # it waits, or this would raise
         newcomer.close()
 
@@ -114,12 +114,12 @@ def test_the_turn_of_the_last_one_who_waited_is_not_free() -> None:
 
 
 def test_a_loop_that_ends_takes_no_turn_of_the_next_one() -> None:
-    turns = Turns(1, every=4)
-    asyncio.run(turns.enter("a"))
+    pacer = LoopPacer(1, every=4)
+    asyncio.run(pacer.enter("a"))
 
     async def two() -> None:
         for _ in range(2):
-            await asyncio.wait_for(turns.enter("a"), 1.0)
+            await asyncio.wait_for(pacer.enter("a"), 1.0)
 
     asyncio.run(two())
 

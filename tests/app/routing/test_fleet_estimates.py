@@ -10,8 +10,15 @@ from dataclasses import replace
 import pytest
 from routing_support import BLOCK, IDLE
 
-from app.routing.calibration import REMEMBERED, Calibration, OutputLength, PrefixShare, ReuseShare, StepModel
-from app.routing.replica import ReplicaHistory
+from app.routing.fleet_estimates import (
+    REMEMBERED,
+    FleetEstimates,
+    OutputLength,
+    PrefixShare,
+    ReuseShare,
+    StepModel,
+)
+from app.routing.replica_state import ReplicaHistory
 
 
 def test_step_model_finds_the_coefficients() -> None:
@@ -151,7 +158,7 @@ def test_share_of_a_prefix_is_of_the_last_requests_only() -> None:
 
 
 def test_slowness_is_a_replicas_step_time_over_the_fleets() -> None:
-    fleet, quick, slow = Calibration(BLOCK), ReplicaHistory(), ReplicaHistory()
+    fleet, quick, slow = FleetEstimates(BLOCK), ReplicaHistory(), ReplicaHistory()
     for _ in range(400):
         for history, seconds in ((quick, 0.02), (slow, 0.06)):
             fleet.learn_report(replace(IDLE, running=4, kv_tokens=4000, step_seconds=seconds), history)
@@ -175,7 +182,7 @@ def test_one_absurd_step_changes_little() -> None:
 
 
 def test_a_report_says_whether_all_views_are_out_of_date() -> None:
-    fleet, history = Calibration(BLOCK), ReplicaHistory()
+    fleet, history = FleetEstimates(BLOCK), ReplicaHistory()
     assert fleet.learn_report(replace(IDLE, running=4, kv_tokens=4000, step_seconds=0.5), history)
     assert not fleet.learn_report(replace(IDLE, running=4, kv_tokens=4000, step_seconds=0.5), history)
     assert not fleet.learn_report(replace(IDLE, block_size=0), history)
@@ -184,19 +191,19 @@ def test_a_report_says_whether_all_views_are_out_of_date() -> None:
 
 
 def test_expected_output_is_the_learned_one_up_to_a_sequences_share_of_the_limit() -> None:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     assert [fleet.expected_output(limit, 1) for limit in (100, 256, 10_000)] == [100, 256, 256]
     assert fleet.expected_output(300, 3) == 100
 
 
 def test_the_block_of_the_last_token_is_computed() -> None:
-    fleet = Calibration(16)
+    fleet = FleetEstimates(16)
     assert [fleet.usable_blocks(tokens, 2) for tokens in (1, 16, 17, 32, 33, 100)] == [0, 0, 1, 1, 2, 2]
     assert fleet.usable_blocks(0, 0) == 0
 
 
 def test_a_retry_teaches_nothing_of_reuse() -> None:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     for retry in (False, True, True):
         fleet.learn_prompt(range(40), 0, 100.0, retry)
     assert fleet.reuse.share == 0.0
@@ -205,7 +212,7 @@ def test_a_retry_teaches_nothing_of_reuse() -> None:
 
 
 def test_prompts_teach_which_prefixes_are_shared() -> None:
-    fleet = Calibration(BLOCK)
+    fleet = FleetEstimates(BLOCK)
     for _ in range(64):
         fleet.learn_prompt(range(40), 30, 0.0, retry=False)
         fleet.learn_prompt(range(40), 0, 0.0, retry=False)

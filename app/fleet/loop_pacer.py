@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Turns:
+class LoopPacer:
     """Wakes futures, at most ``per_turn`` in ``every`` turns of the event loop, on which it is used.
 
     So the loop does all other work between two groups, however many wait. Clients are served round robin, so

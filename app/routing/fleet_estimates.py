@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from app.routing.load import LoadReport
-from app.routing.replica import ReplicaHistory
+from app.routing.replica_state import ReplicaHistory
 
 WINDOW = 128
 SAMPLED, REMEMBERED = 16, 16_384
@@ -198,7 +198,7 @@ class PrefixShare:
                 del self._counts[oldest]
 
 
-class Calibration:
+class FleetEstimates:
     """All of these, for one fleet; its owner locks. Decisions read it, the ledger teaches it."""
 
     def __init__(self, block_size: int) -> None:

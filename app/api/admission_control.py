@@ -16,7 +16,7 @@ from app.fleet.overload import OverloadControl
 from engine.errors import InvalidRequestError
 
 
-class Admission:
+class AdmissionControl:
     """Admits requests for one model at one ingress replica, on its loop; each reads the current options."""
 
     def __init__(

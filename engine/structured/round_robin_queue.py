@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class RoundRobinQueue(Generic[T]):
     """Each client's items come in order, one of each client after another; any thread may use it."""
 
     def __init__(self) -> None:
