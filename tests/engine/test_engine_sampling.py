@@ -32,6 +32,14 @@ EDITED: dict[str, Any] = {
     "ignore_eos": True,
 }
 
+FEW: dict[str, Any] = {
+    "frequency_penalty": 2.0,
+    "presence_penalty": 2.0,
+    "allowed_token_ids": (7, 9, 30, 60),
+    "ignore_eos": True,
+}
+"""Each token has been generated before, so that all choices depend on how often."""
+
 
 @pytest.fixture
 def engine(tiny_models: dict[str, Path]) -> Engine:
@@ -143,9 +151,10 @@ def test_looking_at_the_load_shortens_no_prompts_log_probabilities(engine: Engin
     assert {name: of_prompt(each) for name, each in deltas.items()} == dict.fromkeys("abc", of_prompt(alone))
 
 
-def test_a_move_changes_nothing(engine: Engine) -> None:
+@pytest.mark.parametrize("edited", [EDITED, FEW], ids=["edited", "few"])
+def test_a_move_changes_nothing(engine: Engine, edited: dict[str, Any]) -> None:
     """The tokens generated elsewhere count as output, not as prompt."""
-    params = SamplingParams(**EDITED, max_tokens=20, temperature=1.0, seed=8, logprobs=1, prompt_logprobs=1)
+    params = SamplingParams(**edited, max_tokens=20, temperature=1.0, seed=8, logprobs=1, prompt_logprobs=1)
     whole = run_to_end(engine, Request("a", PROMPT, params))["a"]
     output = made(whole)
     for before in (1, 7, 19):

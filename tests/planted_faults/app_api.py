@@ -95,7 +95,7 @@ API: list[Fault] = [
         "            value = list(value)\n",
         "            pass\n",
         _TEMPLATE,
-        "a check uses up the iterator that the filter then reads",
+        "a filter reads an iterator that nobody has checked the size of",
     ),
     Fault(
         "app/api/prompt_tokenizer.py",
@@ -255,7 +255,7 @@ API: list[Fault] = [
         "app/api/choices.py",
         "                    delta.token_ids[:count],\n",
         "                    delta.token_ids,\n",
-        _SAMPLING,
+        _CHOICES,
         "tokens past a stop string are returned",
     ),
     Fault(

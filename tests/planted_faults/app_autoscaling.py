@@ -228,7 +228,7 @@ AUTOSCALING: list[Fault] = [
         "app/autoscaling/scaling_state.py",
         "        while lows and lows[-1][1] <= need:\n            lows.pop()\n",
         "",
-        _DEMAND,
+        _OCCUPANCY,
         "the window of needs forgets its maximum",
     ),
     Fault(

@@ -81,7 +81,7 @@ FLEET: list[Fault] = [
         "app/routing/ledger.py",
         "not state.alone and not state.suspects",
         "not state.alone",
-        _FAULTS,
+        ("app/routing/test_ledger.py",),
         "a suspect is sent where one of another ingress runs",
     ),
     Fault(

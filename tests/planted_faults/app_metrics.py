@@ -125,7 +125,7 @@ METRICS: list[Fault] = [
         "app/api/request_record.py",
         "self.figures.inter_token.add((now - before[1]) / new, new)",
         "self.figures.inter_token.add(now - before[1])",
-        _ROUTE,
+        ("app/api/test_request_record.py::test_tokens_that_arrive_together_share_the_interval",),
         "tokens that come together count as one slow one",
     ),
     Fault(

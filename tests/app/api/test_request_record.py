@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from local_server import COUNT, MODEL, LocalServer
 
+from app.api import request_record
 from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.errors import ApiError
@@ -23,7 +25,9 @@ from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
 from app.api.request_record import RequestRecord
 from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
 from app.logs import FIELDS
+from app.metrics.samples import METRICS
 from engine.errors import ClientLimitError, InvalidRequestError
+from engine.histogram import Histogram
 
 
 def ended(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -100,6 +104,26 @@ def test_the_outcome_tells_how_the_work_ended(error: BaseException | None, outco
         if error is not None:
             raise error
     assert record.outcome == outcome
+
+
+def test_tokens_that_arrive_together_share_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(request_record, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    record = RequestRecord(Caller("", "r"), "chat", True, started=0.0)
+    for now, choice, tokens in (  # noqa: B007 - the clock reads it
+        (2.0, 0, 1),
+        (3.0, 1, 1),
+        (2.5, 0, 5),  # four in 0.5 s
+        (2.75, 0, 6),
+        (4.0, 1, 3),  # two in 1 s
+    ):
+        record.token(choice, tokens, None)
+    expected = Histogram(METRICS["inter_token_seconds"].bounds)
+    expected.add(0.125, 4)
+    expected.add(0.25)
+    expected.add(0.5, 2)
+    assert record.figures.inter_token.totals == expected.totals
+    assert record.figures.first_token.totals.sum == 2.0
 
 
 def test_the_key_is_charged_for_prompt_and_output() -> None:

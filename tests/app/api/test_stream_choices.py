@@ -15,6 +15,7 @@ from app.api.choices import GenerationJob, TextDelta, stream_choices
 from app.api.openai_types import parse_completion
 from app.fleet.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 from engine.text import TextDecoder
+from engine.token_logprobs import TokenLogprobs
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,21 @@ def test_a_stop_string_in_the_last_token_is_the_reason(backend: Tokenizer) -> No
     source = Source([Delta(tokens, "length", 0, 0, final=True)])
     (delta,) = asyncio.run(all_of(source, job(1, stop=" three"), TextDecoder(backend)))
     assert (delta.text, delta.finish_reason, delta.num_tokens) == ("one two", "stop", len(tokens))
+
+
+def test_no_token_past_a_stop_string_is_returned(backend: Tokenizer) -> None:
+    """Whether the tokens arrive together or one by one."""
+    ids = tuple(backend.encode("one two three four five", add_special_tokens=False).ids)
+    scores = tuple(TokenLogprobs(-1.0 - place, 1) for place in range(len(ids)))
+    together = [Delta(ids, "length", 0, 0, final=True, logprobs=scores)]
+    pairs = zip(ids, scores, strict=True)
+    singly = [Delta((token,), None, 0, place, logprobs=(score,)) for place, (token, score) in enumerate(pairs)]
+    for deltas in (together, singly):
+        asked = job(1, stop=" three", return_token_ids=True, logprobs=0)
+        found = asyncio.run(all_of(Source([*deltas, None]), asked, TextDecoder(backend)))
+        details = [delta.details for delta in found if delta.details is not None]
+        assert tuple(token for one in details for token in one.token_ids) == ids[:3]
+        assert tuple(score for one in details for score in one.logprobs) == scores[:3]
 
 
 def test_an_error_of_one_prompt_ends_the_others(backend: Tokenizer) -> None:

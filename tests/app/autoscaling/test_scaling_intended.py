@@ -83,6 +83,13 @@ def fleet_ends(fleet: Fleet, **more: Any) -> int:
     return fleet.intended(70, stats(0.0), **more)[-1]
 
 
+def test_a_moment_of_load_amid_a_rest_counts_for_a_minute() -> None:
+    fleet = Fleet(6)
+    fleet.intended(70, stats(10.0))
+    assert fleet.intended(1, stats(600.0)) == [0]
+    assert fleet.intended(70, stats(10.0)) == [0] * 60 + [1] * 10
+
+
 def test_demand_that_is_back_ends_it_at_once() -> None:
     fleet = Fleet(6)
     assert fleet.intended(70, stats(200.0))[-1] == 1

@@ -78,6 +78,12 @@ def test_up_at_once_and_down_by_the_largest_answer_of_the_window() -> None:
     assert found == [(0, 6), (310, 5), (320, 4), (330, 3), (340, 2)]
 
 
+def test_a_peak_within_the_window_holds_the_fleet_until_it_is_past() -> None:
+    # Two replicas are enough, then four for ten seconds, then two again.
+    found = moves([(100, 1_400.0), (10, 2_800.0), (400, 1_400.0)], target=6)
+    assert found == [(300, 5), (310, 4), (410, 3), (420, 2)]
+
+
 def test_one_decision_stops_a_tenth_at_most() -> None:
     found = moves([(10, 35_000.0), (600, 7_000.0)], target=50)
     assert found[:4] == [(310, 45), (320, 41), (330, 37), (340, 34)]

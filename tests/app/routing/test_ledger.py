@@ -17,7 +17,9 @@ from index_support import claimed
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import REMEMBERED, Ledger, NoRouteError, Route
 from app.routing.policies import Policy
+from app.routing.requirement import Requirement
 from app.routing.routing_meta import RoutingMeta
+from engine.sampling_params import SamplingParams
 
 A, B, C = Route("a", 1), Route("b", 2), Route("c", 3)
 IDLE = replace(routing_support.IDLE, free=10_000, num_blocks=10_000)
@@ -110,6 +112,20 @@ def test_suspects_get_nothing_new_but_keep_what_they_have() -> None:
     assert ledger.booking(2) is not None
     ledger.suspect("a", False)
     assert book(ledger, 9) == "a"
+
+
+def test_one_that_must_be_alone_goes_where_no_other_such_request_runs() -> None:
+    """Of any ingress: the engine reports those of others."""
+    ledger = ledger_of(A, B)
+    alone = Requirement(1, SamplingParams(), alone=True)
+    ledger.report(A, replace(IDLE, suspects=1))
+    assert ledger.routable(requirement=alone) == ["b"]
+    assert sorted(ledger.routable()) == ["a", "b"]
+    assert book(ledger, 1, requirement=alone) == "b"
+    with pytest.raises(NoRouteError):
+        book(ledger, 2, requirement=alone)
+    ledger.report(A, IDLE)
+    assert book(ledger, 2, requirement=alone) == "a"
 
 
 def test_only_members_are_chosen() -> None:

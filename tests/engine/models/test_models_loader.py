@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from model_checkpoints import PagedRun, save_tiny, tiny_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
@@ -91,6 +93,7 @@ def test_a_wrong_shape_is_refused(folder: Path) -> None:
 def test_sizes_that_the_file_does_not_have_take_no_memory(folder: Path) -> None:
     path = folder / "config.json"
     raw = json.loads(path.read_text())
+    stored = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     for changes, words in (
         ({"vocab_size": 2**24}, r"embed_tokens\.weight has shape .* asks for \[16777216, "),
         ({"head_dim": 4096}, r"q_proj\.weight has shape"),
@@ -98,8 +101,21 @@ def test_sizes_that_the_file_does_not_have_take_no_memory(folder: Path) -> None:
         ({"hidden_size": 2**20, "head_dim": 12}, r"embed_tokens\.weight has shape"),
     ):
         path.write_text(json.dumps({**raw, **changes}))
-        with pytest.raises(ConfigError, match=words):
+        with Largest() as largest, pytest.raises(ConfigError, match=words):
             load(folder)
+        assert largest.numel <= stored
+
+
+class Largest(TorchFunctionMode):
+    """How many elements the largest tensor has that is made within the context."""
+
+    numel = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.numel = max(self.numel, made.numel())
+        return made
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

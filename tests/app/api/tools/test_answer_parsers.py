@@ -99,6 +99,10 @@ def test_calls_are_found(parser: str, text: str, content: str, calls: list[Any])
         ("hermes", '<tool_call>{"name": "add", "arguments": {"x": 1'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"x": "\\uD80'),
         ("hermes", '<tool_call>{"name": "add", "arguments": "no object"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "null"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"x\\": 01}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"x\\": 1"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{} {}"}</tool_call>'),
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100 + "1" + "}" * 101 + "</tool_call>",
