@@ -500,7 +500,10 @@ class AppConfig(Group):
         )
 
     def user_config(self) -> dict[str, Any]:
-        """The ``user_config`` of engine replicas: the options that they apply without a restart."""
+        """The ``user_config`` of engine replicas: all options that they apply without a restart.
+
+        Also those at their defaults, so that one that was taken back has its default again.
+        """
         values = {
             name: getattr(self.service, name)
             for name, option in OPTIONS.items()
@@ -527,10 +530,6 @@ class AppConfig(Group):
         """
         given = dict(user_config)
         base = self.model_dump(exclude_unset=True)
-        if ARGS in given:  # all of these options, so that one that was taken back has its default
-            for name, option in OPTIONS.items():
-                if option.group == "service" and deployment not in option.restarts:
-                    base.get(option.group, {}).pop(name, None)
         values = given.pop(ARGS, {})
         live = [name for name, option in OPTIONS.items() if deployment in option.live_in]
         fixed = [name for name in given if name not in live]

@@ -213,8 +213,8 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/config.py",
-        "                    base.get(option.group, {}).pop(name, None)",
-        "                    pass",
+        '            if option.group == "service" and "engine" not in option.restarts\n',
+        '            if name in self.service.model_fields_set and "engine" not in option.restarts\n',
         _CONFIG,
         "an option that was taken back keeps its value",
     ),
