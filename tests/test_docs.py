@@ -1,4 +1,4 @@
-"""README and docs name nothing that is not there: commands and their options, files, links, tests, settings."""
+"""README and docs name nothing that is not there, such as commands, files, links, tests, settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from app.config import OPTIONS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("app", "clients", "engine", "kernels", "loadtests", "tests")
 FOREIGN_MODULES = {"pip", "pytest", "timeit", "venv"}
+FOREIGN_NAMES = {"HuggingFaceTB", "WorkerId"}
 OTHER_SETTINGS = (
     "QUIRE_KEYS",
     "QUIRE_CACHE",
@@ -102,6 +103,18 @@ def test_files_exist(page: Path) -> None:
         elif re.fullmatch(r"\w+\.py", code) and code not in names:
             wrong.append(code)
     assert wrong == []
+
+
+@pages
+def test_classes_exist(page: Path) -> None:
+    defined = {
+        name
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"^ *class (\w+)", path.read_text(), flags=re.MULTILINE)
+    }
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w*)", page.read_text()))
+    assert {name for name in named - defined - FOREIGN_NAMES if not name.endswith("ForCausalLM")} == set()
 
 
 @pages
@@ -203,3 +216,39 @@ def test_the_checks_see_what_is_wrong() -> None:
     assert not is_founded("`python -m tests.speed` says 40 µs.")
     assert is_founded("`python -m tests.speed` says 40 µs at commit `0123456`.")
     assert is_founded("It takes 40 µs ([all](benchmarks.md#here)).")
+
+
+def test_the_architecture_page_says_what_each_folder_holds() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("\n\nEach mechanism")[0]
+    named = {folder.rstrip("/") for folder in re.findall(r"`([\w/]+/)`", table)}
+    packages = {
+        path.parent.relative_to(ROOT).as_posix()
+        for folder in ("app", "engine", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert packages - named == set()
+
+
+def error_codes() -> set[str]:
+    """Codes of errors for clients: by keyword, or as the third argument of ``InvalidRequestError``."""
+    codes = set()
+    paths = [path for folder in ("app", "engine") for path in (ROOT / folder).rglob("*.py")]
+    for path in (path for path in paths if "Error(" in path.read_text()):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+            if isinstance(node.func, ast.Name) and node.func.id == "InvalidRequestError":
+                given += node.args[2:3]
+            codes |= {
+                one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            }
+    return codes
+
+
+def test_the_page_of_the_api_lists_every_error_code() -> None:
+    page = (ROOT / "docs" / "http_api.md").read_text()
+    table = page.partition("| Status | Code | When |")[2].partition("\n\n")[0]
+    assert {"engine_died", "invalid_grammar", "reset_failed"} <= error_codes()
+    offline = {"duplicate_id"}  # an ingress gives each attempt an ID of its own
+    assert error_codes() - offline - set(re.findall(r"`(\w+)`", table)) == set()
